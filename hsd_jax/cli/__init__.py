@@ -1,1 +1,1 @@
-"""The `hsd` program: a file a command, or a family of them. Start with `main.py`."""
+"""The `hsd` program. Each file declares and runs one command or one family of commands. Start with `main.py`."""

@@ -1,4 +1,4 @@
-"""`hsd bench` and its commands: each an `Experiment` (`lab/bench/experiment.py`) of other methods and columns."""
+"""`hsd bench` and its commands. Most of them run an `Experiment` (`lab/bench/experiment.py`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def add_parser(commands) -> None:
         commands,
         "bench",
         run,
-        "measure speculative against plain decoding",
-        "Measure tau, speed and the stages of a round, batch 1, with the end token honoured and prefill excluded.\n"
-        "Plain and speculative runs are interleaved in one process; speeds are medians over the repeats, with ranges.",
+        "compare the speed of speculative and plain decoding",
+        "Measure tau, speed and the stages of a round at batch 1. End tokens are honoured, and prefill is\n"
+        "excluded. Plain and speculative runs are interleaved in one process. Speeds are medians over the repeats,\n"
+        "with ranges.",
         """
 hsd bench --demo
 hsd bench --demo --prompts dev.jsonl --half report --limit 40 --plain-variants --json OUT.json --plot OUT.png
@@ -36,13 +37,13 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,3.2.1")
     options.add_rule_arguments(tree, nargs="+")
     options.add_tuned_argument(tree)
-    what = "also time plain decoding in float32 and bfloat16, with 1 row and padded to 4: the fastest is the rival"
+    what = "also time plain decoding in float32 and bfloat16, with 1 row and padded to 4; compare with the fastest"
     parser.add_argument("--plain-variants", action="store_true", help=what)
-    grid = parser.add_argument_group("the defaults, or the trees named, against plain decoding, cell by cell")
+    grid = parser.add_argument_group("the defaults, or the given trees, beside plain decoding for each setting")
     counts, temperatures = options.numbers(COUNT), options.numbers(TEMPERATURE)
     add_value(grid, "--batches N,...", counts, "rows decoded at once, for example 1,2,4,8,16,32")
     add_value(grid, "--contexts N,...", counts, "tokens of a prompt, for example 64,256,1024,1800")
-    add_value(grid, "--temperatures T,...", temperatures, "of each cell", [0.0, 0.8], "0,0.8")
+    add_value(grid, "--temperatures T,...", temperatures, "0 is greedy", [0.0, 0.8], "0,0.8")
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
     options.add_json_argument(parser)
     options.add_plot_argument(parser)
@@ -52,7 +53,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures plain decoding beside the trees, rules and forms of reuse of the command line."""
+    """Measures plain decoding and the trees, rules and forms of reuse that the command line gives."""
     from hsd_jax.lab.bench import experiment, methods, report
     from hsd_jax.lab.bench.prompts import Workload
     from hsd_jax.lab.viz import plots
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     trees = parse_trees(args.trees) if args.trees else None
     columns, has_details = report.CHOICES, False
     if args.batches or args.contexts:
-        given = "--batches or --contexts: they measure the rule match alone"
+        given = "--batches or --contexts, which measure only the rule match"
         options.refuse(args, given, "accept", "draw", "reuse", "lossy", "plot", "plain_variants")
         sizes = args.batches or [1], args.contexts or [64], args.temperatures
         trees = trees or [options.tree_asked(args, params)]
@@ -94,25 +95,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `lab/bench/experiment.read_tasks` reads, and temperatures."""
+    """Declares the options that `lab/bench/experiment.read_tasks` reads, and temperatures."""
     otherwise = "the dozen prompts of the demo"
-    add_value(parser, "--prompts TASK=FILE", str, "one task a file", without=otherwise, nargs="+")
+    add_value(parser, "--prompts TASK=FILE", str, "one task per file", without=otherwise, nargs="+")
     add_value(parser, "--limit N", COUNT, "prompts of each task", 20)
     options.add_half_argument(parser, "both")
     options.add_chat_argument(parser)
     options.add_length_arguments(parser, 128)
-    add_value(parser, "--temperatures T", TEMPERATURE, "", [0.0], "0", nargs="+")
+    add_value(parser, "--temperatures T", TEMPERATURE, "0 is greedy", [0.0], "0", nargs="+")
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
 
 
 def _add_out_argument(parser: argparse.ArgumentParser, name: str) -> None:
-    """Declares --out, the folder of the result."""
+    """Declares --out, the folder of the results."""
     files = f"gets {name}.json, .csv, .md and, with matplotlib, .png"
     add_value(parser, "--out FOLDER", options.NEW_FOLDER, files, required=True)
 
 
 def _finish(args: argparse.Namespace, name: str, record: dict[str, Any], tables: Any, foot: Any, plot: Any) -> int:
-    """Prints what was measured, writes the folder, and returns the status of the command."""
+    """Prints the tables, writes the results into the folder, and returns the exit status of the command."""
     from hsd_jax.lab.bench import experiment, report
 
     report.write(record, tables, foot, args.out, name)
@@ -126,20 +127,20 @@ def _add_compare(commands) -> None:
         "compare",
         run_compare,
         "compare drafters, trees and rules on several tasks",
-        "Decode the prompts of every task by every method, interleaved in one process with plain decoding, for every\n"
-        "temperature and batch size. Prefill is excluded, end tokens are honoured; speeds are medians over the\n"
-        "repeats, ratios carry a 95 % interval over prompts (paired bootstrap).",
+        "Decode the prompts of every task by every method, for every temperature and batch size. The methods and\n"
+        "plain decoding are interleaved in one process. Prefill is excluded, and end tokens are honoured. Speeds\n"
+        "are medians over the repeats. Ratios have a 95 % interval over prompts (paired bootstrap).",
         """
 hsd bench compare --demo --out runs/compare
 hsd bench compare --demo --methods methods.yaml --prompts dialogue=dev.jsonl maths=test.jsonl --out runs/compare
 hsd bench compare --target DIR --methods methods.yaml --temperatures 0 0.8 1 --batch 1 4 --out runs/compare
 
-methods.yaml, a line a method; what is left out is the drafter of the command line, its own tree, match:
+methods.yaml, one line per method; defaults: the drafter of the command line, its own tree, match:
   hidden: {tree: 8x5x2}
   standard: {drafter: runs/small-lm, tree: 5x4x1, accept: recursive, reference: true}
   copied: {drafter: lookup, tree: 8x7x1}
-With `reference: true` a second column gives the ratio to that method; `reuse: FORM` and `token_info: false` change the
-hidden-state drafter; `lossy: "linear:0.5"` goes with `accept: recursive` and brings a task score of every method.
+`reference: true` adds a column with the ratio to that method. `reuse: FORM` and `token_info: false` change the
+hidden-state drafter. `lossy: "linear:0.5"` needs `accept: recursive` and adds a task score of every method.
 """,
     )
     options.add_model_arguments(parser)
@@ -150,7 +151,7 @@ hidden-state drafter; `lossy: "linear:0.5"` goes with `accept: recursive` and br
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Measures the methods of a file."""
+    """Measures the methods of --methods."""
     from hsd_jax.lab.bench import experiment, methods, report
     from hsd_jax.lab.viz import plots
 
@@ -166,7 +167,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def _experiment(args: argparse.Namespace, params: Any, named: Any, **more: Any) -> Any:
-    """Methods on the tasks of the command line."""
+    """An `Experiment` of the methods `named` on the tasks of the command line."""
     from hsd_jax.lab.bench import experiment, methods
     from hsd_jax.lab.bench.prompts import Workload
 
@@ -181,9 +182,9 @@ def _add_ablate(commands) -> None:
         "ablate",
         run_ablate,
         "change one thing at a time around the default",
-        "Decode by the drafter as it is, without its token information, with every form of reuse it allows, and by\n"
-        "other drafters, all at equal numbers of nodes, interleaved on the same prompts. Ratios to the default carry\n"
-        "a 95 % interval over prompts (paired bootstrap).",
+        "Decode by the drafter as it is, without its token information, with every form of reuse that it allows,\n"
+        "and by other drafters. All trees have equal numbers of nodes, and all methods are interleaved on the same\n"
+        "prompts. Ratios to the default have a 95 % interval over prompts (paired bootstrap).",
         """
 hsd bench ablate --demo --nodes 8,16 --out runs/ablate
 hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR eagle=DIR --prompts chat=dev.jsonl --out runs/ablate
@@ -191,14 +192,14 @@ hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR eagle=DIR --pr
     )
     options.add_model_arguments(parser)
     add_value(parser, "--nodes N,N,...", str, "nodes of a tree, the root included", "8,16", "8,16")
-    what = "more runs, each by another drafter: trained without token information, with a reduced draft vocabulary, ..."
+    what = "other drafters to measure: trained without token information, with a reduced draft vocabulary, ..."
     add_value(parser, "--drafters NAME=DIR", str, what, [], nargs="+")
     _add_task_arguments(parser)
     _add_out_argument(parser, "ablate")
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Numbers of nodes from "8,16,32"."""
+    """Reads numbers of nodes from a text such as "8,16,32". Raises a ValueError for others."""
     sizes = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
     if min(sizes) < 3 or len(set(sizes)) < len(sizes):
         raise ValueError(f"--nodes {text!r}: allowed are different numbers of at least 3, for example 8,16,32")
@@ -215,7 +216,7 @@ def run_ablate(args: argparse.Namespace) -> int:
     with experiment.alone_in(args.out, temperatures=args.temperatures):
         params = options.load_pair(args, "bench ablate")
         if method_of(params.drafter_config).token_information is None:
-            raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
+            raise ValueError(f"a {params.drafter_config.kind} drafter: hsd bench ablate needs a hidden-state drafter")
         found, references = methods.ablations(params.drafter_config, sizes, drafters)
         record = _experiment(args, params, found, references=references).run(args.out / "ablate.json")
         tables = report.tables_by_setting(record, report.COMPARED)
@@ -228,16 +229,17 @@ def _add_budget(commands) -> None:
         commands,
         "budget",
         run_budget,
-        "compare ways to draw and judge trees at equal draft tokens",
-        "Decode by SD, SpecInfer, RSD-C, RSD-S, top-k and coupled trees of as many draft tokens a round, and of as\n"
-        "long paths, interleaved with plain decoding; then count which siblings were accepted.",
+        "compare schemes and rules at equal numbers of draft tokens",
+        "Decode by SD, SpecInfer, RSD-C, RSD-S, top-k and coupled trees, with equal numbers of draft tokens per\n"
+        "round and with equal lengths of the longest path, interleaved with plain decoding. Then count how often\n"
+        "the siblings of each rank were accepted.",
         """
 hsd bench budget --demo --temperatures 0.8 1 --out runs/budget
 hsd bench budget --demo --budgets 6,14 --lengths 3 --prompts chat=dev.jsonl --half report --out runs/budget
 """,
     )
     options.add_model_arguments(parser)
-    add_value(parser, "--budgets N,...", options.numbers(COUNT), "draft tokens a round", without="6,10,14,21,30")
+    add_value(parser, "--budgets N,...", options.numbers(COUNT), "draft tokens per round", without="6,10,14,21,30")
     add_value(parser, "--lengths L,...", options.numbers(COUNT), "tokens of the longest path", without="2,3,4,5")
     _add_task_arguments(parser)
     _add_out_argument(parser, "budget")
@@ -263,10 +265,11 @@ def _add_tasks(commands) -> None:
         commands,
         "tasks",
         run_tasks,
-        "Spec-Bench, HumanEval and GSM8K, a table of all tasks and methods",
-        "Ask the first turns of Spec-Bench, the functions of HumanEval and the problems of GSM8K's test file through\n"
-        "the target's chat template, one prompt at a time, by plain decoding and, in turns with it, by the default,\n"
-        "chains of 4 and 8 nodes, trees of 8 and 16, and lookup. The text must be that of plain decoding.",
+        "measure all methods on Spec-Bench, HumanEval and GSM8K",
+        "Decode the first turns of Spec-Bench, the functions of HumanEval and the problems of GSM8K's test file,\n"
+        "each through the target's chat template and one prompt at a time. The methods are plain decoding and, in\n"
+        "turns with it, the default, chains of 4 and 8 nodes, trees of 8 and 16 nodes, and lookup. The command\n"
+        "checks that every text is that of plain decoding.",
         """
 hsd bench tasks --target smollm2 --spec-bench question.jsonl --out runs/tasks
 hsd bench tasks --target DIR --drafter DIR --spec-bench question.jsonl --per-task 80 --out runs/tasks
@@ -276,18 +279,18 @@ hsd bench tasks --target DIR --drafter DIR --drafters eagle=DIR --spec-bench que
     )
     options.add_model_arguments(parser)
     options.add_task_arguments(parser)
-    what = "more columns: other drafters, by default as the first"
+    what = "more columns: other drafters, each with its default tree"
     add_value(parser, "--drafters NAME=DIR", str, what, [], nargs="+")
-    add_value(parser, "--methods FILE", str, "YAML as of `hsd bench compare`, in place of the preset")
+    add_value(parser, "--methods FILE", str, "YAML as for `hsd bench compare`, in place of the preset")
     options.add_length_arguments(parser, 128)
-    add_value(parser, "--temperatures T", TEMPERATURE, "", [0.0, 0.8], "0 0.8", nargs="+")
-    what = "timed passes; before the first one prompt of each size is decoded, which compiles"
+    add_value(parser, "--temperatures T", TEMPERATURE, "0 is greedy", [0.0, 0.8], "0 0.8", nargs="+")
+    what = "timed passes; before the first pass, one prompt of each size is decoded to compile"
     add_value(parser, "--repeats R", COUNT, what, 1)
     _add_out_argument(parser, "tasks")
 
 
 def run_tasks(args: argparse.Namespace) -> int:
-    """Measures the preset of methods, or those of a file, on the published tasks."""
+    """Measures the preset of methods, or the methods of --methods, on the published tasks."""
     from hsd_jax.lab.bench import experiment, methods, prompts, report, tasks
     from hsd_jax.lab.viz import plots
 
@@ -302,7 +305,7 @@ def run_tasks(args: argparse.Namespace) -> int:
         found = tasks.read(given, args.per_task, checkpoint.tokenizer, room)
         params = options.load_params(args)
         if params.drafter_config is None:
-            options.say("no drafter: lookup drafts; give --drafter DIR for another")
+            options.say("no --drafter given: drafting by lookup")
             params = options.other_drafters(args, params)("lookup")
         named = methods.preset_of_tasks(params.drafter_config) if named is None else named
         named = methods.with_drafters(named, drafters)
@@ -318,10 +321,11 @@ def _add_sizes(commands) -> None:
         commands,
         "sizes",
         run_sizes,
-        "what passes over 1 to 32 rows cost, from 19 million weights to 3 billion",
-        "Time passes over several rows, and drafting, of random weights of the shapes of the bundled pair, of SmolLM2\n"
-        "and of public models, beside what this processor reads and multiplies; and give the tokens a second that a\n"
-        "tau would mean. Downloads nothing. The 3 billion need 8 GB of memory.",
+        "time passes over 1 to 32 rows, for models of 19 million to 3 billion weights",
+        "Time passes over several rows, and drafting, for models with random weights. They have the shapes of the\n"
+        "bundled pair, of SmolLM2 and of public models. The tables also give the rates at which this processor\n"
+        "reads and multiplies, and the tokens per second that a given tau would mean. Nothing is downloaded. The\n"
+        "model with 3 billion weights needs 8 GB of memory.",
         """
 hsd bench sizes --out runs/sizes
 hsd bench sizes --shapes smollm2 llama-3.2-1b --rows 1,8 --out runs/sizes
@@ -331,15 +335,15 @@ hsd bench sizes --shapes smollm2 llama-3.2-1b --rows 1,8 --out runs/sizes
 
     what = f"demo, smollm2, a config.json, or {', '.join(known_targets())}"
     add_value(
-        parser, "--shapes NAME", str, what, without="demo, smollm2 and those of up to 3 billion weights", nargs="+"
+        parser, "--shapes NAME", str, what, without="demo, smollm2 and models of up to 3 billion weights", nargs="+"
     )
     add_value(parser, "--rows N,...", options.numbers(COUNT), "rows of a pass", without="1,2,4,8,16,32")
-    add_value(parser, "--taus T,...", options.numbers(options.POSITIVE), "tokens a pass", without="1.5,2,3,4")
+    add_value(parser, "--taus T,...", options.numbers(options.POSITIVE), "tokens per pass", without="1.5,2,3,4")
     _add_out_argument(parser, "sizes")
 
 
 def run_sizes(args: argparse.Namespace) -> int:
-    """Measures the size of the model as an axis."""
+    """Measures models of several sizes."""
     from hsd_jax.lab.bench import experiment, report, sizes
 
     names, rows, taus = args.shapes or sizes.SHAPES, args.rows or sizes.ROWS, args.taus or sizes.TAUS

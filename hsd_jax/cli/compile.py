@@ -1,4 +1,7 @@
-"""`hsd compile`: what a decode and a training step will be on an accelerator, without one (`lab/aot/report.py`)."""
+"""`hsd compile`: compiles a decode and a training step for an accelerator that this machine does not have.
+
+The work is done in `lab/aot/report.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,18 @@ def add_parser(commands) -> None:
         commands,
         "compile",
         run,
-        "compile for a GPU or TPU that is not there: memory, kernels, bytes, collectives",
-        "Compile the programs of a decode and of a drafter's training for an accelerator that this machine does not\n"
-        "have, from a config.json alone, and say of each: whether it fits into the device's memory, kernels a round,\n"
-        "bytes it reads, copies of caches, transfers. Needs pip install 'hsd_jax[aot-cuda]' or 'hsd_jax[aot-tpu]'.",
+        "compile for a GPU or TPU that this machine lacks: memory, kernels, bytes, collectives",
+        "Compile the programs of a decode and of a drafter's training for an accelerator that this machine does\n"
+        "not have. A config.json is enough; no weights are read. The report says of each program whether it fits\n"
+        "into the device's memory, how many kernels a round runs, how many bytes it reads, and which copies of\n"
+        "caches and transfers it makes. Needs pip install 'hsd_jax[aot-cuda]' or 'hsd_jax[aot-tpu]'.",
         """
 hsd compile --target llama-3-8b --device h100
 hsd compile --target DIR --drafter DIR --device v5e:2x4 --mesh model=8 --json compiled.json
 hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what plain speculative
 """,
     )
-    what = f"a config.json, or a target named as elsewhere; shapes that ship: {', '.join(known_targets())}"
+    what = f"a config.json, or a target as in hsd generate; shapes that ship: {', '.join(known_targets())}"
     add_value(parser, "--target NAME", str, what, required=True)
     add_value(parser, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
     without = "one layer, parallel trunk, a quarter of the vocabulary"
@@ -35,14 +39,16 @@ hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what p
     add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
     add_value(parser, "--batch B", COUNT, "rows", 1)
     add_value(parser, "--context TOKENS", COUNT, "slots of the caches, all in use", 4096)
-    add_value(parser, "--tree NxDxW", str, "or as in 3.2.1, its branching", without="8x7x1, or that of the drafter")
-    add_value(parser, "--temperature T", TEMPERATURE, "0: greedy rows alone", 0.0)
+    add_value(
+        parser, "--tree NxDxW", str, "the tree; or its branching, as in 3.2.1", without="8x7x1, or that of the drafter"
+    )
+    add_value(parser, "--temperature T", TEMPERATURE, "0 compiles for greedy rows only", 0.0)
     parser.add_argument("--what", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs (default: all)")
     add_value(parser, "--json OUT", NEW_FILE, "write the record")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles, prints the table, writes the record; 1 if a program does not fit."""
+    """Compiles, prints the table and writes the record. Returns 1 if a program does not fit."""
     from hsd_jax.lab.aot import devices, kinds, report
     from hsd_jax.planning.measure import parse_tree
 

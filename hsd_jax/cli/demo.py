@@ -1,4 +1,7 @@
-"""`hsd demo`, which `make demo` runs: a pair of models answers a few prompts (`lab/bench/demo.py`)."""
+"""`hsd demo`, which `make demo` runs: a pair of models answers a few prompts.
+
+The work is done in `lab/bench/demo.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 
 SHOWN = 6
-"""Questions of a chat model's dozen."""
+"""Default of --limit for a chat model, which has a dozen questions."""
 
 
 def add_parser(commands) -> None:
@@ -18,23 +21,24 @@ def add_parser(commands) -> None:
         commands,
         "demo",
         run,
-        "answer a few prompts, plainly and speculatively",
-        "Answer six questions with SmolLM2 and its drafter, plainly and speculatively: the texts as they come, then\n"
-        "a table with tau, speeds and where a round's time goes. Where SmolLM2 is not installed, and with\n"
-        "--target demo, the bundled pair continues a dozen dialogues and maths problems.",
+        "answer a few prompts with plain and with speculative decoding",
+        "Answer six questions with SmolLM2 and its drafter, each with plain and with speculative decoding. The\n"
+        "texts are streamed. A table then shows tau, the speeds and the time of each stage of a round. If SmolLM2\n"
+        "is not installed, or with --target demo, the bundled pair continues a dozen dialogues and maths\n"
+        "problems.",
         """
 hsd demo
 hsd demo --target demo --max-new-tokens 64 --plot demo.png
 hsd demo --precision exact --temperature 0.8
 """,
     )
-    what = "demo, smollm2, or any chat model, named as in hsd generate"
+    what = "demo, smollm2, or any chat model as hsd generate takes it"
     add_value(parser, "--target NAME", str, what, without="smollm2 where it is installed, else demo")
-    add_value(parser, "--drafter NAME", str, "what drafts, as in hsd generate", without="the target's own")
+    add_value(parser, "--drafter NAME", str, "the drafter, as hsd generate takes it", without="the target's own")
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
     add_value(parser, "--temperature T", options.TEMPERATURE, "0 is greedy", 0.0)
-    add_value(parser, "--repeats R", COUNT, "timed runs, of which the first is shown", 1)
-    add_value(parser, "--limit N", COUNT, "first N prompts only", without=f"{SHOWN} of a chat model, else all")
+    add_value(parser, "--repeats R", COUNT, "timed runs; only the first is shown", 1)
+    add_value(parser, "--limit N", COUNT, "first N prompts only", without=f"{SHOWN} for a chat model, else all")
     options.add_dtype_argument(parser)
     options.add_precision_argument(parser)
     options.add_tree_arguments(parser)
@@ -44,7 +48,7 @@ hsd demo --precision exact --temperature 0.8
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers all prompts both ways and prints the table."""
+    """Answers all prompts with plain and with speculative decoding, and prints the table."""
     from hsd_jax.lab.bench import demo, profile, prompts, tables
     from hsd_jax.lab.bench.quality import model_record
     from hsd_jax.planning.measure import Mode
@@ -83,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default_target() -> str:
-    """SmolLM2 where its package is there, else the bundled pair, with a line that says why."""
+    """Returns "smollm2" if its package is installed, else "demo", and then prints why."""
     from hsd_jax.models.checkpoint import BUNDLED
 
     try:
         BUNDLED["smollm2"].target()
     except FileNotFoundError as error:
-        options.say(f"{error}; until then the bundled pair answers")
+        options.say(f"{error}; the bundled pair answers instead")
         return "demo"
     return "smollm2"

@@ -1,4 +1,4 @@
-"""`hsd generate`: continues prompts, streaming the text."""
+"""`hsd generate`: continues prompts and streams the text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def add_parser(commands) -> None:
         commands,
         "generate",
         run,
-        "continue prompts, streaming the text",
-        "Continue one or more prompts. The text goes to stdout as it comes, a summary line to stderr.\n"
-        "With the same --seed the text is the same with and without speculation (--accept match).",
+        "continue prompts and stream the text",
+        "Continue one or more prompts. The text is streamed to stdout, and a summary line goes to stderr. With the\n"
+        "same --seed the text is the same with and without speculation (--accept match).",
         """
 hsd generate --demo $'Question: A box holds 12 eggs. How many eggs are in 7 boxes?\\nAnswer:'
 hsd generate --target DIR --drafter DIR --temperature 0.8 --top-p 0.95 --seed 7 "Once upon a time,"
@@ -37,7 +37,7 @@ cat letter.txt | hsd generate --demo --no-stream --json -
     tree = options.add_tree_arguments(parser)
     options.add_rule_arguments(tree)
     options.add_tuned_argument(tree)
-    tree.add_argument("--no-speculate", action="store_true", help="decode plainly: one token a pass")
+    tree.add_argument("--no-speculate", action="store_true", help="plain decoding: one token per pass")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
@@ -57,7 +57,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     add_value(sampling, "--temperature T", options.TEMPERATURE, "0 is greedy", 0.0)
     options.add_filter_arguments(sampling)
-    add_value(sampling, "--seed", options.SEED, "of all draws; each prompt adds its number", 0)
+    add_value(sampling, "--seed", options.SEED, "seed of all draws; prompt i uses seed + i", 0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stream(pieces) -> None:
-    """Prints pieces as they come. The rate leaves out the first one, which waits for compilation and prefill."""
+    """Prints each piece at once. The rate leaves out the first piece, which waits for compilation and prefill."""
     counts, times = [], []
     while True:
         try:
@@ -110,17 +110,18 @@ def _stream(pieces) -> None:
 
 
 def text_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `decode` from those of `add_text_arguments`, `add_sampling_arguments` and `add_rule_arguments`."""
+    """Arguments of `decode`, from the options of `add_text_arguments`, `add_sampling_arguments` and
+    `add_rule_arguments`."""
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw", "lossy")
     return {name: getattr(args, name) for name in names} | {"reuse": args.reuse or "none"}
 
 
 def check_text_arguments(args: argparse.Namespace) -> None:
-    """Raises a ValueError if arguments of `add_text_arguments` exclude each other."""
+    """Raises a ValueError if two options of `add_text_arguments` exclude each other."""
     if args.system is not None and not args.chat:
         raise ValueError("--system needs --chat")
     if args.chat and args.ids:
-        raise ValueError("--chat and --ids exclude each other: a chat template wants text")
+        raise ValueError("--chat and --ids exclude each other: a chat template needs text")
 
 
 def read_prompt(prompt: str) -> str | bytes:
@@ -131,13 +132,17 @@ def read_prompt(prompt: str) -> str | bytes:
     """
     if prompt == "-":
         if sys.stdin is None:
-            raise ValueError('prompt "-" is stdin, which is closed')
+            raise ValueError('prompt "-" reads stdin, which is closed')
         return sys.stdin.buffer.read()  # the library checks that it is UTF-8
     return prompt
 
 
 def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
-    """What `decode` takes: a text, token ids for --ids, a conversation for --chat."""
+    """The prompt as `decode` takes it: a text, token ids with --ids, a conversation with --chat.
+
+    Raises:
+      ValueError: if --ids are not whole numbers, or the checkpoint has no tokenizer for a text.
+    """
     if isinstance(text, bytes):
         text = with_unix_lines(decoded(text, "stdin"))
     if args.ids:

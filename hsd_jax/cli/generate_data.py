@@ -1,6 +1,7 @@
-"""`hsd generate-data`: a target's own responses to given prompts, as training data for its drafter.
+"""`hsd generate-data`: writes a target's own responses to given prompts, as training data for its drafter.
 
-What is asked of whom, and the file that resumes, are `train/response_prompts.py` and `train/responses.py`.
+`train/response_prompts.py` chooses the prompts. `train/responses.py` decodes them and writes the file, which a later
+run can resume.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ def add_parser(commands) -> None:
         "generate-data",
         run,
         "write a target's own responses, to train its drafter on",
-        "Continue prompts with the target and write one JSON line a response. Drafters learn best from text that\n"
-        "their target wrote. A run that broke off continues when the same command is given again, and ends with the\n"
-        "same file: a response depends on its prompt, the settings and the seed.",
+        "Continue prompts with the target and write one line of JSON per response. Drafters learn best from text\n"
+        "that their target wrote. To resume an interrupted run, give the same command again. It ends with the same\n"
+        "file, because a response depends only on its prompt, the settings and the seed.",
         """
 hsd generate-data --target DIR --prompts train.jsonl --out own.jsonl
 hsd generate-data --demo --prompts train.jsonl --limit 2000 --temperatures 0,0.8 --samples-per-prompt 2 --out own.jsonl
 hsd generate-data --target DIR --drafter DIR --prompts book.txt --stride 500 --prefix-tokens 64 --out own.jsonl
 """,
     )
-    what = "JSON lines with turns, messages, question, prompt or text; or plain text, one text a file"
+    what = "JSON lines with turns, messages, question, prompt or text; or plain text, one text per file"
     add_value(parser, "--prompts FILE", str, what, nargs="+", required=True)
-    what = "the result, a .jsonl; its settings go beside it"
+    what = "the result, a .jsonl file; a second file beside it holds the settings"
     add_value(parser, "--out FILE", options.NEW_FILE, what, required=True)
     options.add_model_arguments(parser)
     options.add_tree_arguments(parser)
@@ -40,23 +41,25 @@ hsd generate-data --target DIR --drafter DIR --prompts book.txt --stride 500 --p
 
 def _add_prompt_arguments(group) -> None:
     add_value(group, "--limit N", COUNT, "prompts of each file", without="all")
-    room = "those that leave no room for --max-new-tokens"
+    room = "those that leave too few positions for --max-new-tokens"
     add_value(group, "--prompt-tokens N", COUNT, "leave out longer prompts", without=room)
-    add_value(group, "--prefix-tokens N", COUNT, "of a text: its first N tokens, at most half of them", 32)
-    add_value(group, "--stride N", COUNT, "of a text: a prompt every N tokens", without="one a text")
-    what = "of a conversation: a prompt for each turn of the user (default: for one, at random)"
+    add_value(
+        group, "--prefix-tokens N", COUNT, "tokens of a prompt from a text: its first N, at most half of them", 32
+    )
+    add_value(group, "--stride N", COUNT, "begin a prompt every N tokens of a text", without="one per text")
+    what = "make a prompt of each user turn of a conversation (default: of one random turn)"
     group.add_argument("--all-turns", action="store_true", help=what)
     options.add_chat_argument(group, "conversations")
 
 
 def _add_sampling_arguments(group) -> None:
-    add_value(group, "--max-new-tokens N", COUNT, "of a response", 256)
-    what = "each prompt takes one of them, 0 is greedy"
+    add_value(group, "--max-new-tokens N", COUNT, "most tokens of a response", 256)
+    what = "each prompt is decoded at one of them; 0 is greedy"
     add_value(group, "--temperatures T,...", options.numbers(TEMPERATURE), what, (0.0, 0.7, 1.0), "0,0.7,1.0")
     options.add_filter_arguments(group)
-    add_value(group, "--samples-per-prompt N", COUNT, "responses of a prompt", 1)
-    add_value(group, "--batch B", COUNT, "rows decoded at once; one that ends makes room for the next", 32)
-    add_value(group, "--seed", SEED, "of everything random", 0)
+    add_value(group, "--samples-per-prompt N", COUNT, "responses per prompt", 1)
+    add_value(group, "--batch B", COUNT, "rows decoded at once; a new prompt takes the place of a row that ends", 32)
+    add_value(group, "--seed", SEED, "seed of all random choices", 0)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`hsd identity`: does speculation ever change a token? The work is done in `lab/bench/identity.py`."""
+"""`hsd identity`: checks that speculation changes no token. The work is done in `lab/bench/identity.py`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def add_parser(commands) -> None:
         "identity",
         run,
         "check that speculation changes no token",
-        "Compare speculative with plain text, token for token, greedy, sampled and filtered. Every first difference\n"
-        "of a row is listed with the gap between the two best perturbed logits. On CPU and in exact precision the\n"
-        "exit status is 1 if there is any. In fast precision on an accelerator it is 1 for a gap beyond the measured\n"
-        f"logit noise, or more than {FAST_PER_THOUSAND:g} differences per 1,000 tokens; on a mesh in exact precision\n"
-        f"for a gap of {EXACT_GAP:g} or more.\n"
-        "Rules other than match draw sampled text anew: its distribution is tested, by the chi-square of the places\n"
-        f"of all tokens in the target's own distribution; a false alarm once in {1 / FALSE_ALARM:,.0f} settings.",
+        "Compare speculative with plain text, token for token: greedy, sampled and filtered. The report lists the\n"
+        "first difference of every row with the gap between the two best perturbed logits. On CPU and in exact\n"
+        "precision the exit status is 1 if there is any difference. In fast precision on an accelerator it is 1 if\n"
+        f"a gap exceeds the measured logit noise, or if there are more than {FAST_PER_THOUSAND:g} differences per\n"
+        f"1,000 tokens. On a mesh in exact precision it is 1 if a gap is {EXACT_GAP:g} or more.\n"
+        "Rules other than match draw other sampled text of the same distribution. A chi-square test checks this\n"
+        "distribution: it uses the quantiles of all tokens in the target's own distribution. A false alarm occurs\n"
+        f"once in {1 / FALSE_ALARM:,.0f} settings.",
         """
 hsd identity --demo --prompts dev.jsonl --half report --precision exact
 hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype bfloat16
@@ -44,7 +45,7 @@ hsd identity --demo --levels --precision exact
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares, prints, and returns 1 if a difference is not excused."""
+    """Compares, prints the report, and returns 1 if the check failed."""
     from hsd_jax.lab.bench import identity, prompts, tables
     from hsd_jax.lab.bench.machine import hardware
 

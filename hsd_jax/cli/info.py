@@ -1,4 +1,4 @@
-"""`hsd info`: what is in a checkpoint or drafter folder, and how fast this processor is."""
+"""`hsd info`: shows what a target or drafter holds, or measures how fast this processor is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_parser(commands) -> None:
         "show what a checkpoint or drafter holds, or measure this processor",
         "Print configuration, parameter count, end tokens, tokenizer and fingerprint of a target (a name, a\n"
         "Hugging Face folder or a GGUF file) or of a drafter. All weights are read and checked. With --rates:\n"
-        "measure this processor for two seconds and keep what was found, by which draft trees are chosen.",
+        "measure this processor for two seconds and keep the rates. Draft trees are chosen by them.",
         """
 hsd info smollm2
 hsd info runs/demo-target
@@ -24,14 +24,14 @@ hsd info runs/demo/drafter
 hsd info --rates
 """,
     )
-    what = "a target, named as elsewhere; or a folder written by `hsd train drafter`"
+    what = "a target, as --target of hsd generate; or a folder written by `hsd train drafter`"
     parser.add_argument("source", metavar="NAME", nargs="?", help=what)
     parser.add_argument("--rates", action="store_true", help="measure, keep and show the rates of this processor")
     options.add_value(parser, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the facts of one folder, or of this processor, a line each."""
+    """Prints the facts of one model, or of this processor, one per line."""
     if (args.source is None) == (not args.rates):
         raise ValueError("hsd info takes one of NAME and --rates")
     facts = _rates() if args.rates else _facts(args)
@@ -49,13 +49,13 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _rates() -> dict[str, str]:
-    """Measured anew, beside the shipped ones."""
+    """Measures the rates of this processor and returns them beside the shipped ones."""
     from hsd_jax.planning import rates
 
     isa = rates.isa_here(True)
     if isa is None:
         raise ValueError(
-            "--rates: only processors where the CPU kernels run are measured; the shipped rates count here"
+            "--rates: the CPU kernels do not run on this processor, so it is not measured; the shipped rates are used"
         )
     found = rates.renewed(isa)
     ours, theirs = found.rates(isa), rates.shipped(isa)
@@ -65,6 +65,6 @@ def _rates() -> dict[str, str]:
         "reads weights": f"{ours.bytes_per_second / 1e9:.0f} GB/s (shipped {theirs.bytes_per_second / 1e9:.0f})",
         "multiplies": f"{ours.flops_per_second / 1e9:.0f} GFLOP/s (shipped {theirs.flops_per_second / 1e9:.0f})",
         "with bfloat16 weights": f"{ours.narrow:.2f} times that (shipped {theirs.narrow:.2f})",
-        "spread of the timings": f"{found.spread:.0%}" + (", so the machine had other work" if found.is_busy else ""),
+        "spread of the timings": f"{found.spread:.0%}" + (", so the machine was busy" if found.is_busy else ""),
         "kept in": "nowhere: HSD_RATES is off" if path is None else str(path),
     }

@@ -1,8 +1,7 @@
-"""The `hsd` program: its commands, how errors are shown, and the compilation cache.
+"""The `hsd` program: it parses the command line, runs the command and shows errors.
 
-jax is imported only when a command runs, so that help is immediate (but for values of options that the library's tables
-hold), and the commands only when Ctrl-C is taken care of.
-Read next: the file of a command.
+jax is imported only when a command runs, so that help appears at once. Options whose allowed values are in a table of
+the library are the exception. The commands are imported only after Ctrl-C is handled. Read next: the file of a command.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ examples:
 environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
   HSD_CACHE=FOLDER    keep them there
-  HSD_NATIVE_ISA=L    CPU kernels of level avx2, avx512 or avx512_bf16, or off: products by XLA, in float32
+  HSD_NATIVE_ISA=L    use the CPU kernels for avx2, avx512 or avx512_bf16; off: XLA computes the products, in float32
   HSD_RATES=off       do not measure this processor; choose draft trees by the shipped rates
   HSD_DEBUG=1         show the whole traceback of an error
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; imports no jax."""
+    """Returns the parser of all commands. Imports no jax."""
     import argparse
 
     from hsd_jax.cli import bench, compile, demo, generate, generate_data, identity, info, plan, show, train, tune
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pass
     if code == EXIT_CODE:
         print(LINE, file=sys.stderr, flush=True)
-        if argv is None:  # as a program: all that had to be written is; nothing after this line may say more
+        if argv is None:  # as a program: all output is written, and nothing may be printed after this line
             os._exit(EXIT_CODE)
     return code
 
@@ -100,7 +99,7 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
-    except SystemExit as end:  # argparse has printed help, or what is wrong
+    except SystemExit as end:  # argparse has printed the help or the error
         return end.code if isinstance(end.code, int) else ERROR
     except BrokenPipeError as error:  # `hsd ... | head`
         _drop_output()
@@ -112,7 +111,7 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
         print(f"hsd: error: {error}", file=sys.stderr)
         try:
             sys.stdout.flush()
-        except (OSError, ValueError):  # a full disk: the interpreter would try again, and say so
+        except (OSError, ValueError):  # a full disk: the interpreter would else fail again at exit
             _drop_output()
         _end_others(error)
         return ERROR
@@ -121,18 +120,18 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
-    """A warning in a line, without the place in the code that Python names."""
+    """Prints a warning on one line, without the code location that Python adds."""
     print(f"hsd: warning: {message}", file=sys.stderr)
 
 
 def _end_others(error: BaseException) -> None:
-    """Where this is one of several processes, it ends here and the others with it."""
+    """Ends all processes of a distributed run. Does nothing in any other run."""
     if distributed := sys.modules.get("hsd_jax.host.distributed"):
         distributed.fail(error)
 
 
 def _check_streams() -> None:
-    """Refuses a closed stdout; stderr and stdin that are closed become empty, so that no file takes their numbers."""
+    """Raises a ValueError if stdout is closed. A closed stderr becomes os.devnull, so that no file gets its number."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
@@ -141,7 +140,7 @@ def _check_streams() -> None:
 
 
 def _drop_output() -> None:
-    """What is still to be written to stdout goes nowhere."""
+    """Sends output that is still buffered for stdout to os.devnull."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):

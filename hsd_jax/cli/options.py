@@ -1,4 +1,7 @@
-"""Arguments that several commands share, and how they become `Params`, a tree, a line on the screen."""
+"""Options that several commands share, and the functions that turn them into `Params`, a tree or a record.
+
+Each `add_*` function declares options. Its docstring names the function that reads them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from hsd_jax.settings import Count, NotNegative, Positive, Seed, Share, Temperat
 
 
 def value_of(hint: Any):
-    """An argparse type: a number as an annotation of `settings.py` declares it."""
+    """Returns an argparse type for a number, with the range that an annotation of `settings.py` declares."""
 
     def parse(text: str):
         try:
@@ -33,7 +36,7 @@ WEIGHT, POSITIVE = value_of(NotNegative), value_of(Positive)
 
 
 def _path_type(check: Callable[[str], Path]):
-    """An argparse type: a path that `check` lets pass. So a command that cannot write its result never starts."""
+    """Returns an argparse type for a path that `check` accepts. A command that cannot write its result never starts."""
 
     def parse(text: str) -> Path:
         try:
@@ -58,7 +61,13 @@ NEW_FILE, NEW_FOLDER, PICTURE = map(_path_type, (files.check_new_file, files.che
 def add_value(
     group: Group, option: str, kind: Any, help: str, default: Any = None, without: str = "", **more: Any
 ) -> None:
-    """Declares an option, as in "--limit N", whose help ends with what holds `without` it: its default, as a rule."""
+    """Declares an option.
+
+    Args:
+      option: name and metavar, as in "--limit N".
+      kind: the argparse type.
+      without: the words for the default at the end of the help; a number in `default` needs none.
+    """
     name, _, metavar = option.partition(" ")
     if isinstance(default, int | float):
         without = f"{default:g}"
@@ -67,11 +76,13 @@ def add_value(
 
 
 class Choices:
-    """The values of an option, from a table of the library: it is read when it is needed, as it may import jax.
+    """The allowed values of an option, from a table of the library.
+
+    The table is read only when it is needed, because this may import jax.
 
     Args:
-      module: where the table is.
-      names: the values, of the module.
+      module: the module of `hsd_jax` that has the table.
+      names: returns the values, given the module.
     """
 
     def __init__(self, module: str, names: Callable[[Any], Iterable[str]]) -> None:
@@ -87,19 +98,22 @@ SCHEMES = Choices("types", lambda module: [scheme.value for scheme in module.Dra
 
 
 class OwnOptions(argparse._SubParsersAction):
-    """Commands of a command that has options itself: these must not come before them, where they would be dropped."""
+    """Subcommands of a command that also has options of its own.
+
+    An option of the command before the name of the subcommand is an error, because it would be ignored.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
         command = next(iter(values or ()))
         for action in parser._actions:
             if action.option_strings and getattr(namespace, action.dest, action.default) != action.default:
                 option = action.option_strings[0]
-                parser.error(f"{option} before {command!r}: {command} has options of its own, give them after it")
+                parser.error(f"{option} before {command!r} is ignored: give the options of {command} after it")
         super().__call__(parser, namespace, values, option_string)
 
 
 def add_command(commands, name: str, run, help: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A subparser with a summary, a description and examples, that calls `run(args)`."""
+    """Adds and returns a subparser with a summary, a description and examples. The command calls `run(args)`."""
     parser = commands.add_parser(
         name,
         help=help,
@@ -120,44 +134,50 @@ def pair_of_counts(text: str) -> tuple[int, int]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
-    """Declares which models to load, and how; `load_params` reads it.
+    """Declares which models to load, and how. `load_params` reads the options.
 
-    `is_required` is False where the command has commands of its own, which say again which models.
+    `is_required` is False for a command with subcommands, because these declare the models again.
     """
     group = parser.add_argument_group("models")
     which = group.add_mutually_exclusive_group(required=is_required)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter, as --target demo")
     add_target_arguments(group, which)
-    what = "what drafts: a folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named"
+    what = "the drafter: a folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named"
     what += " as --target is; lookup, or lookup:MIN-MAX, for n-grams of the context; FOLDER+lookup for both in one tree"
-    add_value(group, "--drafter NAME", str, what, without="that of demo or smollm2; else plain decoding")
-    what = "refuse a drafter that was trained for other weights of the same sizes, which else drafts with a warning"
+    add_value(group, "--drafter NAME", str, what, without="that of demo or smollm2; for other targets plain decoding")
+    what = "refuse a drafter that was trained for other weights of the same sizes; by default it drafts with a warning"
     group.add_argument("--strict", action="store_true", help=what)
-    add_value(group, "--rescore DIR", str, "what scores drafts: n-grams, a model, 0-gram (hsd bench rescore)")
-    add_value(group, "--alpha X", WEIGHT, "of its scores beside the drafter's", without="0.5")
-    what = "a small model drafts GAMMA tokens while its last ones are verified (PEARL); auto: measured"
+    add_value(group, "--rescore DIR", str, "the scorer of drafts: n-grams, a model, 0-gram (hsd bench rescore)")
+    add_value(group, "--alpha X", WEIGHT, "weight of its scores beside the drafter's", without="0.5")
+    what = "a small model drafts GAMMA tokens while its previous drafts are verified (PEARL); auto measures GAMMA"
     add_value(group, "--pearl GAMMA", lambda text: text if text == "auto" else COUNT(text), what)
-    what = "with --pearl: devices of the target and, beside them, of the small model, which then run at once: 6,2"
-    add_value(group, "--devices T,D", pair_of_counts, what, without="both on the same, one after the other")
-    what = "what drafts for a model that drafts, T tokens a round; again for a level more (hsd plan)"
+    what = "with --pearl: numbers of devices of the target and of the small model, which then run at once, as in 6,2"
+    add_value(group, "--devices T,D", pair_of_counts, what, without="both on the same devices, one after the other")
+    what = "a drafter that drafts T tokens per round for the drafter; repeat it for one more level (hsd plan)"
     add_value(group, "--stack DIR[@T]", str, what, action="append")
     add_dtype_argument(group)
     add_precision_argument(group)
     add_mesh_argument(group)
-    add_value(group, "--max-len TOKENS", COUNT, "longest prompt and answer", without="what the model allows")
+    add_value(
+        group, "--max-len TOKENS", COUNT, "most tokens of prompt and answer together", without="the model's limit"
+    )
 
 
 def add_target_arguments(group: Group, which: Group | None = None, is_required: bool = False) -> None:
-    """Declares --target, in the group `which` if it is given, --revision and --tokenizer; `source_of` reads them."""
+    """Declares --target, --revision and --tokenizer. `source_of` reads them.
+
+    Args:
+      which: the group of --target, if it is another one.
+    """
     what = "demo; smollm2; a Hugging Face folder; a GGUF file; or ORG/NAME on the Hugging Face hub"
     add_value(which or group, "--target NAME", str, what, required=is_required)
-    add_value(group, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
-    what = "whose tokenizer and chat template to take, named as --target is"
+    add_value(group, "--revision REV", str, "branch, tag or commit of ORG/NAME", without="its main branch")
+    what = "the model whose tokenizer and chat template to take, named as --target is"
     add_value(group, "--tokenizer NAME", str, what, without="the target's own")
 
 
 def source_of(args: argparse.Namespace) -> Any:
-    """The target that `add_target_arguments` asked for; None if none was.
+    """The target that the options of `add_target_arguments` name, or None.
 
     Raises:
       FileNotFoundError, ValueError: as `models.checkpoint.find`.
@@ -166,47 +186,47 @@ def source_of(args: argparse.Namespace) -> Any:
 
     source = "demo" if getattr(args, "demo", False) else args.target
     if source is not None and getattr(args, "checkpoint", None) is None:
-        args.checkpoint = find(source, args.revision, args.tokenizer)  # once a command: the hub is asked
+        args.checkpoint = find(source, args.revision, args.tokenizer)  # kept, because `find` queries the hub
     return getattr(args, "checkpoint", None)
 
 
 def add_mesh_argument(group: Group) -> None:
     """Declares --mesh and --distributed."""
     group.add_argument("--mesh", metavar="SPEC", help='devices, for example "data=2,model=4" (default: one device)')
-    what = "one of several processes, see docs/multihost.md (default: where HSD_COORDINATOR is set)"
+    what = "run as one of several processes, see docs/multihost.md (default: if HSD_COORDINATOR is set)"
     group.add_argument("--distributed", action="store_true", help=what)
 
 
 def add_dtype_argument(group: Group) -> None:
     """Declares --dtype and --quantize."""
-    what = "of the target's weights (default: that of the checkpoint)"
+    what = "dtype of the target's weights (default: that of the checkpoint)"
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help=what)
-    what = "int8: 8 bits a weight: another target, near the one of DIR"
+    what = "int8 stores 8 bits per weight; this is another target, close to the original"
     add_value(group, "--quantize Q", str, what, choices=QUANTIZED)
 
 
 def add_precision_argument(group: Group) -> None:
     """Declares --precision."""
-    what = "fast; or exact: float32 and highest matmul precision, where speculation never changes a token"
+    what = "fast, or exact: float32 and highest matmul precision, with which speculation never changes a token"
     add_value(group, "--precision P", str, what, "fast", "fast", choices=PRECISIONS)
 
 
 def add_length_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Declares --max-new-tokens and --seed."""
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", max_new_tokens)
-    add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
+    add_value(parser, "--seed", SEED, "prompt i uses seed + i", 0)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares --json; `write_record` reads it."""
+    """Declares --json. `write_record` reads it."""
     add_value(parser, "--json OUT", NEW_FILE, "write every figure to this file")
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
-    """Declares --prompts, --limit and --half; `limit` is the default number of prompts of a file."""
+    """Declares --prompts, --limit and --half. `limit` is the default number of prompts of a file."""
     group = parser.add_argument_group("prompts")
-    what = "JSON lines with turns, messages, question, prompt or text; or plain text, a prompt a line"
-    add_value(group, "--prompts FILE", str, what, without="the dozen of the demo", nargs="+")
+    what = "JSON lines with turns, messages, question, prompt or text; or plain text, one prompt per line"
+    add_value(group, "--prompts FILE", str, what, without="the dozen prompts of the demo", nargs="+")
     add_value(group, "--limit N", COUNT, "prompts of each file", limit, "all")
     add_half_argument(group, "both halves")
     add_chat_argument(group)
@@ -215,7 +235,9 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = No
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the files of `lab/bench/tasks.py` and --per-task."""
     group = parser.add_argument_group("tasks")
-    add_value(group, "--spec-bench FILE", str, "its question.jsonl: six tasks, MT-bench's eight categories being one")
+    add_value(
+        group, "--spec-bench FILE", str, "its question.jsonl: six tasks; MT-bench with its eight categories is one"
+    )
     add_value(group, "--humaneval FILE", str, "HumanEval.jsonl or .jsonl.gz: functions to complete")
     add_value(group, "--gsm8k FILE", str, "its test.jsonl: maths problems")
     what = "prompts of each task, at equal distances in its file; 80 are all of Spec-Bench"
@@ -223,14 +245,21 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_chat_argument(group: Group, what: str = "conversations and questions") -> None:
-    """Declares --no-chat-template; `args.chat_template` is False where it is given."""
-    text = f"{what} as lines, `User: ...` and `Assistant: ...` (default: by the target's chat template, if any)"
+    """Declares --no-chat-template. If it is given, `args.chat_template` is False."""
+    text = f"write {what} as lines, `User: ...` and `Assistant: ...` (default: the target's chat template, if any)"
     group.add_argument("--no-chat-template", dest="chat_template", action="store_false", help=text)
 
 
 def add_half_argument(group: Group, both: str) -> None:
-    """Declares --half, of the prompts of files."""
-    add_value(group, "--half HALF", str, "crc32(id) %% 2: 0 is tune, 1 is report", without=both, choices=HALVES)
+    """Declares --half, which keeps one half of the prompts of files."""
+    add_value(
+        group,
+        "--half HALF",
+        str,
+        "keep one half of the prompts: crc32(id) %% 2 is 0 for tune and 1 for report",
+        without=both,
+        choices=HALVES,
+    )
 
 
 def add_plot_argument(parser: argparse.ArgumentParser) -> None:
@@ -241,11 +270,11 @@ def add_plot_argument(parser: argparse.ArgumentParser) -> None:
 def add_filter_arguments(group: Group) -> None:
     """Declares --top-k and --top-p."""
     add_value(group, "--top-k K", COUNT, "keep the K likeliest tokens", without="all")
-    add_value(group, "--top-p P", TOP_P, "keep a share P of the mass", without="all")
+    add_value(group, "--top-p P", TOP_P, "keep the likeliest tokens of total probability P", without="all")
 
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares the shape of the draft tree; `tree_of` reads it."""
+    """Declares the shape of the draft tree. `tree_of` reads it."""
     group = parser.add_argument_group("draft tree")
     add_value(group, "--nodes N", COUNT, "nodes, the root included", without="the drafter's own")
     add_value(group, "--depth D", COUNT, "longest path in tokens", without="the drafter's own")
@@ -254,27 +283,27 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
-    """Declares how drafts are judged, drawn and made: --accept, --draw and --reuse; with `nargs` several of a kind."""
-    what = "rule that judges drafts, of %(choices)s: match gives the text of plain decoding with the same seed, the"
+    """Declares --accept, --draw, --lossy and --reuse. With `nargs`, --accept and --reuse take several values."""
+    what = "rule that judges drafts, of %(choices)s: match gives the text of plain decoding with the same seed; the"
     what += " others draw their trees and give another text of the same distribution"
     default = "auto" if nargs is None else ["auto"]
     add_value(group, "--accept RULE", str, what, default, "auto, which is match", choices=RULES, nargs=nargs)
-    what = "how drafts are chosen, of %(choices)s: the likeliest, all or one drawn at random, or coupled to the noise"
-    what += " of the target's own draws"
-    add_value(group, "--draw SCHEME", str, what, without="what suits --accept", choices=SCHEMES)
-    what = "with --accept recursive: linear, square or exponential, as in linear:0.5; text is then not the target's"
+    what = "how drafts are chosen, of %(choices)s: the likeliest tokens, some or all drawn at random, or drawn with the"
+    what += " noise of the target's own draws"
+    add_value(group, "--draw SCHEME", str, what, without="the one that suits --accept", choices=SCHEMES)
+    what = "with --accept recursive: linear, square or exponential, as in linear:0.5; changes the text's distribution"
     add_value(group, "--lossy F:EPSILON", str, what, without="off")
     add_reuse_argument(group, nargs)
 
 
 def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
-    """Declares --reuse, what becomes of spare trunk states; with `nargs` several forms. None if it is not given."""
-    what = "of trunk states a round left over: none, sum, skip, skip:N, ahead or unfused"
+    """Declares --reuse, the use of spare trunk states. With `nargs` it takes several forms. Its default is None."""
+    what = "how to use trunk states that a round left over: none, sum, skip, skip:N, ahead or unfused"
     add_value(group, "--reuse FORM", str, what, without="none", nargs=nargs)
 
 
 def numbers(kind):
-    """The argparse type of several numbers with commas between them."""
+    """Returns the argparse type of several numbers, separated by commas."""
 
     def parse(text: str) -> tuple:
         return tuple(kind(part) for part in text.split(","))
@@ -284,22 +313,25 @@ def numbers(kind):
 
 
 def add_tuned_argument(group: argparse._ArgumentGroup) -> None:
-    """Declares --tuned and --no-tuned; `tuned_of` reads them."""
+    """Declares --tuned and --no-tuned. `tuned_of` reads them."""
     either = group.add_mutually_exclusive_group()
     either.add_argument(
         "--tuned",
         metavar="FILE",
-        help="a record of `hsd tune --out`: draft as it says, or not at all where it found plain decoding faster"
+        help="a record of `hsd tune --out`: draft as it says, or decode plainly if it found that faster"
         " (default: the record that `hsd tune` kept for this pair and machine, if there is one)",
     )
-    either.add_argument("--no-tuned", action="store_true", help="no record: choose by the shipped model of costs")
+    either.add_argument(
+        "--no-tuned", action="store_true", help="follow no record; choose by the shipped model of costs"
+    )
 
 
 def tuned_of(args: argparse.Namespace, params) -> Any:
-    """What `decode` takes as `tuned`; says so if the record of --tuned was made under other conditions.
+    """The argument `tuned` of `decode`. Prints a line if the record of --tuned was made under other conditions.
 
     Raises:
-      FileNotFoundError, ValueError: if there is none, it is of another pair, or an option contradicts it.
+      FileNotFoundError, ValueError: if there is no such record, if it is for another pair, or if an option contradicts
+        it.
     """
     if args.tuned is None:
         return not args.no_tuned
@@ -313,9 +345,12 @@ def tuned_of(args: argparse.Namespace, params) -> Any:
 
 
 def load_params(args: argparse.Namespace, **changes: Any) -> Any:
-    """The models that `add_model_arguments` asked for, with changes of --dtype or --drafter.
+    """Loads the models that the options of `add_model_arguments` name.
 
-    Raises as `hsd_jax.load`.
+    Args:
+      changes: values in place of those of --dtype, --quantize or --drafter.
+    Raises:
+      FileNotFoundError, ValueError: as `hsd_jax.load`, or if an option needs another one.
     """
     import hsd_jax
     from hsd_jax import params as params_lib
@@ -326,7 +361,9 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     if args.rescore is None and args.alpha is not None:
         raise ValueError("--alpha weighs the scores of --rescore DIR: give both")
     if args.pearl is None and args.devices is not None:
-        raise ValueError("--devices parts the devices between a target and a small model of --pearl GAMMA: give both")
+        raise ValueError(
+            "--devices divides the devices between the target and the small model of --pearl GAMMA: give both"
+        )
     params = hsd_jax.load(source_of(args), **{name: getattr(args, name) for name in names} | changes)
     if "drafter" in changes:
         return params
@@ -342,9 +379,10 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
 
 
 def other_drafters(args: argparse.Namespace, params) -> Callable[[str], Any]:
-    """A function that gives the same target with another drafter; the target is not read again.
+    """Returns a function that gives the same target with another drafter, named as --drafter is.
 
-    On a mesh it is: there the heads of a loaded target may be repeated, and no drafter was made for that.
+    The target is not read again, except on a mesh. There a loaded target may have repeated heads, which no drafter
+    expects.
     """
     from hsd_jax.params import with_drafter
 
@@ -354,7 +392,7 @@ def other_drafters(args: argparse.Namespace, params) -> Callable[[str], Any]:
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:
-    """The tree of --nodes, --depth and --width; what is not given comes from the drafter's own tree."""
+    """The tree of --nodes, --depth and --width. Missing values come from the drafter's own tree."""
     from hsd_jax.config import TreeConfig
     from hsd_jax.params import default_tree
 
@@ -365,26 +403,26 @@ def tree_of(args: argparse.Namespace, params) -> Any:
 
 
 def tree_asked(args: argparse.Namespace, params) -> Any:
-    """`tree_of`, or None where none of --nodes, --depth and --width was given."""
+    """`tree_of`, or None if none of --nodes, --depth and --width is given."""
     return None if (args.nodes, args.depth, args.width) == (None, None, None) else tree_of(args, params)
 
 
 def write_record(path: Path | None, record: dict[str, Any]) -> None:
-    """Writes a record where --json says, if it is given."""
+    """Writes a record to the file of --json, if it is given."""
     if path:
         files.write_json(path, record)
         say(f"wrote {path}")
 
 
 def refuse(args: argparse.Namespace, given: str, *names: str) -> None:
-    """Raises a ValueError if one of the options `names` was given: beside `given` it would mean nothing."""
+    """Raises a ValueError if one of the options `names` is given, because it has no meaning beside `given`."""
     for name in names:
         if getattr(args, name, None) not in (None, False, ["auto"]):
             raise ValueError(f"--{name.replace('_', '-')} with {given}; leave one of them out")
 
 
 def load_pair(args: argparse.Namespace, command: str) -> Any:
-    """As `load_params`; raises a ValueError, too, if only a target was loaded."""
+    """As `load_params`, but also raises a ValueError if there is no drafter."""
     params = load_params(args)
     if params.drafter is None:
         raise ValueError(f"hsd {command} compares plain with speculative decoding: give --drafter DIR")
@@ -392,7 +430,7 @@ def load_pair(args: argparse.Namespace, command: str) -> Any:
 
 
 def named_folders(named: list[str], option: str) -> dict[str, str]:
-    """Folders by name from NAME=DIR; raises a ValueError with the option."""
+    """Folders by name, from NAME=DIR. Raises a ValueError that names the option."""
     found = {}
     for text in named:
         name, is_named, folder = text.partition("=")

@@ -1,4 +1,4 @@
-"""`hsd plan`: which models should draft for which. The work is done in `lab/bench/hierarchy.py`."""
+"""`hsd plan`: finds which models should draft for which. The work is done in `lab/bench/hierarchy.py`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def add_parser(commands) -> None:
         "plan",
         run,
         "plan a stack of drafters from measured costs",
-        "Time passes of every model on this machine, measure how often each accepts what a smaller one says, and find\n"
-        "the stack of the least time a token: who drafts for whom, and how much goes up. The best stack, the best\n"
-        "single drafter and plain decoding then decode the prompts in turns, beside what was predicted.",
+        "Time passes of every model on this machine, measure how often each model accepts the tokens of a smaller\n"
+        "one, and find the stack of drafters that takes the least time per token: which model drafts for which,\n"
+        "and how many tokens each level passes up. The best stack, the best single drafter and plain decoding then\n"
+        "decode the prompts in turns, and the table shows the measured beside the predicted time.",
         """
 hsd plan --target DIR --models SMALL TINY --prompts dev.jsonl --half tune --limit 8
 hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
@@ -26,11 +27,11 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target, as --target demo")
     options.add_target_arguments(parser, which)
-    add_value(parser, "--models DIR", str, "smaller models, and drafters of any", nargs="+", required=True)
+    add_value(parser, "--models DIR", str, "smaller models, and drafters of any model", nargs="+", required=True)
     options.add_dtype_argument(parser)
     options.add_prompt_arguments(parser, 8)
     options.add_length_arguments(parser, 96)
-    add_value(parser, "--max-length T", COUNT, "tokens that a level collects, at most", 6)
+    add_value(parser, "--max-length T", COUNT, "most tokens that a level collects", 6)
     add_value(parser, "--temperature T", TEMPERATURE, "0 is greedy", 0.0)
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     options.add_json_argument(parser)
@@ -39,7 +40,7 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints, and writes what was asked for."""
+    """Measures, prints the result, and writes the record of --json."""
     from hsd_jax.lab.bench import hierarchy, hierarchy_report, prompts
 
     work = prompts.Workload.of(vars(args))

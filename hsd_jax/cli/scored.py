@@ -1,4 +1,4 @@
-"""`hsd bench rescore` and `hsd bench recall`: drafts that are counted on the target's own text, not decoded.
+"""`hsd bench rescore` and `hsd bench recall`: they count drafts on the target's own text and decode nothing with them.
 
 The work is done in `lab/bench/rescore.py` and `lab/bench/recall.py`.
 """
@@ -17,20 +17,21 @@ def add_rescore(commands) -> None:
         commands,
         "rescore",
         run_rescore,
-        "rescore token-free drafts by n-grams and other scorers",
-        "Tokens a pass of Medusa heads, or of a hidden-state drafter with and without its token information, alone\n"
-        "and rescored, at equal nodes: simulated on text the target writes. alpha is chosen on the tuning half of the\n"
-        "prompts, the table is of the other half.",
+        "rescore the drafts of Medusa heads and hidden-state drafters by n-grams and other scorers",
+        "Measure tokens per pass of Medusa heads, or of a hidden-state drafter with and without its token\n"
+        "information. Their drafts are taken alone and rescored, at equal numbers of nodes. The passes are\n"
+        "simulated on text that the target writes. alpha is chosen on the tuning half of the prompts, and the\n"
+        "table shows the other half.",
         """
 hsd bench rescore --demo --drafter runs/medusa/drafter --scorers 4-gram=runs/ngram --prompts dev.jsonl --limit 12
 hsd bench rescore --demo --scorers 2-gram=runs/two lm=runs/small-lm --trees 8x6x2,16x6x4 --prompts dev.jsonl
 """,
     )
     options.add_model_arguments(parser)
-    what = "folders of `hsd train ngram`, of a hidden-state drafter (its token information), of a small model"
+    what = "folders: of `hsd train ngram`, a hidden-state drafter (for its token information) or a small model"
     add_value(parser, "--scorers NAME=DIR", str, what, [], nargs="+")
     add_value(parser, "--trees NxDxW,...", str, "nodes x depth x width", "16x6x4", "16x6x4")
-    add_value(parser, "--prompts FILE", str, "as of hsd bench", nargs="+", required=True)
+    add_value(parser, "--prompts FILE", str, "as for hsd bench", nargs="+", required=True)
     add_value(parser, "--limit N", COUNT, "prompts of each file and half", 12)
     options.add_chat_argument(parser)
     options.add_length_arguments(parser, 96)
@@ -45,9 +46,10 @@ def add_recall(commands) -> None:
         commands,
         "recall",
         run_recall,
-        "how often the next token is among a drafter's best",
-        "Recall of the target's token in the logits of each token-free state, alone and with token information, by\n"
-        "depth, and tau if an oracle chose among the best tokens: is it the states that are weak, or the choice?",
+        "count how often the next token is among a drafter's likeliest tokens",
+        "Measure the recall of the target's token in the logits of each state, without and with token information,\n"
+        "by depth; and tau if an oracle chose among the likeliest tokens. The figures show whether the states are\n"
+        "weak or the choice among their tokens.",
         """
 hsd bench recall --demo --prompts dev.jsonl --half report --limit 20
 hsd bench recall --demo --drafter runs/medusa/drafter --temperatures 0 --prompts dev.jsonl --json recall.json
@@ -62,7 +64,7 @@ hsd bench recall --demo --drafter runs/medusa/drafter --temperatures 0 --prompts
 
 
 def run_rescore(args: argparse.Namespace) -> int:
-    """Measures what scorers are worth."""
+    """Measures how many more tokens per pass each scorer gives."""
     from hsd_jax.lab.bench import prompts, rescore
     from hsd_jax.planning.measure import parse_trees
 

@@ -1,4 +1,4 @@
-"""`hsd show`: one decode as a picture, HTML or PNG. The work is done in `lab/viz/page.py` and its neighbours."""
+"""`hsd show`: draws one decode as HTML or PNG. The work is done in `lab/viz/`; start with `lab/viz/page.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hsd_jax.host.files import write_text
 
 FORMATS = (".html", ".png")
 DRAWS_PNG = ("plutoprint", "matplotlib")
-"""Libraries that a PNG needs: one draws, the other has fonts."""
+"""Libraries that a PNG needs: plutoprint draws, and matplotlib brings the fonts."""
 PNG_ROUNDS = 12
-"""Rounds in a PNG unless --max-rounds says otherwise: a page of HTML scrolls, an image does not."""
+"""Default of --max-rounds for a PNG, because an image does not scroll. HTML shows all rounds."""
 
 
 def add_parser(commands) -> None:
@@ -23,10 +23,10 @@ def add_parser(commands) -> None:
         "show",
         run,
         "draw one decode: trees, accepted paths, tokens by pass",
-        "Decode one prompt and draw it, round by round: the draft tree with the drafter's probability of each node,\n"
-        "the accepted path, the token the target added; and the text, coloured by how many tokens each pass of the\n"
-        "target gave. With --reuse, drafts from trunk states of earlier rounds are marked. HTML is one file\n"
-        "that loads nothing; PNG needs the extra picture.",
+        "Decode one prompt and draw it, round by round. A round shows the draft tree with the drafter's\n"
+        "probability of each node, the accepted path, and the token that the target added. The text is coloured by\n"
+        "the number of tokens that each target pass gave. With --reuse, drafts from trunk states of earlier rounds\n"
+        "are marked. HTML is one file that loads nothing. PNG needs the extra picture.",
         """
 hsd show --demo --out round.html
 hsd show --demo --out round.html --out round.png --nodes 8 --depth 5 --width 2 "User: Is there a concert tonight?"
@@ -48,7 +48,7 @@ hsd show --target DIR --drafter DIR --temperature 0.8 --max-rounds 6 --out round
         "--max-rounds",
         type=options.COUNT,
         metavar="N",
-        help=f"draw the trees of the first N rounds (default: all; {PNG_ROUNDS} in a PNG); the text is always whole",
+        help=f"draw the trees of the first N rounds (default: all; {PNG_ROUNDS} in a PNG); the text is always complete",
     )
 
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_format(path: Path) -> None:
-    """Refuses what cannot be drawn before anything is decoded."""
+    """Raises a ValueError before anything is decoded if `path` has another format or a PNG cannot be drawn."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"--out {path}: allowed are files that end in {' or '.join(FORMATS)}")
     lacks = [name for name in DRAWS_PNG if importlib.util.find_spec(name) is None]

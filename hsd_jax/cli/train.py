@@ -1,4 +1,7 @@
-"""`hsd train`: a drafter for a target, a target from scratch, a tokenizer. The work is done in `train/run.py`."""
+"""`hsd train`: trains a drafter for a target, a target from scratch, or a tokenizer.
+
+`train/run.py` does the work for drafters and targets.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
 
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
 PATHS = {"drafter": (("target", "data", "out"), ("start",)), "target": (("data", "out"), ("tokenizer", "start"))}
-"""Of each kind of recipe: what must be given, here or in its file, and what may."""
+"""The required and the optional paths of each kind of recipe. The command line or the recipe's file gives them."""
 
 
 def add_parser(commands) -> None:
-    """Declares `hsd train` and its three kinds."""
+    """Declares `hsd train` and its kinds."""
     parser = commands.add_parser(
         "train",
         help="train a drafter, a target or a tokenizer",
@@ -26,8 +29,9 @@ def add_parser(commands) -> None:
         "drafter",
         run_recipe,
         "train a drafter for a target",
-        "Train a drafter, of the kind model.kind says, on the target's own hidden states, computed on the fly. A run\n"
-        "that broke off continues from its newest checkpoint when the same command is given again.",
+        "Train a drafter on the target's own hidden states, which are computed during the training. model.kind of\n"
+        "the recipe is the kind of drafter. To resume an interrupted run from its newest checkpoint, give the same\n"
+        "command again.",
         """
 hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
 hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500
@@ -37,9 +41,9 @@ hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out
 """,
     )
     options.add_target_arguments(drafter)
-    start = "a drafter of the same target to start from; for small_lm and steered the language model to distil"
+    start = "a drafter of the same target to start from; for small_lm and steered, the language model to distil into"
     add_value(drafter, "--start DIR", str, start, without="random weights")
-    add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="what it says, or hidden", dest="model")
+    add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="the recipe's, or hidden", dest="model")
     _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter")
     _with_keys(drafter, "drafter", "small_lm", leave_out=("train.remat",))
     target = options.add_command(
@@ -47,8 +51,9 @@ hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out
         "target",
         run_recipe,
         "train a small target language model",
-        "Train a tokenizer, if there is none yet, and a language model, from scratch or grown from a shallower one. A\n"
-        "run that broke off continues from its newest checkpoint when the same command is given again.",
+        "Train a tokenizer, if there is none yet, and a language model. The model starts from scratch or is grown\n"
+        "from a shallower one. To resume an interrupted run from its newest checkpoint, give the same command\n"
+        "again.",
         """
 hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.jsonl --out runs/demo-target
 """,
@@ -90,9 +95,10 @@ def _add_restrict(kinds) -> None:
         kinds,
         "restrict",
         run_restrict,
-        "cut a trained drafter down to a reduced draft vocabulary",
-        "Let a drafter draft the most frequent tokens only: less to compute, a little less accepted. Nothing is\n"
-        "trained again, and what is decoded stays the same. Count them in text the target wrote (hsd generate-data).",
+        "give a trained drafter a reduced draft vocabulary",
+        "Let a drafter draft the most frequent tokens only: it computes less, and a little less is accepted.\n"
+        "Nothing is trained again, and the decoded text stays the same. Count the tokens in text that the target\n"
+        "wrote (hsd generate-data).",
         """
 hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --draft-vocab 0.5 --out runs/reduced
 """,
@@ -100,7 +106,7 @@ hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --d
     options.add_target_arguments(restrict, is_required=True)
     restrict.add_argument("--drafter", metavar="DIR", required=True, help="a folder written by `hsd train drafter`")
     _add_data_arguments(restrict, True, "folder of the new drafter")
-    add_value(restrict, "--draft-vocab SHARE", options.SHARE, "of the vocabulary", 0.5)
+    add_value(restrict, "--draft-vocab SHARE", options.SHARE, "share of the vocabulary that is kept", 0.5)
     add_value(restrict, "--loss-on", str, "the tokens to count", "all", "all", choices=("all", "responses"))
 
 
@@ -110,9 +116,9 @@ def _add_ngram(kinds) -> None:
         kinds,
         "ngram",
         run_ngram,
-        "count n-grams, for drafts to be rescored by",
-        "Count the n-grams of text the target wrote (hsd generate-data), with interpolated Kneser-Ney smoothing. What\n"
-        "such a model adds to drafts, hsd bench rescore tells; --rescore OUT lets it take part.",
+        "count n-grams, which then rescore drafts",
+        "Count the n-grams of text that the target wrote (hsd generate-data), with interpolated Kneser-Ney\n"
+        "smoothing. hsd bench rescore measures what such a model adds to drafts. --rescore OUT decodes with it.",
         """
 hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
 """,
@@ -124,7 +130,7 @@ hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
 
 
 def _with_keys(parser: argparse.ArgumentParser, *recipes: str, leave_out: tuple[str, ...] = ()) -> None:
-    """Lets --help end with the recipes' keys; only then are the trainers imported."""
+    """Appends the keys of the recipes to --help. The trainers are imported only when the help is shown."""
     plain = parser.format_help
 
     def format_help() -> str:
@@ -146,10 +152,10 @@ def _add_run_arguments(parser: argparse.ArgumentParser, needs_config: bool, out:
     _add_data_arguments(parser, False, out)
     otherwise = "" if needs_config else "the built-in recipe"
     add_value(
-        parser, "--config YAML", str, "the recipe: a file as in configs/", without=otherwise, required=needs_config
+        parser, "--config YAML", str, "the recipe, a file as in configs/", without=otherwise, required=needs_config
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
-    parser.add_argument("--force", action="store_true", help="continue a run that was begun with another recipe")
+    parser.add_argument("--force", action="store_true", help="continue a run that was started with another recipe")
     options.add_mesh_argument(parser)
 
 
@@ -166,7 +172,7 @@ def run_recipe(args: argparse.Namespace) -> int:
     kind = model.get("kind") if isinstance(model, dict) else None
     recipe = recipe_of(args.kind, kind).from_dict(values, args.config or "--set")
     if args.kind == "drafter":
-        args.target = paths["source"]  # which a recipe may name
+        args.target = paths["source"]  # the recipe may give it
         paths["source"] = options.source_of(args)
     train(
         **{"source": None} | paths,
@@ -179,7 +185,7 @@ def run_recipe(args: argparse.Namespace) -> int:
 
 
 def run_restrict(args: argparse.Namespace) -> int:
-    """Cuts a drafter down to a reduced draft vocabulary."""
+    """Gives a trained drafter a reduced draft vocabulary."""
     from hsd_jax.train.frequent_tokens import restrict_drafter
 
     restrict_drafter(

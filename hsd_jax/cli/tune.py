@@ -1,6 +1,6 @@
-"""`hsd tune`: measures which ways to decode are the fastest here, and keeps them where `decode` finds them.
+"""`hsd tune`: measures which way to decode is the fastest on this machine, and stores the result for `decode`.
 
-Read next: `planning/tune.py`, which does it.
+Read next: `planning/tune.py`, which measures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 
 PROMPTS = 8
-"""Prompts of each file, unless --limit says otherwise."""
+"""Default of --limit: prompts of each file."""
 
 
 def add_parser(commands) -> None:
@@ -21,12 +21,14 @@ def add_parser(commands) -> None:
         "tune",
         run,
         "find the fastest way to decode on this machine",
-        "Find which tree and which form of reuse decode the fastest, or whether plain decoding does. That depends on\n"
-        "the pair, the machine, the batch size, the lengths and the temperature, so it is measured, on prompts like\n"
-        "those to come: the target writes a text for each; what every candidate would have got right there is\n"
-        "simulated, the time of its rounds estimated from three trees that are timed; the best then run in turns\n"
-        "with plain decoding, and the fastest is the choice. It is kept for this pair and machine: from then on\n"
-        "`decode` and the commands follow it in calls of such a size. The text is the same whatever is chosen.",
+        "Find which tree and which form of reuse decode the fastest, or whether plain decoding does. The answer\n"
+        "depends on the pair of models, the machine, the batch size, the lengths and the temperature, so it is\n"
+        "measured on prompts like those to come.\n"
+        "The target writes a text for each prompt. The command simulates which drafts of every candidate would be\n"
+        "accepted there, and estimates the time of the rounds from three trees that it times. The best candidates\n"
+        "then run in turns with plain decoding, and the fastest is chosen.\n"
+        "The result is kept for this pair and machine. From then on `decode` and the commands follow it in calls\n"
+        "of such a size. The choice does not change the text.",
         """
 hsd tune --demo
 hsd tune --target DIR --drafter DIR --prompts dev.jsonl --batches 1,4 --contexts 64,1024 --temperatures 0,0.8
@@ -39,21 +41,21 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
     options.add_length_arguments(parser, 64)
     add_value(parser, "--temperatures T,...", options.numbers(options.TEMPERATURE), "0 is greedy", [0.0], "0")
     add_value(parser, "--batches N,...", options.numbers(COUNT), "rows decoded at once", [1], "1")
-    what = "tokens of a prompt, joined or cut to that"
-    add_value(parser, "--contexts N,...", options.numbers(COUNT), what, without="prompts as they are")
+    what = "tokens of a prompt; prompts are joined or cut to this length"
+    add_value(parser, "--contexts N,...", options.numbers(COUNT), what, without="the prompts are not changed")
     candidates = parser.add_argument_group("candidates")
     otherwise = "chains, and trees of 8, 12 and 16 nodes, as the drafter allows"
     add_value(candidates, "--trees NxDxW,...", str, "for example 6x5x1,8x5x2,3.2.1", without=otherwise)
     add_value(candidates, "--reuse FORM", str, "forms of reuse", without="all that the drafter allows", nargs="+")
-    add_value(candidates, "--finalists N", COUNT, "candidates to measure, the best by prediction", 3)
+    add_value(candidates, "--finalists N", COUNT, "candidates to measure: those with the best estimates", 3)
     add_value(candidates, "--repeats R", COUNT, "timed passes", 3)
-    what = "write the record, JSON, for --tuned of generate and bench"
+    what = "write the record as JSON, for --tuned of generate and bench"
     add_value(parser, "--out FILE", options.NEW_FILE, what)
     parser.add_argument("--no-keep", action="store_true", help="do not keep the record where decode() finds it")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the table and the choice, writes the record."""
+    """Measures, prints the table and the choice, and writes the record."""
     from hsd_jax.lab.bench import prompts, tables
     from hsd_jax.planning.measure import parse_trees
     from hsd_jax.planning.tune import tune

@@ -1,1 +1,1 @@
-"""The laboratory: experiments, pictures, compiled programs, theory. The library imports nothing of it; `hsd` does."""
+"""Experiments, pictures, compiled programs and theory. The commands of `hsd` use this package; decoding does not."""

@@ -1,4 +1,4 @@
-"""Models of given sizes with random weights, made on the device: what they cost does not depend on what they say."""
+"""Makes models of given sizes with random weights on the device. The cost of a model does not depend on its weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hsd_jax.types import Weights
 
 
 def random_weights(init: Callable, config: Any, dtype: Any = jnp.bfloat16, seed: int = 0) -> Weights:
-    """Random weights of the shapes of `init(key, config)`, made on the device, one array at a time.
+    """Random weights with the shapes of `init(key, config)`, made on the device one array at a time.
 
-    The embedding outweighs what the layers add to it.
+    The embedding is larger than what the layers add to it.
     """
     shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
     num_layers = getattr(config, "num_layers", 1)
@@ -49,13 +49,13 @@ def usual_drafter(config: ModelConfig, depth: int) -> Any:
     """A hidden-state drafter of one layer at the target's widths: a parallel trunk, a quarter of the vocabulary.
 
     Args:
-      depth: of its trees; it has 8 steps at least.
+      depth: depth of the trees. The drafter has this many steps, but at least 8.
     """
     return drafter_config(DrafterModel(trunk=PARALLEL, num_steps=max(8, depth), draft_vocab=0.25), config)
 
 
 def random_drafter(config: ModelConfig, target: Weights, depth: int) -> tuple[Any, Weights]:
-    """`usual_drafter` of a target and its weights."""
+    """The configuration `usual_drafter` of a target, and random weights for it."""
     own = usual_drafter(config, depth)
     weights = random_weights(init_drafter, own, seed=1000)
     assert own.reduced_vocab_size is not None

@@ -1,6 +1,6 @@
-"""The shapes that `hsd compile` and `hsd bench sizes` take: public models' ship with the package; and everybody's own.
+"""Reads the configurations for `hsd compile` and `hsd bench sizes`: those of public models ship with the package.
 
-Imports no jax, so that help is immediate.
+Imports no jax, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def known_targets() -> list[str]:
 
 
 def read_target(name: str, revision: str | None = None) -> ModelConfig:
-    """The configuration of a shipped name, a `config.json`, or a checkpoint (`models/checkpoint.py`).
+    """The configuration of a shipped name, of a `config.json`, or of a checkpoint (`models/checkpoint.py`).
 
     Raises:
-      ValueError, FileNotFoundError: naming what is wrong with it, and the shipped names if there is none.
+      ValueError, FileNotFoundError: naming the error in a file, or the shipped names if nothing has this name.
     """
     path = Path(name)
     if revision is not None and (name in known_targets() or path.suffix == ".json"):

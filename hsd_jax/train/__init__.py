@@ -1,1 +1,1 @@
-"""Training of targets, tokenizers and drafters; the only place that knows an optimizer."""
+"""Training of targets, tokenizers and drafters. Only this package uses an optimizer. Start with `run.py`."""

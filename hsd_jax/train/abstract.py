@@ -1,6 +1,7 @@
-"""The compiled step of a drafter's training from configurations alone: shapes with their places, and no weights.
+"""The training step of a drafter, made from configurations alone: it has shapes and shardings but no weights.
 
-What `hsd compile` counts, for devices that need not be there. Read next: `run.py`, which makes the same step for real.
+`hsd compile` compiles it for devices that this machine need not have. Read next: `run.py`, which makes the same step
+with weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
 
 
 class AbstractStep(NamedTuple):
-    """`step.lower(state, frozen, batch)` lowers the step of `fit`; all leaves are shapes with a place on the mesh."""
+    """A step of `fit` and its arguments: `step.lower(state, frozen, batch)` lowers it. All leaves are shapes with
+    shardings."""
 
     step: Callable
     state: dict[str, Any]
@@ -39,13 +41,13 @@ def abstract_step(
     loss: drafter.LossConfig | None = None,
     target_dtype: Any = jnp.bfloat16,
 ) -> AbstractStep:
-    """The step of `train` on packed rows, lowered nowhere yet.
+    """The step of `train` on packed rows, not lowered yet.
 
-    A reduced draft vocabulary holds the first tokens, which costs what any others do. `train.compute=None` means the
-    platform of the program: call this and lower inside `native.compiled_for`.
+    A reduced draft vocabulary holds the first tokens here; the choice does not change the cost. `train.compute=None`
+    depends on the platform of the program, so call this function and lower the step inside `native.compiled_for`.
 
     Args:
-      mesh: its axes among `sharding.TRAINING_AXES`, its devices real or described.
+      mesh: of real or described devices, with axes of `sharding.TRAINING_AXES`.
     Raises:
       ValueError: as `drafter.make_loss`, or if a pass has too few rows for the mesh.
     """

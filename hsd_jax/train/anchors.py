@@ -1,7 +1,7 @@
-"""Where a row drafts from in training, which of its tokens are labels there, and how a greedy chain would fare.
+"""The anchors of a row in training, their labels, and the acceptance that a greedy chain would have there.
 
-An anchor is the position of the last feature a round has read; what is drafted from it starts two tokens later. Knows
-no model. Read next: `drafter.py`.
+An anchor is the position of the last feature that a round has read. Drafts from it start two tokens later. Read next:
+`drafter.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.train import losses
 
 ABLATED_DEPTH = 3
-"""Where agreement is shown with and without token information (methods.md 1.9)."""
+"""The depth at which agreement is reported with and without token information (methods.md 1.9)."""
 
 
 def labels_of_anchors(
     mask: Bool[Array, "B T+1"], num_steps: int, starts: Int[Array, "B T+1"] | None = None
 ) -> Bool[Array, "B T-1 K"]:
-    """For each anchor 0..T-2 and depth: whether the token there is a label, and of the anchor's own document.
+    """For each anchor 0..T-2 and depth: whether the token there is a label and belongs to the anchor's document.
 
     Args:
       starts: where the document of each token begins; None: rows of one document.
@@ -39,9 +39,9 @@ def labels_of_anchors(
 
 
 def sample_anchors(key: jax.Array, has_label: Bool[Array, "B T-1"], count: int) -> Int[Array, "B A"]:
-    """`count` different anchors a row, ascending; those without any label only where a row has too few others.
+    """`count` different random anchors of each row, ascending, or all anchors if there are at most `count`.
 
-    Consumes the key. All anchors if there are no more than `count`.
+    An anchor without any label is taken only if a row has too few others. Consumes the key.
     """
     batch, available = has_label.shape
     if count >= available:
@@ -52,10 +52,10 @@ def sample_anchors(key: jax.Array, has_label: Bool[Array, "B T-1"], count: int) 
 
 
 class Agreement(NamedTuple):
-    """What is kept of both models' logits at every node."""
+    """The agreement of both models at every node."""
 
     agreed: Bool[Array, "B A K"]
-    """Whether the drafter's argmax is the target's."""
+    """Whether the drafter's argmax is also the target's."""
     base_agreed: Bool[Array, "B A"]
     """The same at ABLATED_DEPTH, without token information."""
     overlap: Float[Array, "B A K"]
@@ -68,10 +68,11 @@ def agreement(
     base: Float[Array, "BAK C"],
     shape: tuple[int, ...],
 ) -> Agreement:
-    """Where both models agree; no gradient comes back. Where the target says a cold token the drafter never agrees.
+    """Where both models agree. No gradient reaches the logits. If the target's argmax is a cold token, they never
+    agree.
 
     Args:
-      target: of all nodes.
+      target: the target's distribution at all nodes.
       shape: B, A, K.
     """
     draft_logits, base = lax.stop_gradient((draft_logits, base))
@@ -93,16 +94,17 @@ def _ablated(num_steps: int) -> int:
 
 
 def chain_metrics(found: Agreement, mask: Bool[Array, "B A K"]) -> dict[str, Array]:
-    """How a greedy chain would fare, over the anchors all of whose tokens are labels.
+    """The acceptance that a greedy chain would have, over the anchors whose tokens are all labels.
 
-    A proxy: the target's argmax is taken given the row's text, not given its own.
+    This is a proxy, because the target's argmax is taken given the row's text and not given its own.
 
     Returns:
-      acceptance: [K], agreement with the target's argmax at a depth, of the anchors that agreed at all before it.
+      acceptance: [K], the share of anchors that agree with the target's argmax at a depth, among those that agreed at
+        all depths before.
       tau: one plus the mean number of leading agreements.
-      agreement_3, agreement_3_base: at depth 3 whatever came before, with and without token information.
-      overlap: [K], sum of min(p, q) at a depth, the chance that a sampled draft token is accepted there; the mean of
-        all labels of that depth.
+      agreement_3, agreement_3_base: agreement at depth 3, whatever came before, with and without token information.
+      overlap: [K], the sum of min(p, q) at a depth, which is the probability that a sampled draft token is accepted
+        there; the mean over all labels of that depth.
     """
     num_steps = mask.shape[2]
     depth, labels = _ablated(num_steps), mask.reshape(-1, num_steps)

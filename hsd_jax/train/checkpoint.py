@@ -1,8 +1,8 @@
-"""Training checkpoints: orbax, atomic, with the step in the folder name.
+"""Training checkpoints, written by orbax. Each is a folder named after its step.
 
-A checkpoint is written to a temporary folder and renamed when complete, so a kill at any moment leaves the last
-complete one. Always restored against an abstract target, never by unpickling. Weights to ship go through
-`models/convert.py` instead (safetensors).
+A checkpoint is written to a temporary folder and renamed when it is complete. So the last complete one stays if the
+process is killed at any moment. Checkpoints are restored by given shapes and never unpickled. `models/convert.py`
+writes the weights that are shipped (safetensors).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import orbax.checkpoint as ocp
 
 
 class Checkpointer:
-    """Saves and restores states in `folder`, each with a JSON note, keeping the newest two.
+    """Saves and restores states in `folder`, each with a JSON note. It keeps the newest two.
 
-    Writing goes on in the background; an error of it is raised by the next call.
+    Writing continues in the background. The next call raises its errors.
     """
 
     def __init__(self, folder: str | Path):
@@ -26,10 +26,10 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "note"))
 
     def save(self, step: int, state: Any, note: dict[str, Any]) -> None:
-        """Starts to write a checkpoint; the state may be donated as soon as this returns.
+        """Starts to write a checkpoint. The state may be donated as soon as this returns.
 
         Raises:
-          OSError: naming folder, step and remedy, if this or the checkpoint before it cannot be written.
+          OSError: naming folder, step and remedy, if this checkpoint or the one before cannot be written.
         """
         try:
             self._manager.wait_until_finished()
@@ -42,7 +42,7 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest checkpoint, in the shapes, dtypes and placement of `like`, and its note.
+        """The newest checkpoint, in the shapes, dtypes and shardings of `like`, and its note.
 
         Raises:
           FileNotFoundError: if the folder holds no complete checkpoint.
@@ -56,7 +56,7 @@ class Checkpointer:
         return found["state"], found["note"]
 
     def close(self) -> None:
-        """Waits for the last checkpoint.
+        """Waits until the last checkpoint is written.
 
         Raises:
           OSError: as `save`.
@@ -74,6 +74,6 @@ class Checkpointer:
         kept = f"that of step {max(complete)} is complete" if complete else "none is complete"
         reason = " ".join(str(error).split())[:300]
         return OSError(
-            f"{self.folder}: {which} could not be written ({reason}); {kept}. Free room on the disk and give the same"
+            f"{self.folder}: {which} could not be written ({reason}); {kept}. Free space on the disk and give the same"
             " command again"
         )

@@ -1,4 +1,4 @@
-"""Curves of a training run as a picture, from its `metrics.jsonl`. Read first: `journal.py`."""
+"""Draws the curves of a training run from its `metrics.jsonl`. Read first: `journal.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CURVES = "curves.png"
 
 
 def draw_curves(out: str | Path) -> Path:
-    """Draws `out/curves.png` against training tokens: loss, and for a drafter acceptance by depth and tau.
+    """Draws `out/curves.png` over training tokens: the loss and, for a drafter, acceptance by depth and tau.
 
     Raises:
-      FileNotFoundError, ValueError: if the folder holds no run, or one without a step.
+      FileNotFoundError, ValueError: if the folder holds no run, or if the run has logged no step.
       ImportError: without matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,7 +26,7 @@ def draw_curves(out: str | Path) -> Path:
     steps = [r for r in records if "loss" in r]
     judged = [r for r in records if "eval" in r]
     if not steps:
-        raise ValueError(f"{out}: no step has been written down yet (train.log_every)")
+        raise ValueError(f"{out}: no step has been logged yet (train.log_every)")
     depths = len(steps[-1].get("acceptance", []))
     figure = Figure(figsize=(5 * (1 + bool(depths) + bool(judged)), 4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,6 +1,7 @@
-"""The data of a run: files to rows (`rows.py`), rows to an endless, deterministic, resumable stream of batches.
+"""The data of a run: reads files into rows (`rows.py`) and serves the rows as an endless stream of batches.
 
-A run's batches depend on its files, tokenizer, options and seed, never on the machine. Read next: `loop.py`.
+The stream is deterministic and can be resumed. It depends on files, tokenizer, options and seed, never on the machine.
+Read next: `loop.py`.
 """
 
 from __future__ import annotations
@@ -30,28 +31,30 @@ if TYPE_CHECKING:
 
 @settings.dataclass
 class DataConfig:
-    """How documents become rows; section `data` of a recipe."""
+    """Section `data` of a recipe: how documents become rows."""
 
     packing: Annotated[str, OneOf((PACKED, PADDED))] = PACKED
-    """packed: documents one after another, cut into rows without padding; none sees another, and what a row's end cuts
-    off begins anew in the next; padded: one document a row, cut at the row's length, the rest of the row padded."""
+    """packed: documents follow one another and are cut into rows without padding. No document sees another. If a row
+    ends inside a document, its rest is a new beginning in the next row. padded: one document per row, cut at the row's
+    length and padded to it."""
     loss_on: Annotated[str, OneOf((ALL, RESPONSES))] = ALL
-    """all, or responses: what an assistant says, and the end of its turn."""
+    """The tokens that are labels: all; or responses, the assistant's text and the end of its turn."""
     chat_template: bool = True
-    """Conversations in the tokenizer's own chat template, if it has one; else as `User: ...` and `Assistant: ...`."""
+    """Render conversations by the tokenizer's chat template, if it has one; else as `User: ...` and `Assistant:
+    ...`."""
     seed: Seed | None = None
-    """Of the order of documents and rows; None: the run's."""
+    """Seed of the order of documents and rows; None: the run's seed."""
 
     def seed_of(self, seed: int) -> int:
-        """The seed of the order of documents and rows in a run of this seed."""
+        """The seed of the order of documents and rows, given the run's seed."""
         return seed if self.seed is None else self.seed
 
 
 def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
-    """The tokenizer of a checkpoint, the token it puts before a text (None if it puts none), and the end token.
+    """The tokenizer of a checkpoint, the start token it puts before a text (None if it puts none), and the end token.
 
     Raises:
-      FileNotFoundError: without a tokenizer in this form.
+      FileNotFoundError: if there is no tokenizer in this form.
       ValueError: if it cannot be read, or the checkpoint names no end token.
     """
     checkpoint = find(source)
@@ -66,7 +69,7 @@ def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
 
 
 def template_of(source: Source) -> ChatTemplate | None:
-    """The chat template of a checkpoint, None if it has none; the tokenizer is loaded with the first conversation."""
+    """The chat template of a checkpoint, or None. The tokenizer is loaded only for the first conversation."""
     checkpoint = find(source)
     return chat_template_of(checkpoint.render) if checkpoint.has_chat_template else None
 
@@ -79,15 +82,15 @@ def read_rows(
     vocab_size: int,
     config: DataConfig = DataConfig(),
 ) -> Rows:
-    """The rows of some files for the tokenizer, and the chat template if wanted, of a checkpoint.
+    """The rows of some files, by the tokenizer of a checkpoint and, if `config` says so, by its chat template.
 
     Args:
-      length: tokens of a row, less the last label.
-      seed: the run's, used where `config` has none.
-      vocab_size: of the model.
+      length: tokens of a row, without the last label.
+      seed: the run's seed, used if `config` has none.
+      vocab_size: the size of the model's vocabulary.
     Raises:
       FileNotFoundError: if a file or the tokenizer is missing.
-      ValueError: naming file and line, for data that cannot be read or hold nothing to learn.
+      ValueError: naming file and line, if data cannot be read or hold no label.
     """
     if not files:
         raise ValueError("no data files given")
@@ -98,7 +101,7 @@ def read_rows(
 def read_encoded(
     files: Sequence[str | Path], source: Source, vocab_size: int, loss_on: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of every document of some files, in their order, the tokens int32 [n] and which are labels, bool [n].
+    """The tokens and labels of every document of some files, in their order: int32 [n] and bool [n].
 
     Raises as `read_rows`.
     """
@@ -109,7 +112,7 @@ def read_encoded(
 def _read(
     files: Sequence[str | Path], source: Source, config: DataConfig
 ) -> tuple[list[Document], tuple[Tokenizer, int | None, int]]:
-    """The documents of some files, and what `read_tokenizer` says of the checkpoint."""
+    """The documents of some files, and the result of `read_tokenizer`."""
     checkpoint = find(source)
     words, template = read_tokenizer(checkpoint), template_of(checkpoint) if config.chat_template else None
     responses = config.loss_on == RESPONSES
@@ -124,16 +127,18 @@ def _epoch_order(seed: int, epoch: int, num: int) -> np.ndarray:
 class Batches:
     """An endless iterator over `{"tokens": int32 [B, T+1], "mask": bool [B, T+1]}`, reshuffled every epoch.
 
-    Where rows pack several documents, "starts" int32 [B, T+1] (`rows.Rows`) comes along.
+    If rows pack several documents, a batch also has "starts" int32 [B, T+1] (`rows.Rows`). If there are `features`, it
+    has theirs, too.
 
-    Batch `i` depends on rows, `batch`, `seed` and `i` alone, whatever the number of processes: process p reads the
-    p-th part of it, B = batch / process_count rows. What `features` has of the rows comes along.
+    Batch `i` depends only on rows, `batch`, `seed` and `i`, whatever the number of processes. Process p reads the p-th
+    part of it: B = batch / process_count rows.
 
     Args:
       batch: rows of a step, over all processes.
       features: `take([B] row indices) -> arrays of a batch`, for example `features.Features`.
     Raises:
-      ValueError: if there are fewer rows than one batch needs, processes do not divide it, or grain is missing.
+      ValueError: if there are fewer rows than one batch needs, if the processes do not divide it, or if grain is
+        missing.
     """
 
     def __init__(
@@ -154,13 +159,13 @@ class Batches:
         try:
             import grain
         except ImportError as error:
-            raise ValueError("training reads data by grain: pip install 'hsd_jax[train]'") from error
+            raise ValueError("training reads data with grain: pip install 'hsd_jax[train]'") from error
         num = len(rows.tokens)
         if num < batch:
             raise ValueError(f"{num} rows of text: fewer than one batch of {batch}")
-        in_use = num // batch * batch  # of an epoch: whole batches only
+        in_use = num // batch * batch  # rows of an epoch: complete batches only
 
-        def shuffled(index: int, _: int) -> int:  # counts on through the epochs
+        def shuffled(index: int, _: int) -> int:  # `index` keeps counting through the epochs
             epoch, place = divmod(index, in_use)
             return int(_epoch_order(seed, epoch, num)[place])
 
@@ -182,39 +187,40 @@ class Batches:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """The iterator's position, ready for JSON: `step` batches have been given out."""
+        """The iterator's position as values for JSON: `step` batches have been returned."""
         return {"step": self._iterator.get_state()["next_index"], **self._setting}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes where `get_state` was called; the number of processes may be another.
+        """Moves to the position of `get_state`. The number of processes may have changed.
 
         Raises:
-          ValueError: naming what differs, if the state is of other rows, another batch or another seed.
+          ValueError: naming what differs, if the state is of other rows, another batch size or another seed.
         """
         for name, here in self._setting.items():
             if state.get(name) != here:
                 raise ValueError(
                     f"the checkpoint has seen batches of {name}={state.get(name)!r}, this run has {name}={here!r}:"
-                    " data files, length, eval.prompts and what else decides the rows must stay; choose another folder"
+                    " keep data files, length, eval.prompts and other settings of the rows, or choose another folder"
                 )
         self.seek(state["step"])
 
     def seek(self, step: int) -> None:
-        """The next batch is that of `step`, counted from 0."""
+        """Moves to the batch of `step`, counted from 0."""
         self._iterator.set_state({"next_index": step})
 
     def refresh(self, step: int, weights: Weights) -> None:
-        """Called before the batch of `step` is read, with the weights of then; these batches depend on none."""
+        """Called before the batch of `step` is read, with the current weights. These batches do not depend on
+        weights."""
 
     def close(self) -> None:
-        """Ends the thread that reads ahead."""
+        """Ends the thread that prefetches."""
         self._iterator.close()
 
 
 def batches_of(
     rows: Rows, train: LoopConfig, config: DataConfig, mesh: Mesh | None, features: Any = None
 ) -> contextlib.closing[Batches]:
-    """The part of a run's batches that lies on the devices of this process; closed with the block."""
+    """The part of a run's batches that is on the devices of this process. The `with` block closes it."""
     index, count = rows_here(mesh)
     seed = config.seed_of(train.seed)
     return contextlib.closing(

@@ -1,11 +1,11 @@
-"""Distilling a small language model towards the target (DistillSpec): its recipe, its loss, its held-out figures.
+"""Distils a small language model towards the target (DistillSpec): its recipe, its loss, and its held-out figures.
 
-A steered one (SD²) is conditioned on the target's states, each token on those of a token before it, 1 to `num_steps`
-places off at random: as far as drafts of a round are from what the target has read.
+The recipe chooses the divergence that is minimised (D, `loss.divergence`) and the text (G). `--data` is fixed text or
+text that the target wrote. In `on_policy.share` of the rows the drafter itself writes the text after their beginnings.
 
-The recipe says what is minimised (D, `loss.divergence`) and over which text (G): `--data` is fixed text or text the
-target wrote, and `on_policy.share` of the rows hold what the drafter itself writes after their beginnings. Read next:
-`own_text.py` for that text, `tasks.py` for whole runs.
+A steered model (SD²) also reads the target's states. In training each token reads the state of a token that is 1 to
+`num_steps` positions before it, at random. These are the distances between the drafts of a round and the last state of
+the target. Read next: `own_text.py` for the drafter's text, `tasks.py` for runs.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
 NLL = "nll"
-"""The row's own next token in place of the target's distribution: plain training, no distillation."""
+"""Train on the row's next token in place of the target's distribution. This is plain training, not distillation."""
 SmallLM = Any
-"""A `SmallLMConfig` or `SteeredConfig`: a language model in the role of a drafter that is distilled."""
+"""A `SmallLMConfig` or `SteeredConfig`: the configuration of a language model that drafts and is distilled."""
 SHOWN = ("fkl", "rkl", "jsd", "tvd")
 STEPS = 8
-"""Tokens that a state steers, where nobody says."""
+"""Default of `model.num_steps`: tokens that a state steers."""
 PLAIN = SmallLMConfig.kind
 DISTILLED = tuple(sorted(name for name, method in DRAFTING_METHODS.items() if method.distilled is not None))
 
 
 def how(kind: str) -> Distilled:
-    """How a drafter of this kind, one of DISTILLED, is trained."""
+    """The training of a drafter of this kind, which is one of DISTILLED."""
     found = DRAFTING_METHODS[kind].distilled
     assert found is not None, f"a {kind} drafter is not distilled"
     return found
@@ -61,24 +61,24 @@ def how(kind: str) -> Distilled:
 
 @settings.dataclass
 class SmallModel:
-    """Its sizes are those of --start."""
+    """Section `model` of a recipe. The sizes of the model are those of --start."""
 
     kind: Annotated[str, OneOf(DISTILLED)] = PLAIN
-    """small_lm: an independent language model of the target's vocabulary, read from the folder --start; steered: the
-    same with a bias in every MLP, made of the target's states."""
+    """small_lm: an independent language model with the target's vocabulary, read from the folder --start. steered: such
+    a model with a bias in every MLP, computed from the target's states."""
     steering_layers: tuple[Layer, ...] = ()
-    """steered: layers of the target whose states steer, counted from 1; empty: 3, L/2 and L-3, or what a shallow
+    """steered: layers of the target whose states steer, counted from 1; empty: 3, L/2 and L-3, or those that a shallow
     target has."""
     num_steps: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] | None = None
-    """steered: how many tokens a state is to steer, so the deepest draft; null: 8."""
+    """steered: the number of tokens that a state steers, which is also the largest depth of a draft; null: 8."""
     frozen: bool = False
-    """steered: the model stays as it is, and what steers it is all that learns."""
+    """steered: train only the steering and keep the model's own weights."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "kind" and not self.how.is_steered and value != field.default:
-                raise ValueError(f"model.{field.name}={value!r}: is for model.kind=steered alone")
+                raise ValueError(f"model.{field.name}={value!r}: is for model.kind=steered only")
 
     @property
     def how(self) -> Distilled:
@@ -91,26 +91,26 @@ class SmallModel:
 
 @settings.dataclass
 class DistillLoss:
-    """D: what is minimised at every label."""
+    """Section `loss` of a recipe: the divergence D that is minimised at every label."""
 
     divergence: Annotated[str, OneOf((*losses.DIVERGENCES, NLL))] = "fkl"
-    """Of the drafter's distribution from the target's: fkl, rkl, jsd, tvd (old names of the first and last: kl, tv), ce
-    or ce_tv; or nll, the negative log-likelihood of the row's own next token, which asks no target."""
+    """Divergence of the drafter's distribution from the target's: fkl (or kl), rkl, jsd, tvd (or tv), ce or ce_tv. Or
+    nll, the negative log-likelihood of the row's next token, which does not depend on the target."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The target's share of the mixture in jsd."""
 
 
 @settings.dataclass
 class DistillEval(HeldOut):
-    """With the chains that are drafted, before, while and after the drafter trains."""
+    """Section `eval` of a recipe, with the chains that are drafted before, during and after the training."""
 
     depth: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] = 4
-    """Of the chains."""
+    """Depth of the chains."""
 
 
 @settings.dataclass
 class DistillRecipe(Recipe):
-    """A whole run of `hsd train drafter --kind small_lm`, or `--kind steered`."""
+    """The recipe of `hsd train drafter --kind small_lm` and `--kind steered`."""
 
     model: SmallModel = SmallModel()
     loss: DistillLoss = DistillLoss()
@@ -120,11 +120,11 @@ class DistillRecipe(Recipe):
     train: LoopConfig = LoopConfig(learning_rate=3e-4)
 
     def __post_init__(self):
-        self.on_policy.num_rows(self.train)  # refuses what does not fit the rows of a batch
+        self.on_policy.num_rows(self.train)  # raises if the share does not fit the rows of a batch
         is_steered = self.model.how.is_steered
         if self.on_policy.share and is_steered:
             raise ValueError(
-                f"on_policy.share={self.on_policy.share:g}: a steered drafter writes no text without its target;"
+                f"on_policy.share={self.on_policy.share:g}: a steered drafter cannot write text without its target;"
                 " allowed is 0"
             )
         if is_steered and self.eval.every and self.eval.depth > self.model.steps:
@@ -137,15 +137,17 @@ class DistillRecipe(Recipe):
 def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, remat: bool = False) -> Loss:
     """The mean of the divergence over a batch's labels, for `loop.fit`.
 
-    `params` are the weights of the drafter that learn, `frozen` those of "target", and of "drafter" what does not.
+    `params` are the weights of the drafter that are trained. `frozen` holds the weights of "target", and of "drafter"
+    those that are not trained.
 
-    A batch is that of `data.Batches`. Its text is data: no gradient passes through how it was drawn. The metrics are
-    `overlap`, the mean over labels of the sum of min(p, q), which is 1 - TVD and the chance that the chain rule accepts
-    a draft there, and `agreement`, the share of labels where both have the same likeliest token.
+    A batch comes from `data.Batches`. No gradient passes through the drawing of its text. The metrics are `overlap` and
+    `agreement`. `overlap` is the mean over labels of the sum of min(p, q), which is 1 - TVD and the probability that
+    the chain rule accepts a draft. `agreement` is the share of labels at which both models have the same likeliest
+    token.
 
     References:
-      DistillSpec (arXiv:2310.08461), equation 1, with the mean over all labels of a pass in place of that over each
-      text first.
+      DistillSpec (arXiv:2310.08461), equation 1; but the mean is over all labels of a pass and not first over each
+      text.
     """
 
     logits = how(config.kind).logits
@@ -178,10 +180,10 @@ def over_labels(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[
 def held_out_divergences(
     target_config: ModelConfig, config: SmallLM, asked: DistillLoss, texts: Texts, temperature: float
 ) -> Callable[[Weights, Weights], dict[str, float]]:
-    """`divergences(weights, target)`: the mean of every divergence over what the target wrote, and 1 - TVD.
+    """Returns `divergences(weights, target)`: the mean of every divergence over the target's texts, and 1 - TVD.
 
-    Both distributions are those of `temperature`; each text is read at once, a steered drafter as for the first draft
-    of a round.
+    Both distributions have the given temperature. Each text is read in one pass. A steered drafter reads it as for the
+    first draft of a round.
     """
     at = np.arange(1, texts.tokens.shape[1])
     mask = (at >= texts.prompt_length[:, None]) & (at < texts.length[:, None])
@@ -205,10 +207,10 @@ def held_out_divergences(
 
 
 def decoded(params: Params, prompts: Sequence[np.ndarray], asked: DistillEval) -> dict[str, Any]:
-    """tau and conditional acceptance by depth of chains, decoded for real.
+    """tau and conditional acceptance by depth of chains, measured by decoding.
 
-    `tau` and `acceptance` of greedy text; `sampled_tau` and `sampled_acceptance` at the temperature, by standard
-    speculative sampling, whose first acceptance `predicted_acceptance` predicts.
+    `tau` and `acceptance` are of greedy text. `sampled_tau` and `sampled_acceptance` are of text at the temperature, by
+    standard speculative sampling. `predicted_acceptance` predicts the first value of `sampled_acceptance`.
     """
     found, tree = {}, TreeConfig.chain(asked.depth)
     some = [np.asarray(prompt, np.int32) for prompt in prompts]

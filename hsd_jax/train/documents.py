@@ -1,8 +1,8 @@
-"""From files to documents: reading records, rendering conversations, and where in a text the responses are.
+"""Reads files into documents: it reads records, renders conversations, and finds the responses in a text.
 
-Files are plain text (one document a file), or JSON lines whose objects hold `text`, `prompt` and `response`,
-`question` and `answer`, or a conversation as `turns` or `messages` (see `conversation`); each may be gzipped. Knows
-no tokens but those that a sampled record brings. Read next: `data.py`.
+A file is plain text (one document per file) or JSON lines. A JSON object holds `text`, `prompt` and `response`,
+`question` and `answer`, or a conversation as `turns` or `messages` (see `conversation`). Each file may be gzipped. The
+module tokenizes nothing; only records of `hsd generate-data` bring tokens. Read next: `data.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hsd_jax.tokenizer import Messages
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
 SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
 CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
-"""GSM8K writes `<<48/2=24>>` before results; they are no text anybody wants to read."""
+"""GSM8K writes notes such as `<<48/2=24>>` before results. They are removed from the text."""
 
 _TURN_KEYS = (("role", "content"), ("from", "value"))
 _PAIRS = (("question", "answer"), ("prompt", "response"))
@@ -31,29 +31,29 @@ _PAIRS = (("question", "answer"), ("prompt", "response"))
 Turns = Sequence[tuple[str, str]]
 """Speaker and text of each turn."""
 ChatTemplate = Callable[[Turns, bool], str]
-"""`template(turns, is_open) -> text`; open: the text ends where the assistant is to answer."""
+"""`template(turns, is_open) -> text`. With `is_open` the text ends where the assistant's answer begins."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text to learn from, and which part of it a model is to answer for."""
+    """One text of the training data, and the parts of it that are responses."""
 
     where: str
     """File and line, for errors."""
     text: str
     responses: tuple[tuple[int, int], ...] = ()
-    """Characters [start, end) of what an assistant says, ascending, whatever ends the turn included."""
+    """Character ranges [start, end) of the assistant's turns, ascending. A range includes what closes the turn."""
     is_templated: bool = False
-    """A chat template has put the start token and the ends of turns into the text."""
+    """Whether a chat template has written the start token and the ends of turns into the text."""
     tokens: tuple[list[int], list[int]] | None = None
-    """Prompt and response as they were sampled, in place of the text's own tokens."""
+    """The sampled tokens of prompt and response. They are used in place of tokens of the text."""
 
 
 def text_of(record: dict, field: str, where: str) -> str:
-    """A field that must hold text.
+    """The value of a field that must hold text.
 
     Raises:
-      ValueError: naming file, line, field and what it holds, null for example.
+      ValueError: naming file, line, field and the value, if it is not a text.
     """
     value = record[field]
     if not isinstance(value, str):
@@ -62,10 +62,12 @@ def text_of(record: dict, field: str, where: str) -> str:
 
 
 def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
-    """Speaker and text of each turn of a field that lists pairs, objects with role and content, or with from and value.
+    """Speaker and text of each turn of a conversation.
+
+    The field lists pairs, objects with `role` and `content`, or objects with `from` and `value`.
 
     Raises:
-      ValueError: naming file, line and the turn that is something else.
+      ValueError: naming file, line and turn, if a turn has none of these forms.
     """
     if not isinstance(record[field], list):
         raise ValueError(f"{where}: {field} is {_shown(record[field])}: expected a list")
@@ -84,18 +86,19 @@ def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
 
 
 def first_question(turns: Any) -> str | None:
-    """What the user asks first, of turns that list the user's texts alone, as MT-bench and Spec-Bench have them."""
+    """The user's first text if `turns` lists texts of the user only, as in MT-bench and Spec-Bench; otherwise None."""
     return turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], str) else None
 
 
 def _shown(value: Any) -> str:
-    """A value as it is in the file, not too long for an error."""
+    """A value as JSON, cut after 60 characters for an error message."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def render_turns(turns: Turns, open_for: str | None = None) -> str:
-    """One line a turn, `User: ...` or `Assistant: ...`; `open_for` leaves the next speaker's line open."""
+    """One line per turn, `User: ...` or `Assistant: ...`. `open_for` names a speaker whose line is left open at the
+    end."""
     lines = [f"{speaker_of(who)}: {' '.join(text.split())}" for who, text in turns]
     if open_for is not None:
         lines.append(f"{open_for}:")
@@ -103,12 +106,12 @@ def render_turns(turns: Turns, open_for: str | None = None) -> str:
 
 
 def speaker_of(who: str) -> str:
-    """`User` or `Assistant` for any of their names; others are left as they are, with a capital."""
+    """`User` or `Assistant` for any of their names. Another name is returned with a capital."""
     return SPEAKERS.get(who.lower(), who.capitalize())
 
 
 def render_record(record: dict, where: str) -> str:
-    """The text of one JSON line, conversations without a chat template. Raises as `to_document`."""
+    """The text of one JSON line; conversations get no chat template. Raises as `to_document`."""
     return to_document(record, where).text
 
 
@@ -119,10 +122,10 @@ def to_document(
 
     Args:
       template: renders conversations; None: `render_turns`.
-      find_responses: False leaves `responses` of a templated conversation empty, which saves two renderings a turn.
+      find_responses: False leaves `responses` of a templated conversation empty and saves two renderings per turn.
     Raises:
-      ValueError: naming file, line and the fields that would do, the field that is missing beside another, the field
-        that holds no text, or the turn that the template rewrites.
+      ValueError: naming file and line, if no allowed field is there, if a field of a pair is missing, if a field holds
+        no text, or if the template rewrites a turn.
     """
     if "text" in record:
         return Document(where, text_of(record, "text", where))
@@ -169,7 +172,7 @@ def _sampled(record: dict, where: str) -> tuple[list[int], list[int]] | None:
 
 
 def _rendered(turns: Turns, where: str) -> Document:
-    """`render_turns`; a response begins after the colon, and the line's end closes it."""
+    """The document of `render_turns`. A response begins after the colon and includes the end of its line."""
     text = render_turns(turns)
     responses, start = [], 0
     for who, said in turns:
@@ -181,7 +184,7 @@ def _rendered(turns: Turns, where: str) -> Document:
 
 
 def _templated(turns: Turns, template: ChatTemplate, where: str, find_responses: bool) -> Document:
-    """A conversation in the template's words. What an assistant says before anybody asked is no response."""
+    """The document of a conversation, rendered by the template. A first turn of the assistant is not a response."""
     try:
         text = template(turns, False)
         responses = []
@@ -195,10 +198,19 @@ def _templated(turns: Turns, template: ChatTemplate, where: str, find_responses:
 
 
 def _response(text: str, before: str, through: str, said: str, turn: str) -> tuple[int, int]:
-    """A turn's place in the whole conversation, from the conversation up to it and through it.
+    """The character range of one turn in the text of the whole conversation.
 
-    Some templates (Qwen3's) write the last turn otherwise than those before it: then the words themselves and what
-    closes them must follow what came before.
+    Some templates (Qwen3's) render the last turn in another way than earlier turns. Then the turn's own text and what
+    closes it must follow `before` in `text`.
+
+    Args:
+      text: the whole conversation.
+      before: the conversation up to the turn.
+      through: the conversation with the turn.
+      said: the text of the turn.
+      turn: its name for errors.
+    Raises:
+      ValueError: if the template rewrites the turn, so that the range cannot be found.
     """
     if text.startswith(before):
         if through.startswith(before) and text.startswith(through):
@@ -207,13 +219,13 @@ def _response(text: str, before: str, through: str, said: str, turn: str) -> tup
         if said and text.startswith(closed, len(before)):
             return len(before), len(before) + len(closed)
     raise ValueError(
-        f"the chat template rewrites {turn}, so that its tokens cannot be told; write one response a record, or set"
+        f"the chat template rewrites {turn}, so its tokens cannot be found; write one response per record, or set"
         " data.chat_template=false"
     )
 
 
 def chat_template_of(render: Callable[[Messages, bool], str]) -> ChatTemplate:
-    """The template of documents over `render(messages, is_open)`, such as `Tokenizer.render`; raises as that does."""
+    """Makes a chat template of `render(messages, is_open)`, for example of `Tokenizer.render`. Raises as `render`."""
 
     def template(turns: Turns, is_open: bool) -> str:
         return render([{"role": speaker_of(who).lower(), "content": text} for who, text in turns], is_open)
@@ -222,11 +234,12 @@ def chat_template_of(render: Callable[[Messages, bool], str]) -> ChatTemplate:
 
 
 def read_records(path: str | Path) -> Iterator[tuple[str, dict]]:
-    """Place (file and line) and object of every line; plain text is one record, `{"text": ...}`.
+    """The place (file and line) and the object of every line. Plain text is one record, `{"text": ...}`.
 
     Raises:
       FileNotFoundError: if the file is missing.
-      ValueError: if it cannot be read, is not UTF-8, or holds a line that is no JSON object; names file and line.
+      ValueError: naming file and line, if the file cannot be read, is not UTF-8, or holds a line that is not a JSON
+        object.
     """
     path = Path(path)
     if not path.is_file():
@@ -258,7 +271,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, dict]]:
 def load_documents(
     path: str | Path, template: ChatTemplate | None = None, find_responses: bool = True
 ) -> list[Document]:
-    """All documents of one file that hold more than blanks; the arguments are those of `to_document`.
+    """All documents of one file that hold more than white space. The arguments are those of `to_document`.
 
     Raises:
       FileNotFoundError, ValueError: as `read_records` and `to_document`, and if there is no document.
@@ -271,5 +284,5 @@ def load_documents(
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """The texts of one file, conversations without a chat template. Raises as `load_documents`."""
+    """The texts of one file; conversations get no chat template. Raises as `load_documents`."""
     return [document.text for document in load_documents(path, None)]

@@ -1,8 +1,8 @@
-"""Training a drafter: the recipe, and a loss that runs target and unroll on packed text.
+"""Trains a drafter: its recipe, and a loss that runs the target and unrolls the drafter on packed text.
 
-The target runs in the same pass that trains, unless the batch brings its hidden states, and is frozen. The K heads over
-the whole vocabulary cost most, so each row lends only `anchors_per_row` random anchors to the loss. Read next:
-`unroll.py` for the states, `losses.py` for the divergences, `run.py` for whole runs.
+The target is frozen. It runs in the same pass that trains, unless the batch brings its hidden states. The K heads over
+the whole vocabulary cost most, so the loss uses only `anchors_per_row` random anchors of each row. Read next:
+`models/unroll.py` for the states, `losses.py` for the divergences, `run.py` for runs.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from hsd_jax.types import Weights
 
 TRAINED = tuple(name for name, method in DRAFTING_METHODS.items() if method.training is not None)
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
-"""Settings of a recipe that not every kind of drafter has."""
+"""Settings of a recipe that only some kinds of drafters have."""
 LOW_MID_HIGH = "low_mid_high"
-"""Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
+"""Three feature layers: 2, L // 2 and L - 3. EAGLE-3 reads before these layers, this library after them."""
 RANDOM, LAST_LAYER = BEGINNINGS = ("random", "last_layer")
-"""What the trunk's layers begin as."""
+"""The first weights of the trunk's layers."""
 
 
 @settings.dataclass
 class DrafterModel:
-    """The drafter's own sizes; everything else follows from the target. None: as the target."""
+    """Section `model` of a recipe: the drafter's own sizes. All other sizes are the target's. None: as the target."""
 
     kind: Annotated[str, OneOf(TRAINED)] = HiddenConfig.kind
     """hidden: token-free states and token information; eagle: a recurrence over drafted tokens; medusa: heads."""
@@ -72,35 +72,35 @@ class DrafterModel:
     head_dim: HeadDim | None = None
     intermediate_size: Count | None = None
     num_steps: Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)] = 6
-    """Depths the trunk is trained for (K); a tree may be shallower, never deeper."""
+    """Depths that the trunk is trained for (K). A tree may be shallower, never deeper."""
     rank: Whole = 128
-    """Of the token-info factors; 0 for none, to see what they are worth."""
+    """Rank of the factors of token information; 0: no token information."""
     injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
-    """What token information knows. previous: the token before; path: all drafted tokens up to it, by a recurrence of
-    the rank's width along the tree."""
+    """What token information reads. previous: the token before; path: all drafted tokens before, by a recurrence along
+    the tree whose state has the width of the rank."""
     committed_embeddings: bool = True
     feature_layers: tuple[Whole, ...] | Annotated[str, OneOf((LOW_MID_HIGH,))] = ()
-    """Layers of the target, from 0, after which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
-    final hidden state."""
+    """Layers of the target, counted from 0, after which the trunk reads the residual stream. low_mid_high: 2, L // 2
+    and L - 3; empty: the final hidden state."""
     trunk_begins: Annotated[str, OneOf(BEGINNINGS)] = RANDOM
-    """random, or last_layer: as the target's last layer (several as its last ones), with its final norm before the
-    head, wherever shapes are the same."""
+    """random; or last_layer: wherever shapes are equal, the trunk's layers begin as the target's last layers, and its
+    output norm as the target's final norm."""
     window: Annotated[int, Field(ge=2, le=MOST)] | None = None
-    """Committed positions the trunk sees, in training and decoding, train.length at best; null for all. Long contexts
-    then look like those of training, and cost no more."""
+    """Number of last committed positions that the trunk sees in training and decoding; null: all. train.length is a
+    good value: long contexts then look like those of training and cost no more."""
     draft_vocab: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the vocabulary that may be drafted, the most frequent labels of the data, for example 0.5; null for all
-    of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
+    """Share of the vocabulary that may be drafted, for example 0.5; null: all of it. The most frequent labels of the
+    data are chosen, so the data should be text that the target wrote. The coverage of this text is printed."""
 
     stored_in: Annotated[str, OneOf(("float32", "bfloat16"))] = "float32"
-    """What the drafter's file holds; bfloat16 is half as large, and what a bfloat16 target's drafter is loaded in."""
+    """Dtype in the drafter's file. bfloat16 is half as large; a bfloat16 target loads its drafter in it anyway."""
 
     def __post_init__(self):
         own = {field.name for field in dataclasses.fields(DRAFTING_METHODS[self.kind].config)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in CHOICES and field.name not in own and value != field.default:
-                raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such choice")
+                raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such setting")
         check_window(self.window, self.num_steps, "model")
         if self.trunk_begins != RANDOM and not issubclass(DRAFTING_METHODS[self.kind].config, TrunkConfig):
             raise ValueError(f"model.trunk_begins={self.trunk_begins!r}: kind {self.kind!r} has no trunk")
@@ -113,86 +113,89 @@ class DrafterModel:
 
 @settings.dataclass
 class Stage:
-    """Cheaper steps at the beginning of a run; each stage is a program of its own."""
+    """Cheaper steps at the beginning of a run. Each stage compiles its own program."""
 
     until: Count
     """The last step of the stage."""
     anchors_per_row: Count
     num_steps: Annotated[int, Field(ge=2, le=2 * LARGEST_TREE)] | None = None
-    """Depths that are trained, the first ones; null for model.num_steps."""
+    """The number of first depths that are trained; null: model.num_steps."""
 
 
 @settings.dataclass
 class LossConfig:
-    """What is minimised, and over how many anchors."""
+    """Section `loss` of a recipe: what is minimised, and over how many anchors."""
 
     divergence: Annotated[str, OneOf(tuple(losses.DIVERGENCES))] = "kl"
-    """Of the drafter's distribution from the target's: fkl (or kl), rkl, jsd, tvd (or tv: half of L1), ce, or ce_tv
-    for 0.1 ce + 0.9 tvd."""
+    """Divergence of the drafter's distribution from the target's: fkl (or kl), rkl, jsd, tvd (or tv; half of L1), ce,
+    or ce_tv for 0.1 ce + 0.9 tvd."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The target's share of the mixture in jsd; near 0 it acts as kl, near 1 as rkl."""
+    """The target's share of the mixture in jsd. Near 0 jsd acts as kl, near 1 as rkl."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Weight of depth k relative to depth k - 1."""
     max_age: Whole = 0
-    """The oldest states that are trained: tokens committed since their trunk run. Ages 0 to max_age are as frequent.
-    For reuse skip and ahead, whose ages reach the tree's depth + 1; needs a model.num_steps as much larger."""
+    """The oldest states that are trained. The age of a state is the number of tokens committed since its trunk pass.
+    Ages 0 to max_age are equally frequent. Set it for reuse skip and ahead, whose ages reach the tree's depth + 1, and
+    make model.num_steps larger by max_age."""
     anchors_per_row: Count = 128
-    """Random positions a row drafts from in a step; all of them if the row has fewer."""
+    """Random positions of a row from which a step drafts; all positions if the row has fewer."""
     anneal_steps: Whole = 0
-    """Steps over which the loss moves from the trunk's logits alone to those with token information; 0: at once."""
+    """Steps over which the loss changes from the trunk's logits to those with token information; 0: at once."""
     feature_weight: NotNegative = 0.0
     """Weight of the distance (SmoothL1) of the trunk's states from the target's own later hidden states."""
     feature_steps: Whole = 0
-    """Steps over which that weight falls to 0; 0: it stays."""
+    """Steps over which feature_weight falls to 0; 0: it is constant."""
     on_policy: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges. For heads and
-    rank 0, which read none, the target's answers alone change."""
+    """Share of random passes on policy: the drafter draws the previous tokens itself, and the target gives its
+    distributions after them. Heads and drafters of rank 0 read no previous token, so only the target's distributions
+    change."""
     on_policy_anchors: Count = 16
-    """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
+    """Anchors per row in a pass on policy. Each costs the target num_steps - 1 nodes."""
     chunk: Count | None = None
-    """Anchors of each row whose logits are in memory together; the backward pass computes them again. null: all, where
-    the logits of a pass take no more than 512 MB, else as many as that allows."""
+    """Anchors of each row whose logits are in memory together. The backward pass computes them again. null: all if the
+    logits of a pass take at most 512 MB, else as many as 512 MB allow."""
     sample: Count | None = None
-    """Columns of both models' logits in a step: the target's likeliest tokens there, and of the others a weighted
-    random sample, frequent ones more often; null: all that may be drafted. What is judged and decoded has all."""
+    """Columns of both models' logits in a step: the target's likeliest tokens, and a random sample of the others in
+    which frequent tokens are likelier. null: all tokens that may be drafted. Evaluation and decoding always use all
+    columns."""
     likeliest: Count = 8
-    """Tokens of the target at each place that every sample holds."""
+    """The number of the target's likeliest tokens at each position that every sample holds."""
     stages: tuple[Stage, ...] = ()
-    """Fewer anchors and depths at the beginning: each with `until`, `anchors_per_row` and `num_steps`, after the last
-    one as above."""
+    """Stages with fewer anchors and depths at the beginning, each with `until`, `anchors_per_row` and `num_steps`.
+    After the last one the settings above hold."""
 
     def __post_init__(self):
         if self.sample is not None and self.on_policy:
             raise ValueError(
-                f"loss.sample={self.sample}: with loss.on_policy={self.on_policy} the target judges text that no cache"
-                " knows; drop one of the two"
+                f"loss.sample={self.sample}: with loss.on_policy={self.on_policy} the target reads uncached text;"
+                " leave one of them out"
             )
         ends = [stage.until for stage in self.stages]
         if any(after <= before for before, after in itertools.pairwise(ends)):
             raise ValueError(f"loss.stages: end with the steps {ends}: expected ascending ones")
 
     def in_stage(self, stage: Stage) -> LossConfig:
-        """What is minimised in a stage."""
+        """The loss settings of a stage."""
         return dataclasses.replace(self, anchors_per_row=stage.anchors_per_row, stages=())
 
 
 @settings.dataclass
 class EvalConfig(HeldOut):
-    """With the trees that are simulated."""
+    """Section `eval` of a drafter's recipe, with the tree that is simulated."""
 
     nodes: Annotated[int, Field(ge=2, le=LARGEST_TREE)] = 16
     depth: Annotated[int, Field(ge=1, le=LARGEST_TREE)] = 6
     width: Annotated[int, Field(ge=1, le=LARGEST_TREE)] = 4
 
     def tree(self, num_steps: int) -> TreeConfig:
-        """The tree of the simulation, no deeper than the drafter."""
+        """The tree of the simulation. It is no deeper than the drafter."""
         depth = min(self.depth, num_steps)
         return TreeConfig(min(self.nodes, most_nodes(depth, self.width)), depth, self.width)
 
 
 @settings.dataclass
 class DrafterRecipe(Recipe):
-    """A whole drafter run, as in `configs/demo_drafter.yaml`."""
+    """The recipe of a drafter, as in `configs/demo_drafter.yaml`."""
 
     model: DrafterModel = DrafterModel()
     loss: LossConfig = LossConfig()
@@ -205,12 +208,12 @@ class DrafterRecipe(Recipe):
 def drafter_config(
     model: DrafterModel, target: ModelConfig, target_hash: str = "", vocabulary_hash: str = ""
 ) -> DrafterConfig:
-    """The configuration of a drafter for `target`: its width, vocabulary, rotary embedding and head shape.
+    """The configuration of a drafter for `target`, with the target's width, vocabulary and rotary embedding.
 
     Args:
       target_hash, vocabulary_hash: fingerprints of the target's weights and of its tokenizer's vocabulary.
     Raises:
-      ValueError: if query heads are no multiple of key/value heads, or the target lacks a layer to read.
+      ValueError: if query heads are no multiple of key/value heads, or if the target lacks a feature layer.
     """
     sizes = {
         name: getattr(target, name) if getattr(model, name) is None else getattr(model, name)
@@ -239,7 +242,7 @@ def drafter_config(
 
 
 def _feature_layers(layers: tuple[int, ...] | str, num_layers: int) -> tuple[int, ...]:
-    """Layer numbers; those of LOW_MID_HIGH, if that is the value."""
+    """The numbers of the feature layers; LOW_MID_HIGH is replaced by its numbers."""
     if isinstance(layers, tuple):
         return layers
     found = (2, num_layers // 2, num_layers - 3)
@@ -254,9 +257,9 @@ def _feature_layers(layers: tuple[int, ...] | str, num_layers: int) -> tuple[int
 def read_target(
     frozen: Weights, target_config: ModelConfig, config: DrafterConfig, batch: dict[str, Array]
 ) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...]]:
-    """The target's final states, and the residual streams after the layers the drafter reads.
+    """The target's final states, and its residual streams after the layers that the drafter reads.
 
-    XLA drops the logits of the pass: `heads.py` computes those that a loss is about.
+    XLA drops the logits of this pass. `heads.py` computes the logits that the loss needs.
     """
     if "hidden" not in batch:
         tokens = batch["tokens"][:, :-1]
@@ -279,9 +282,9 @@ def node_loss(
     draft_logits: Float[Array, "M C"],
     step: Int[Array, ""],
 ) -> Float[Array, "M"]:
-    """The divergence of each node, moved over `anneal_steps` from the base logits to those with token information.
+    """The divergence of each node. Over `anneal_steps` it changes from the base logits to those with token information.
 
-    So the trunk learns what it can before the injector explains its mistakes away (Domino, arXiv:2605.29707).
+    So the trunk learns first, before token information corrects its errors (Domino, arXiv:2605.29707).
     """
     divergence = losses.named(config.divergence, config.jsd_beta)
     if not config.anneal_steps:
@@ -296,7 +299,7 @@ def _check_loss(
     loss_config: LossConfig,
     draft_to_target: losses.DraftToTarget,
 ) -> None:
-    """Raises what `make_loss` says."""
+    """Raises a ValueError as `make_loss` describes."""
     method = method_of(config)
     config.check_feature_layers(target_config.num_layers)
     if loss_config.on_policy and config.num_steps < 2:
@@ -304,7 +307,7 @@ def _check_loss(
     if loss_config.anneal_steps and method.token_information is None:
         raise ValueError(
             f"loss.anneal_steps={loss_config.anneal_steps}: is about token information, which model.kind={config.kind}"
-            " does without"
+            " does not have"
         )
     num_kept = None if draft_to_target is None else len(draft_to_target)
     if num_kept != config.reduced_vocab_size:
@@ -338,9 +341,10 @@ def make_stages(
     remat: bool = False,
     frequency: Float[Array, "C"] | None = None,
 ) -> list[tuple[int, Loss]]:
-    """The losses of `loss.stages` for `loop.fit`, each with its last step. Arguments and errors as of `make_loss`.
+    """The losses of `loss.stages` for `loop.fit`, each with its last step. Arguments and errors are those of
+    `make_loss`.
 
-    A stage of fewer depths reads the first of each depth's weights, and leaves the others as they are.
+    A stage with fewer depths trains the weights of the first depths and does not change the others.
     """
     _check_loss(target_config, config, loss_config, draft_to_target)
 
@@ -368,7 +372,7 @@ def _sampled(
     draft_to_target: losses.DraftToTarget,
     frequency: Float[Array, "C"] | None,
 ) -> heads.Models:
-    """Both models with a sample of the columns: a reduced draft vocabulary of this step, whose columns have weights."""
+    """Both models with a sample of the columns. The sample is a reduced draft vocabulary whose columns have weights."""
     config, frozen, target_config = models
     is_certain = vocab_sample.likely_somewhere(likeliest, drafts.positions, drafts.mask, target_config.vocab_size)
     if draft_to_target is not None:
@@ -384,7 +388,8 @@ def _sampled(
 def _logit_summary(
     frozen: Weights, target_config: ModelConfig, batch: dict[str, Array], hidden: Array, config: LossConfig
 ) -> heads.LogitSummary:
-    """The target's likeliest tokens at every position, and its normaliser: of the batch, else from its final states."""
+    """The target's likeliest tokens and normaliser at every position, from the batch or computed from its final
+    states."""
     if "likeliest" not in batch:
         return vocab_sample.logit_summary(frozen, target_config, hidden, config.likeliest)
     return heads.LogitSummary(batch["log_normaliser"], batch["likeliest"])
@@ -400,25 +405,29 @@ def make_loss(
 ) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
-    A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's
-    first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
-    and `hidden` [B, T, (1 + layers) H], the target's final states and after them the streams the drafter reads, after
-    which then only the LM head is computed; with `log_normaliser` and `likeliest` (`heads.LogitSummary`) too, of the
-    head no more than the columns of a sample. Labels are the target's distributions given the row's text, and the
-    previous token of a depth is the row's, which is exact on accepted paths; in passes on policy both follow the
-    drafter's own draws, and so do states that read them (EAGLE).
+    A batch holds `tokens` [B, T+1] and `mask` [B, T+1], which is True for labels. The first two tokens of a document
+    are never labels, because no anchor drafts them. A batch may hold `starts` [B, T+1], where the document of each
+    token begins. It may hold `hidden` [B, T, (1 + layers) H]: the target's final states, then the streams that the
+    drafter reads. Then only the target's LM head is computed. If it also holds `log_normaliser` and `likeliest`
+    (`heads.LogitSummary`), only the head's columns of the sample are computed.
 
-    The metrics are those of `chain_metrics`, always of the row's text, and where they apply `on_policy`, 1 in a pass
-    on policy, and `feature_distance`.
+    The loss compares the drafter with the target's distributions given the row's text. The previous token of a depth is
+    the row's, which is exact on accepted paths. In passes on policy both follow the drafter's own draws, and so do
+    states that read these draws (EAGLE).
+
+    The metrics are those of `chain_metrics`, always for the row's text. If they apply, there are also `on_policy`,
+    which is 1 in a pass on policy, and `feature_distance`.
 
     Args:
-      draft_to_target: of a drafter with a reduced draft vocabulary; `losses.py` says what becomes of the cold tokens.
-      remat: compute the drafter's layers again in the backward pass. The frozen target has none to keep anything for.
-      frequency: above 0, how often to draw each column for `loss.sample`; None: all alike.
+      draft_to_target: the token of each column of a reduced draft vocabulary. `losses.py` describes the treatment of
+        cold tokens.
+      remat: compute the drafter's layers again in the backward pass. The frozen target keeps no activations in any
+        case.
+      frequency: positive numbers; `loss.sample` draws columns in proportion to them. None: all columns alike.
     Raises:
-      ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
-        about token information and the drafter has none, trees start from states older than it makes, or the
-        `draft_to_target` are not as many as its hot tokens.
+      ValueError: if the target lacks a layer that the drafter reads, if a single depth is to be trained on policy, if
+        the loss needs token information and the drafter has none, if `loss.max_age` exceeds the ages of the drafter's
+        states, or if the number of `draft_to_target` is not that of the hot tokens.
     """
     training = method_of(config).training
     assert training is not None, "recipes name trained kinds only"
@@ -431,7 +440,7 @@ def make_loss(
         return unroll(params, config, read, embeddings, anchors, starts, *embed_draft)
 
     def loss(params, frozen, batch, key, step):
-        frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too
+        frozen = lax.stop_gradient(frozen)  # includes the LM head and the embeddings
         tokens, starts = batch["tokens"][:, :-1], starts_of(batch)
         with jax.named_scope("target"):
             hidden, features = read_target(frozen, target_config, config, batch)
@@ -457,7 +466,7 @@ def make_loss(
                 models = _sampled(sample_key, params, both, drafts, *rest)
 
         def compared(drafts: heads.AnchorDrafts, hidden: Array):
-            """The divergence of every node, and where both models agree."""
+            """The divergence of every node, and the agreement of both models there."""
             chunk = heads.chunk_of(loss_config.chunk, drafts, num_columns)
             teacher = heads.teacher_output(models, drafts, hidden, chunk, summary)
 

@@ -1,10 +1,10 @@
-"""An optional cache on disk of what the target says of the training rows, so that no step runs it.
+"""An optional cache on disk of the target's outputs for the training rows, so that no step runs the target.
 
-It holds the final hidden states, the residual streams of the layers that a drafter reads, and, for a loss on a part of
-the vocabulary, the likeliest tokens of each position and the normaliser of its logits. Worth it when rows are seen
-several times and the disk is large: a row takes length x width numbers, terabytes for large targets, so the size is
-said before anything is written, and a limit holds. Files appear whole or not at all; a build that broke off continues.
-`Batches` (data.py) joins the features to their rows.
+It holds the final hidden states and the residual streams of the layers that a drafter reads. For a loss on a part of
+the vocabulary it also holds the likeliest tokens of each position and the normaliser of its logits. The cache pays if
+rows are read several times and the disk is large. A row takes length x width numbers, which can be terabytes for large
+targets. So the size is reported before anything is written, and there is a limit. A file is written completely or not
+at all, and an interrupted build can be continued. `Batches` (data.py) joins the features to their rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MANIFEST = "manifest.json"
 DTYPES = ("bfloat16", "float32", "float16")
 PRODUCTS = ("float32", "bfloat16")
 FILE_BYTES = 256 * 10**6
-"""About the size of a file: what a build that broke off computes again at most."""
+"""Approximate size of a file. An interrupted build computes at most this much again."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -51,14 +51,14 @@ class FeatureConfig:
     """Section `features` of a recipe."""
 
     cache: Annotated[str, Field(min_length=1)] | None = None
-    """A folder; None: features are computed in every step."""
+    """Folder of the cache; None: features are computed in every step."""
     limit: str = "20GB"
-    """Refuse to build more than this: a number and B, KB, MB, GB or TB (powers of 1000)."""
+    """The largest cache that is built: a number and B, KB, MB, GB or TB (powers of 1000)."""
     dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
-    """Of the numbers on disk: bfloat16, float32 or float16."""
+    """Dtype of the numbers on disk: bfloat16, float32 or float16."""
     products: Annotated[str, OneOf(PRODUCTS)] | None = None
-    """What the target's products are made in while the cache is built; null: as in a step. bfloat16 takes two thirds of
-    the time of float32 on CPUs that multiply it, and is slower on others; states then differ by a hundredth or so."""
+    """Dtype of the target's products while the cache is built; null: as in a step. On CPUs that multiply bfloat16 it
+    takes two thirds of the time of float32; on others it is slower. States then differ by about one percent."""
 
     def __post_init__(self):
         if not _SIZE.fullmatch(self.limit.strip()):
@@ -73,21 +73,21 @@ class FeatureConfig:
 
 @settings.dataclass
 class _Layout:
-    """What the manifest says: for which target and rows, and how the numbers lie in the files."""
+    """The manifest: target and rows of the features, and the layout of the numbers in the files."""
 
     target: str
     weights_dtype: str
     rows: str
     dtype: Annotated[str, OneOf(DTYPES)]
     shape: tuple[Whole, Whole, Whole]
-    """Rows, tokens, and numbers of a token: the final state and after it the streams, each of the target's width."""
+    """Rows, tokens, and numbers of a token: the final state, then the streams, each of the target's width."""
     rows_per_file: Count
     layers: tuple[Whole, ...] = ()
-    """Whose residual streams follow the final states."""
+    """The layers whose residual streams follow the final states."""
     likeliest: Whole = 0
-    """Tokens of a position that are kept with the normaliser of its logits; 0: neither is."""
+    """Likeliest tokens that are kept of each position, with the normaliser of its logits; 0: neither is kept."""
     products: str | None = None
-    """As in the recipe."""
+    """`FeatureConfig.products`."""
 
     @property
     def num_files(self) -> int:
@@ -98,7 +98,8 @@ class _Layout:
 
     @property
     def words(self) -> int:
-        """Of a token in a file, each as wide as a number of the states; the logit summary follows these, bit by bit."""
+        """Numbers of a token in a file. The bits of the logit summary follow the states, stored as numbers of their
+        dtype."""
         packed = (1 + self.likeliest) * 4 if self.likeliest else 0
         return self.shape[2] + packed // jnp.dtype(self.dtype).itemsize
 
@@ -108,7 +109,7 @@ class _Layout:
 
 
 class Features:
-    """What the target says of all rows, memory-mapped."""
+    """The target's outputs for all rows, memory-mapped."""
 
     def __init__(self, folder: Path, layout: _Layout):
         self.shape, self._dtype = layout.shape, jnp.dtype(layout.dtype)
@@ -122,15 +123,15 @@ class Features:
                 if array.shape != (len(layout.rows_of(file)), self.shape[1], self._words):
                     raise ValueError(f"shape {array.shape}")
             except (ValueError, EOFError) as error:
-                raise ValueError(f"{path}: damaged ({error}); delete it, and it is computed again") from error
+                raise ValueError(f"{path}: damaged ({error}); delete it to compute it again") from error
             self._files.append(array)
 
     def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
-        """What a batch of rows `index` [B] brings.
+        """The features of a batch of rows `index` [B].
 
         Returns:
-          hidden: [B, T, (1 + layers) H] in the dtype of the cache, the final states and after them the streams.
-          log_normaliser, likeliest: float32 [B, T] and int32 [B, T, k], if they are kept (`vocab_sample.Said`).
+          hidden: [B, T, (1 + layers) H] in the dtype of the cache, the final states and then the streams.
+          log_normaliser, likeliest: float32 [B, T] and int32 [B, T, k], if they are kept (`heads.LogitSummary`).
         """
         words = np.empty((len(index), self.shape[1], self._words), self._files[0].dtype)
         for place, row in enumerate(index):
@@ -157,19 +158,20 @@ def open_features(
     layers: tuple[int, ...] = (),
     likeliest: int = 0,
 ) -> Features | None:
-    """The cache of these rows, built or completed if necessary; None without `config.cache`.
+    """The cache of these rows, which is built or completed if necessary; None without `config.cache`.
 
-    Built by one process; others on the same disk may open it afterwards.
+    One process builds the cache. Other processes on the same disk may open it afterwards.
 
     Args:
-      weights: of the target, in the dtype and place of training.
-      batch: rows per pass. XLA may round otherwise at another shape: take the trainer's for the same bits.
-      layers: of the target, from 0, whose residual streams the drafter reads.
-      likeliest: tokens to keep of every position, with the normaliser of its logits; 0: neither.
+      weights: the target's, with the dtype and sharding of the training.
+      batch: rows per pass. XLA may round differently at another shape, so give the trainer's number to get the same
+        bits.
+      layers: the target's layers, counted from 0, whose residual streams the drafter reads.
+      likeliest: tokens to keep of every position, with the normaliser of its logits; 0: neither is kept.
     Raises:
-      ValueError: if the folder holds other features, several processes find it incomplete, the size is over the limit,
-        the disk has too little room or gets full (complete files stay), another process is building it, a file is
-        damaged, or the target's states are not finite.
+      ValueError: if the folder holds other features, if several processes find it incomplete, if the size exceeds the
+        limit, if the disk has too little space or gets full (complete files stay), if another process is building it,
+        if a file is damaged, or if the target's states are not finite.
     """
     if config.cache is None:
         return None
@@ -194,7 +196,7 @@ def open_features(
         _check_size(config, folder, layout, missing, report)
         try:
             with lock.held(lock.of_folder(folder)):
-                for half in folder.glob(".features-*.tmp"):  # of a build that was killed: up to 256 MB
+                for half in folder.glob(".features-*.tmp"):  # left by a killed build: up to 256 MB
                     half.unlink()
                 write_json(folder / MANIFEST, dataclasses.asdict(layout))
                 if config.products is not None:
@@ -203,7 +205,7 @@ def open_features(
                     _build(folder, layout, missing, rows, weights, target_config, batch, report)
         except OSError as error:
             raise ValueError(
-                f"{folder}: cannot be written ({error}); free room and give the same command again: complete files stay"
+                f"{folder}: cannot be written ({error}); free space and repeat the command: complete files stay"
             ) from error
     return Features(folder, layout)
 
@@ -213,10 +215,10 @@ def _path(folder: Path, file: int) -> Path:
 
 
 def _claimed(folder: Path, layout: _Layout) -> _Layout:
-    """The layout of the folder if it is for the same features, else `layout` if the folder is free.
+    """The layout of the folder if it is for the same features, or `layout` if the folder is empty.
 
     Raises:
-      ValueError: naming what differs, or what else is in the folder.
+      ValueError: naming what differs, or if the folder holds other files.
     """
     path = folder / MANIFEST
     remedy = "set features.cache to another folder, or delete this one"
@@ -236,7 +238,7 @@ def _claimed(folder: Path, layout: _Layout) -> _Layout:
 
 
 def _check_size(config: FeatureConfig, folder: Path, layout: _Layout, missing: list[int], report: Report) -> None:
-    """Says how much will be written, and refuses what is over the limit or does not fit on the disk."""
+    """Reports the size of the cache. Raises a ValueError if it exceeds the limit or does not fit on the disk."""
     num, length, width = layout.shape
     whole = num * layout.row_bytes
     to_write = sum(len(layout.rows_of(file)) for file in missing) * layout.row_bytes
@@ -246,13 +248,13 @@ def _check_size(config: FeatureConfig, folder: Path, layout: _Layout, missing: l
     free = shutil.disk_usage(there).free
     with_summary = f" and {layout.likeliest} likeliest tokens" if layout.likeliest else ""
     size = f"{num:,} rows x {length} tokens x {width} numbers in {layout.dtype}{with_summary} = {_shown(whole)}"
-    done = "" if to_write == whole else f", {_shown(whole - to_write)} of it are there"
+    done = "" if to_write == whole else f", {_shown(whole - to_write)} of it are written"
     report(f"features: {size} in {folder}{done} (limit {config.limit}, free on the disk {_shown(free)})")
     if whole > config.limit_bytes:
         raise ValueError(
             f"features.limit={config.limit}: the cache would take {_shown(whole)} ({size.partition(' = ')[0]}); raise"
-            " the limit, take fewer or shorter rows, a dtype of 16 bits, or features.cache=null, which computes them in"
-            " every step"
+            " the limit, take fewer or shorter rows or a dtype of 16 bits, or set features.cache=null to compute"
+            " them in every step"
         )
     if to_write > free:
         raise ValueError(
@@ -262,7 +264,7 @@ def _check_size(config: FeatureConfig, folder: Path, layout: _Layout, missing: l
 
 
 def _shown(num_bytes: int) -> str:
-    """Bytes as a person reads them."""
+    """Bytes with a unit, as in 1.5 GB."""
     unit = next(u for u in ("T", "G", "M", "K", "") if num_bytes >= _UNITS[u] or not u)
     return f"{num_bytes / _UNITS[unit]:.3g} {unit}B"
 
@@ -285,17 +287,17 @@ def _build(
         output = forward_sequence(weights, target_config, tokens, starts_of(batch), aux_layers=layout.layers)
         hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)
         packed = None
-        if layout.likeliest:  # of the final states as they are stored, which is what a step will read
+        if layout.likeliest:  # of the final states as stored, because a step reads these
             final = hidden[..., : target_config.hidden_size].astype(jnp.float32)
             summary = vocab_sample.logit_summary(weights, target_config, final, layout.likeliest)
             bits = lax.bitcast_convert_type(summary.log_normaliser, jnp.int32)
             packed = jnp.concatenate([bits[..., None], summary.likeliest], -1)
         return hidden, packed, jnp.all(jnp.isfinite(hidden), (1, 2))
 
-    descr = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's files know no bfloat16
+    descr = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's file format has no bfloat16
 
     def blocks(file: int) -> Iterator[np.ndarray]:
-        """The features of a file, pass by pass; the last pass repeats a row to have the same shape."""
+        """The features of a file, pass by pass. The last pass repeats a row to keep the same shape."""
         wanted = np.asarray(layout.rows_of(file))
         for start in range(0, len(wanted), batch):
             some = wanted[start : start + batch]

@@ -1,7 +1,7 @@
-"""Which tokens are hot: the most frequent ones of text the target wrote, and how much of such text they cover.
+"""The choice of hot tokens: the most frequent tokens of text that the target wrote, and their share of such text.
 
-Counting only; what a drafter does with the ids is in `models/draft_vocab.py`. Read next: `run.py`, which chooses once
-for a run, and `cli/train.py`, where `hsd train restrict` does so for a drafter that is trained already.
+This module only counts. `models/draft_vocab.py` says how a drafter uses the ids. Read next: `run.py`, where a run
+chooses its hot tokens once, and `cli/train.py`, where `hsd train restrict` chooses them for a trained drafter.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from hsd_jax.train.journal import Report
 from hsd_jax.train.rows import ALL
 
 GOAL = 0.94
-"""Coverage of held-out text of the target to aim at (methods.md, A11)."""
+"""The coverage of held-out text of the target that a reduced draft vocabulary should reach (methods.md, A11)."""
 FILE = "draft_to_target.json"
 ROW = 256
-"""Tokens of a row, where rows only divide the data into used and held out."""
+"""Tokens of a row where rows serve only to divide the data into used and held-out parts."""
 
 
 def most_frequent(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
-    """The `num_kept` most frequent of `tokens`, as ascending ids int32; of equals the smaller ids.
+    """The `num_kept` most frequent of `tokens`, as ascending ids, int32. On a tie the smaller id wins.
 
-    End tokens are always among them, however few of the texts end.
+    End tokens are always among them, even if few of the texts end.
 
     Raises:
-      ValueError: if there are no tokens to count, or not 1 to `vocab_size` hot ones, or fewer than end tokens.
+      ValueError: if there are no tokens to count, or if `num_kept` is less than 1, less than the number of end tokens,
+        or more than `vocab_size`.
     """
     ends = sorted({token for token in end_tokens if token < vocab_size})
     if not tokens.size:
@@ -57,17 +58,18 @@ def most_frequent(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens
 
 
 def smoothed(tokens: np.ndarray, vocab_size: int) -> Float[Array, "V"]:
-    """How often each token is among `tokens`, one more than counted: what is drawn by it, anything can be drawn."""
+    """The number of times that each token is in `tokens`, plus one, so that a draw by these counts can give any
+    token."""
     return jnp.asarray(1.0 + np.bincount(tokens.reshape(-1), minlength=vocab_size), jnp.float32)
 
 
 def coverage(draft_to_target: np.ndarray | jax.Array, tokens: np.ndarray) -> float:
-    """The share of `tokens` that are hot; 0 of none."""
+    """The share of `tokens` that are hot; 0 if there are no tokens."""
     return float(np.isin(tokens, np.asarray(draft_to_target)).mean()) if tokens.size else 0.0
 
 
 def describe(draft_to_target: np.ndarray | jax.Array, tokens: np.ndarray, what: str) -> str:
-    """The coverage of `tokens`, in a line."""
+    """The coverage of `tokens` in one line of text."""
     share = coverage(draft_to_target, tokens)
     hint = "" if share >= GOAL else f"; below {GOAL:.0%}: a larger share of the vocabulary may pay"
     size = f"reduced draft vocabulary of {len(draft_to_target):,} tokens"
@@ -83,19 +85,19 @@ def of_run(
     report: Report,
     started: jax.Array | None = None,
 ) -> jax.Array:
-    """The `draft_to_target` ids of a run: chosen at its start and kept in `out`, since the rows of `injector/bias`
-    follow them.
+    """The `draft_to_target` ids of a run. They are chosen once at its start and kept in `out`.
 
-    So `--force` with other data cannot give a half-trained row to another token. A run that starts from a drafter with
-    as many hot tokens keeps that drafter's: their rows are trained, and the text of one run is a small sample.
+    The rows of `injector/bias` follow these ids. Because the ids are kept, `--force` with other data cannot give a
+    half-trained row to another token. A run that starts from a drafter with as many hot tokens keeps the drafter's ids:
+    their rows are already trained, and the text of one run is only a small sample.
 
     Args:
-      is_begun: whether `out` holds checkpoints; if not, the ids are chosen anew.
+      is_begun: whether `out` holds checkpoints. If it does, the ids are read from `out`; otherwise they are chosen.
       started: `draft_to_target` of the drafter that the run starts from, if it has one.
       eos: end tokens, always hot.
     Raises:
-      ValueError: if checkpoints are there without their ids, if the ids are not those of a drafter of this size, or
-        as `most_frequent`.
+      ValueError: if `out` holds checkpoints but no ids, if the number of ids is not that of the recipe, or as
+        `most_frequent`.
     """
     path = out / FILE
     if is_begun and not path.is_file():
@@ -111,7 +113,7 @@ def of_run(
     draft_to_target = draft_vocab.checked_ids(ids, config.vocab_size, str(path))
     if len(draft_to_target) != config.reduced_vocab_size:
         raise ValueError(
-            f"{path} holds {len(draft_to_target)} tokens, model.draft_vocab now asks for {config.reduced_vocab_size}:"
+            f"{path} holds {len(draft_to_target)} tokens, but model.draft_vocab now gives {config.reduced_vocab_size}:"
             " choose another folder"
         )
     report(describe(draft_to_target, labels, "labels to train on"))
@@ -128,18 +130,19 @@ def restrict_drafter(
     loss_on: str = ALL,
     report: Report = print,
 ) -> None:
-    """Writes a trained drafter, cut down to the hot tokens of some data, to `out`; nothing is trained again.
+    """Gives a trained drafter the reduced draft vocabulary of some data and writes it to `out`. Nothing is trained
+    again.
 
-    The last tenth of the rows is not counted, it is what coverage is reported on beside the rest.
+    Tokens in the last tenth of the rows are not counted. Coverage is reported for both parts.
 
     Args:
       source: the target (`models/checkpoint.py`).
-      share: of the vocabulary that may still be drafted.
+      share: the share of the vocabulary that may still be drafted.
       loss_on: which tokens are counted, as `data.loss_on` of a recipe.
     Raises:
       FileNotFoundError: if a folder or a data file is missing.
-      ValueError: if the share is not between 0 and 1, `out` exists, the drafter is another target's or has a reduced
-        draft vocabulary already that lacks one of the tokens, or data cannot be read.
+      ValueError: if the share is not between 0 and 1, if `out` exists, if the drafter is for another target, if its own
+        reduced draft vocabulary lacks one of the tokens, or if data cannot be read.
     """
     take(float, share, "draft_vocab", gt=0, lt=1)
     checkpoint = find(source)
@@ -147,7 +150,7 @@ def restrict_drafter(
     drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))
     rows = read_rows(data_files, checkpoint, ROW, 0, config.vocab_size, DataConfig(loss_on=loss_on))
     if (num := len(rows.tokens)) < 2:
-        raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
+        raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one of them held out")
     count = max(1, num // 10)
     labels, held_out = (rows.tokens[part][rows.mask[part]] for part in (slice(-count), slice(-count, None)))
     num_kept = math.ceil(share * config.vocab_size)

@@ -1,8 +1,8 @@
-"""What a pass of training drafts, and both models' logits there, for a few anchors at once.
+"""The drafts of a training pass, and both models' logits at their nodes, for a few anchors at once.
 
-A node is a depth of an anchor. Its logits are the largest thing a step makes, and all that is kept of them is a few
-numbers. So at size anchors go through both heads in chunks, and the backward pass computes the logits of a chunk again.
-Knows no divergence. Read next: `drafter.py`, which gives the function of a chunk.
+A node is one depth of one anchor. The logits are the largest arrays of a step, but only a few numbers of them are kept.
+So anchors of large passes go through both heads in chunks, and the backward pass computes the logits of a chunk again.
+Read next: `drafter.py`, which gives the function of a chunk.
 """
 
 from __future__ import annotations
@@ -25,63 +25,64 @@ from hsd_jax.train import losses, on_policy
 from hsd_jax.types import Weights
 
 LARGEST_WHOLE = 2**27
-"""Logits of one model, over nodes and vocabulary, that a pass may hold without being asked: 512 MB in float32."""
+"""Most logits of one model, over nodes and vocabulary, that a pass holds by default: 512 MB in float32."""
 
 
 class AnchorDrafts(NamedTuple):
-    """What is drafted from each anchor. Anchor a has root a + 1; the token of depth k is at a + 1 + k."""
+    """The drafts from each anchor. Anchor a has its root at a + 1 and its token of depth k at a + 1 + k."""
 
     anchors: Int[Array, "B A"]
     states: Float[Array, "B A K H"]
     positions: Int[Array, "B A K"]
-    """Where the target's final states have the distribution of depth k: a + k of the row, kept inside it."""
+    """The position in the row whose final state of the target gives the distribution of depth k: a + k, at most the
+    last."""
     previous: Int[Array, "B A K"]
-    """The token before that of each depth."""
+    """The token before the token of each depth."""
     mask: Bool[Array, "B A K"]
-    """Whether the row holds the token of that depth, and it is worth learning."""
+    """Whether the row holds the token of that depth, and the token is a label."""
 
 
 class Models(NamedTuple):
-    """Both models of a pass, as the heads read them."""
+    """Both models of a pass, as the heads use them."""
 
     params: Weights
-    """With `draft_to_target` and `head` of a reduced draft vocabulary; where its columns are a sample of the step, with
-    their `log_weight` too."""
+    """The drafter's weights. A reduced draft vocabulary adds `draft_to_target` and `head`; a sample of columns also
+    adds their `log_weight`."""
     config: DrafterConfig
     frozen: Weights
     target_config: ModelConfig
 
 
 Unrolled = Callable[[EmbedDraft], Float[Array, "B A K H"]]
-"""`models.unroll.unroll` of everything but its `embed_draft`."""
+"""`models.unroll.unroll` with all arguments but `embed_draft`."""
 
 
 class LogitSummary(NamedTuple):
-    """What is kept of the target's logits over its whole vocabulary, where only some columns are computed."""
+    """A summary of the target's logits over its whole vocabulary, for losses that compute only some columns."""
 
     log_normaliser: Float[Array, "..."]
     likeliest: Int[Array, "... k"]
-    """Tokens, the likeliest first."""
+    """Token ids, the likeliest first."""
 
 
 class TeacherOutput(NamedTuple):
-    """The target at M places of each row."""
+    """The target's outputs at M positions of each row."""
 
     hidden: Float[Array, "B M H"]
-    """Its final states."""
+    """The final states."""
     summary: LogitSummary | None
-    """Of all logits, where the columns are a sample."""
+    """The summary of all logits, if the columns are a sample."""
     distribution: losses.TeacherDistribution | None
-    """What it says at all B M places, where that is wanted at once."""
+    """The distributions at all B M positions, if they are computed once for all nodes."""
 
 
 def teacher_output(
     models: Models, drafts: AnchorDrafts, hidden: Float[Array, "B M H"], chunk: int, summary: LogitSummary | None = None
 ) -> TeacherOutput:
-    """The target's states, with what it says there where it is cheaper to make that once for all nodes.
+    """The target's states, and its distributions if it is cheaper to compute them once for all nodes.
 
-    That is where a row has no more places than nodes (A K), and all its anchors are taken in one chunk. Else it is
-    None, and `logits_of` makes that of its nodes.
+    That is the case if a row has no more positions than nodes (A K), and if all its anchors are in one chunk. Otherwise
+    `distribution` is None, and `logits_of` computes the distributions of its nodes.
     """
     num_anchors, num_steps = drafts.mask.shape[1:]
     if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:
@@ -92,7 +93,7 @@ def teacher_output(
 def _distribution_by(
     models: Models, hidden: Float[Array, "B M H"], summary: LogitSummary | None
 ) -> losses.TeacherDistribution:
-    """What the target says at final states, their places on one axis."""
+    """The target's distributions at final states, with all positions on one axis."""
     hidden, params = hidden.reshape(-1, hidden.shape[-1]), models.params
     if summary is None:
         logits = lm_head(models.frozen, models.target_config, hidden)
@@ -107,13 +108,13 @@ def _distribution_by(
 def logits_of(
     models: Models, drafts: AnchorDrafts, teacher: TeacherOutput
 ) -> tuple[losses.TeacherDistribution, Float[Array, "BAK C"], Float[Array, "BAK C"]]:
-    """What the target says at all B A K nodes, the base logits, and those with token information, if any.
+    """The target's distributions at all B A K nodes, the base logits, and the logits with token information, if any.
 
-    The logits have a column for each of the C tokens the drafter may draft.
+    The logits have a column for each of the C tokens that may be drafted.
     """
     params, config, frozen, target_config = models
     hidden, summary, distribution = teacher
-    # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
+    # Only two axes, because XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     num = drafts.mask.size
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
     draft_logits = base
@@ -135,7 +136,7 @@ def logits_of(
 def chains_of_states(
     key: jax.Array, models: Models, drafts: AnchorDrafts, root: Int[Array, "B A"]
 ) -> Int[Array, "B A D"]:
-    """The drafter's own draws after each root, where its states read no drafted token."""
+    """The drafter's own draws after each root, for states that read no drafted token. Consumes the key."""
     params, config, frozen, target_config = models
     information = method_of(config).token_information
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
@@ -147,7 +148,8 @@ def chains_of_states(
 def states_on_draws(
     key: jax.Array, models: Models, unrolled: Unrolled, remat: bool
 ) -> tuple[Float[Array, "B A K H"], Int[Array, "B A D"]]:
-    """States that read the drafter's own draws, each drawn from the state before, and these draws."""
+    """States that read the drafter's own draws, and these draws. Each is drawn from the state before. Consumes the
+    key."""
     params, config, frozen, target_config = models
 
     def drawn():
@@ -175,9 +177,10 @@ def on_draws(
     unrolled: Unrolled,
     remat: bool = False,
 ) -> tuple[AnchorDrafts, Float[Array, "B AK H"]]:
-    """The same drafts after the drafter's own draws, and the target's final states given these.
+    """The same drafts after the drafter's own draws, and the target's final states given these draws.
 
-    States that read drafted tokens are unrolled again, with `remat` twice; others stay as they were.
+    States that read drafted tokens are unrolled again. With `remat` this happens twice. Other states do not change.
+    Consumes the key.
     """
     _, config, frozen, target_config = models
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
@@ -199,16 +202,16 @@ def on_draws(
 
 
 def chunk_of(asked: int | None, drafts: AnchorDrafts, vocab_size: int) -> int:
-    """Anchors a row whose logits are there at once: as many as asked for; else all, or as LARGEST_WHOLE allows."""
+    """Anchors per row whose logits are in memory together: `asked`, or else as many as LARGEST_WHOLE allows."""
     batch, num_anchors, num_steps = drafts.mask.shape
     return min(num_anchors, asked or max(1, LARGEST_WHOLE // (batch * num_steps * vocab_size)))
 
 
 def in_chunks(function: Callable[[AnchorDrafts], Any], drafts: AnchorDrafts, chunk: int) -> Any:
-    """`function` of drafts, whose results have axes [B, A, ...], for `chunk` anchors of every row at a time.
+    """Applies `function`, whose results have axes [B, A, ...], to `chunk` anchors of every row at a time.
 
-    The backward pass calls it again, so nothing of what it computes is kept. All anchors in one chunk are computed
-    once, and kept.
+    The backward pass calls it again for each chunk, so that nothing it computes is kept. If one chunk holds all
+    anchors, it is called once, and its activations are kept.
     """
     num_anchors = drafts.mask.shape[1]
     if chunk >= num_anchors:

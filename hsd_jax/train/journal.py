@@ -1,6 +1,6 @@
-"""What a run says while it trains: a bar on a terminal, else lines; `metrics.jsonl`, TensorBoard files, `curves.png`.
+"""The log of a training run: a progress bar on a terminal or else lines of text, `metrics.jsonl` and TensorBoard files.
 
-`metrics.jsonl` is the source; the others can be made from it again. Read next: `curves.py`.
+`metrics.jsonl` holds everything; the other files can be made from it. Read next: `curves.py`, which draws it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ REPORT_SECONDS = 5.0
 
 
 class ProgressReport:
-    """Says every few seconds how far a long piece of work is, and how long it will take."""
+    """Reports the progress of a long task every few seconds, and the time that is left."""
 
     def __init__(self, report: Report):
         self._report, self.tokens = report, 0
         self._start = self._last = time.perf_counter()
 
     def say(self, what: str, share: float) -> None:
-        """`what` has been done, this share of the work."""
+        """Reports that `what` has been done, which is this share of the work."""
         now = time.perf_counter()
         if now - self._last >= REPORT_SECONDS:
             self._last = now
@@ -38,16 +38,16 @@ class ProgressReport:
 
     @property
     def rate(self) -> str:
-        """Of the tokens so far."""
+        """Tokens per second so far."""
         return f"{self.tokens / (time.perf_counter() - self._start):,.0f} tokens/s"
 
 
 class Journal:
-    """Writes down the steps of the run in `out`; of several processes only that which writes.
+    """Logs the steps of the run in `out`. If a run has several processes, only the writing one logs.
 
     Args:
-      report: takes the lines.
-      console: where the bar goes, if it is a terminal; None: stderr.
+      report: called with each line.
+      console: shows the bar if it is a terminal; None: stderr.
     """
 
     def __init__(self, out: str | Path, steps: int, report: Report = print, console: Console | None = None):
@@ -60,9 +60,9 @@ class Journal:
         self._writer = _tensorboard(Path(out) / "tensorboard", report)
 
     def resume(self, step: int) -> None:
-        """Drops what an earlier process wrote after `step`: these steps come again.
+        """Drops the records that an earlier process wrote after `step`, because these steps are computed again.
 
-        At step 0, too: that process may have been killed before its first checkpoint.
+        This is also necessary at step 0, as that process may have been killed before its first checkpoint.
         """
         if is_writer() and self._path.is_file():
             lines = [line for line in self._path.read_text().split("\n") if line.strip()]
@@ -73,13 +73,13 @@ class Journal:
             self.report(f"resuming at step {step} of {self._steps}")
 
     def advance(self, step: int) -> None:
-        """So many steps are done."""
+        """Shows that `step` steps are done."""
         if self._bar is not None:
             self._bar.start()
             self._bar.update(TASK, completed=step)
 
     def step(self, step: int, tokens: int, tokens_per_s: float, values: dict[str, Any]) -> None:
-        """The metrics of a training step."""
+        """Logs the metrics of a training step."""
         self._write({"step": step, "tokens": tokens, "tokens_per_s": tokens_per_s, **values}, "train")
         about = f"{line_of(values)}, {tokens_per_s:,.0f} tokens/s"
         if self._bar is not None:
@@ -89,7 +89,7 @@ class Journal:
         self.report(f"step {step}/{self._steps}, {about}, {_minutes(left)} left")
 
     def log_evaluation(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:
-        """The metrics of a judgement on held-out text."""
+        """Logs the metrics of an evaluation on held-out text."""
         self._write({"step": step, "tokens": tokens, "eval": values, "is_best": is_best}, "eval")
         self.report(f"held out at step {step}: {line_of(values)}{' (best so far)' if is_best else ''}")
 
@@ -125,7 +125,7 @@ class Journal:
 
 
 def read_metrics(out: str | Path) -> list[dict[str, Any]]:
-    """The records of a run, oldest first; a line that was being written when the run was killed is left out.
+    """The records of a run, oldest first. An incomplete line, left by a killed run, is skipped.
 
     Raises:
       FileNotFoundError: if the folder holds no run.
@@ -144,7 +144,7 @@ def _step_of(line: str) -> float:
 
 
 def _bar(console: Console, steps: int) -> Progress | None:
-    """Steps done, time left, and the newest metrics below; lines reported meanwhile appear above."""
+    """A bar with steps done, time left and the newest metrics. Reported lines appear above it."""
     if not console.is_terminal:
         return None
     steps_done = TextColumn("step {task.completed}/{task.total}")
@@ -158,13 +158,13 @@ def _tensorboard(folder: Path, report: Report) -> Any:
     try:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError:
-        report("no TensorBoard files: pip install 'hsd_jax[train]' for them")
+        report("no TensorBoard files are written: they need pip install 'hsd_jax[train]'")
         return None
     return EventFileWriter(str(folder))
 
 
 def line_of(values: dict[str, Any]) -> str:
-    """Figures in a line, those by depth side by side."""
+    """The metrics in one line. Values by depth follow one another."""
     shown = []
     for name, value in values.items():
         if name == "grad_norm":

@@ -1,7 +1,7 @@
-"""The training loop every trainer shares: optimizer, jitted step, progress, checkpoints, resume.
+"""The training loop that all trainers share: optimizer, compiled step, progress, checkpoints and resumption.
 
-A trainer brings a loss and a stream of batches that depends on (seed, step) alone; the loop brings the rest.
-Resuming repeats the run exactly: state, step and batch come back together. Read next: `target.py`, `drafter.py`.
+A trainer gives a loss and a stream of batches that depends on seed and step only. A resumed run repeats the original
+one exactly, because state, step and batch are restored together. Read next: `target.py`, `drafter.py`.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ COMPUTE = ("float32", "bfloat16")
 
 @settings.dataclass
 class LoopConfig:
-    """Optimizer, length and rhythm of a run."""
+    """Section `train` of a recipe: optimizer, length of a run, and intervals of logs and checkpoints."""
 
     steps: Count = 1000
     batch: Count = 8
     """Rows per optimizer step."""
     micro_batch: Count | None = None
-    """Rows per pass; gradients are averaged over the passes of a step. None: the whole batch at once. On CPU one or
-    two rows are fastest: activations stay in the cache."""
+    """Rows per pass. Gradients are averaged over the passes of a step. None: the whole batch at once. On CPU one or two
+    rows are fastest, because activations stay in the cache."""
     length: Annotated[int, Field(ge=2, le=MOST)] = 512
     """Tokens per row."""
     learning_rate: NotNegative = 2e-3
     warmup: Whole = 50
-    """Steps of linear warm-up; a cosine down to `final_fraction` follows."""
+    """Steps of linear warm-up. A cosine down to `final_fraction` follows."""
     final_fraction: Share = 0.05
-    """Learning rate at the last step over the peak."""
+    """Learning rate at the last step, divided by the peak."""
     weight_decay: NotNegative = 0.1
     clip: Positive = 1.0
     """Global gradient norm."""
     compute: Annotated[str, OneOf(COMPUTE)] | None = None
-    """Dtype of the weights in products; master weights and optimizer stay float32. null: float32 on CPU, else
+    """Dtype of the weights in products. Master weights and optimizer stay float32. null: float32 on CPU, else
     bfloat16."""
     remat: bool = False
-    """Compute the layers that are trained again in the backward pass and keep no activations of them."""
+    """Rematerialisation: keep no activations of the trained layers, and compute them again in the backward pass."""
     seed: Whole = 0
     log_every: Count = 10
     checkpoint_every: Count = 100
@@ -72,18 +72,18 @@ class LoopConfig:
         return self.batch // (self.micro_batch or self.batch)
 
     def check_length(self, model: ModelConfig) -> None:
-        """Raises a ValueError if rows are longer than a model has positions."""
+        """Raises a ValueError if rows have more tokens than the model has positions."""
         if self.length > model.max_position:
             raise ValueError(f"train.length={self.length}: the model has {model.max_position} positions")
 
     def on_platform(self) -> LoopConfig:
-        """The same with the dtype of products that the platform of the program asks for, where none is named."""
+        """The same, with `compute` set to the default of the program's platform if it is None."""
         default = "float32" if native.traced_platform() == "cpu" else "bfloat16"
         return dataclasses.replace(self, compute=self.compute or default)
 
 
 def learning_rate(config: LoopConfig) -> optax.Schedule:
-    """Linear warm-up and a cosine, by step."""
+    """The learning rate by step: a linear warm-up, then a cosine."""
     return optax.warmup_cosine_decay_schedule(
         0.0,
         config.learning_rate,
@@ -94,7 +94,7 @@ def learning_rate(config: LoopConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: LoopConfig) -> optax.GradientTransformation:
-    """AdamW with `learning_rate` and a clipped gradient norm."""
+    """AdamW with the schedule `learning_rate` and a clipped gradient norm."""
 
     def decayed(params):  # norms and biases are not decayed
         return jax.tree.map(lambda p: p.ndim > 1, params)
@@ -111,8 +111,8 @@ def make_train_step(loss: Loss, config: LoopConfig, shardings: Any = None) -> Ca
     The batch is cut into `config.num_passes` equal parts, whose losses and gradients are averaged.
 
     Args:
-      shardings: of the state on a mesh, where the step returns it too: left to itself, XLA may choose another place,
-        which is another call to compile.
+      shardings: of the state on a mesh. The step returns the state with the same shardings. Without them XLA may
+        choose others, and the next call would compile again.
     """
     optimizer, num_passes, dtype = make_optimizer(config), config.num_passes, config.on_platform().compute
 
@@ -144,7 +144,7 @@ def make_train_step(loss: Loss, config: LoopConfig, shardings: Any = None) -> Ca
 
 
 def first_state(params: Any, config: LoopConfig) -> dict[str, Any]:
-    """What a step takes and returns, before the first one."""
+    """The state before the first step. Each step takes a state and returns the next one."""
     return {
         "params": params,
         "opt_state": make_optimizer(config).init(params),
@@ -155,14 +155,14 @@ def first_state(params: Any, config: LoopConfig) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """What a run is judged by while it trains, and where its best weights go."""
+    """How weights are evaluated during a training, and how the best ones are kept."""
 
     every: int
-    """Steps between judgements."""
+    """Steps between evaluations."""
     evaluate: Callable[[Any], dict[str, Any]]
-    """`evaluate(params) -> metrics`, JSON-ready."""
+    """`evaluate(params) -> metrics`, which JSON can hold."""
     keep: Callable[[Any, dict[str, Any]], None]
-    """Called with the weights and metrics whenever `tau` is the best so far; must write atomically."""
+    """Called with weights and metrics whenever `tau` is the best so far. It must write atomically."""
 
 
 def fit(
@@ -180,19 +180,19 @@ def fit(
     begin: Callable[[], None] = lambda: None,
     stages: Sequence[tuple[int, Loss]] = (),
 ) -> Any:
-    """Trains and returns the parameters; continues from the newest checkpoint in `out/checkpoints`, if any.
+    """Trains and returns the parameters. Continues from the newest checkpoint in `out/checkpoints`, if there is one.
 
     Args:
-      batches: a `data.Batches`; its state is saved with every checkpoint.
-      shardings: of a state on a mesh; None: one device.
+      batches: a `data.Batches`. Its state is saved with every checkpoint.
+      shardings: returns the shardings of a state on a mesh, or None for one device.
       place: puts a batch on the mesh.
       note: saved with every checkpoint (recipe, hashes, revision).
-      begin: called before the first step, when a checkpoint and its batches have been found to fit.
+      begin: called before the first step, after the newest checkpoint and its batches were found to fit.
       stages: other losses for the beginning, each with its last step, ascending. Each is compiled when it begins.
     Raises:
-      FloatingPointError: at the first loss or gradient that is not finite, naming step and batch; no checkpoint holds
-        it.
-      OSError: if a checkpoint cannot be written; the last complete one stays.
+      FloatingPointError: at the first loss or gradient that is not finite, naming step and batch. No checkpoint is
+        written after that step.
+      OSError: if a checkpoint cannot be written. The last complete one stays.
     """
     state = first_state(params, config)
     placement = shardings(state)
@@ -218,7 +218,7 @@ def fit(
             batches.refresh(done - 1, state["params"])
             train_step = next(program for until, program in programs if done <= until)
             state, metrics = train_step(state, frozen, place(next(batches)))
-            # A step is checked while the next one runs: the host never waits for the device it feeds.
+            # A step is checked while the next one runs, so that the device never waits for the host.
             is_due = done % config.log_every == 0 or done % config.checkpoint_every == 0 or done == config.steps
             if evaluator is not None:
                 is_due = is_due or done % evaluator.every == 0
@@ -240,7 +240,7 @@ def fit(
                     best = {"step": done, "tau": evaluation["tau"]}
                     evaluator.keep(state["params"], evaluation)
                 journal.log_evaluation(done, done * tokens_per_step, evaluation, is_best)
-                clock = time.perf_counter()  # judging is not training
+                clock = time.perf_counter()  # an evaluation is not part of the training speed
                 last = done
             if done % config.checkpoint_every == 0 or done == config.steps:
                 checkpoints.save(done, state, {"data": batches.get_state(), "best": best, **(note or {})})

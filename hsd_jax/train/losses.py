@@ -1,19 +1,20 @@
-"""How far the drafter's distribution q is from the target's p at one node, and how depths and steps are weighed.
+"""Divergences of the drafter's distribution q from the target's distribution p at a node, and weights of depths.
 
-Pure functions of logits over the last axis, one value a node, all in float32. Divergences are in nats, total variation
-is a probability. No gradient reaches the target's logits; nodes at one place share a `TeacherDistribution`. Read next:
-`drafter.py`.
+All are pure functions of logits over the last axis, in float32, with one value per node. Divergences are in nats; total
+variation is a probability. No gradient reaches the target's logits. Nodes at the same position share a
+`TeacherDistribution`. Read next: `drafter.py`.
 
-With a `draft_to_target` the columns of `draft_logits` are hot tokens, and the drafter gives the cold ones
-nothing. The target's distribution p is normalised over all tokens, not over the hot ones, so what it gives to cold
-tokens counts as refused: `total_variation` is one minus the sum of min(p, q) as ever, `reverse_kl` is exact too. Of the
-others only the hot terms are summed. The cold ones are the same whatever the drafter does: a constant in
-`jensen_shannon`, infinite in `forward_kl` and `cross_entropy`. So these train towards p given that the token is hot,
-and a node weighs as much as the hot tokens have of p: one where the target is about to say a cold token can be accepted
-by nobody and teaches nothing. Renormalising p would give it full weight, on the tail of a distribution.
+With a `draft_to_target` the columns of `draft_logits` are the hot tokens, and the drafter gives cold tokens no
+probability. The target's distribution p is normalised over all tokens, not over the hot ones, so its probability of
+cold tokens counts as rejected. `total_variation` is then still one minus the sum of min(p, q), and `reverse_kl` is
+exact, too. The other divergences sum only the hot terms. Their cold terms do not depend on the drafter: they are a
+constant in `jensen_shannon` and infinite in `forward_kl` and `cross_entropy`. So these divergences train towards p
+given that the token is hot, and the weight of a node is the probability that p gives to hot tokens. At a node where the
+target almost surely emits a cold token no draft can be accepted, so such a node has almost no weight. A renormalised p
+would give it full weight, on the tail of a distribution.
 
-Where the columns are a sample of the hot tokens (`vocab_sample.py`), each term of a sum over columns is weighed, those
-of the normaliser of q too.
+If the columns are a sample of the hot tokens (`vocab_sample.py`), every term of a sum over columns has a weight. This
+includes the normaliser of q.
 """
 
 from __future__ import annotations
@@ -35,26 +36,27 @@ DraftToTarget = Int[Array, "C"] | None
 
 
 class TeacherDistribution(NamedTuple):
-    """What the target says at some places, of the tokens that may be drafted. Made once, it serves many nodes."""
+    """The target's distributions at some positions, over the tokens that may be drafted. Several nodes may share
+    one."""
 
     logp: Float[Array, "... C"]
     """Log-probabilities, normalised over all tokens."""
     best: Int[Array, "..."]
     """The column of the likeliest token."""
     is_hot: Bool[Array, "..."]
-    """Whether that token has a column; if not, `best` is some other's."""
+    """Whether that token has a column. If not, `best` is the column of another token."""
     log_weight: Float[Array, "C"] | None = None
-    """Log of the weight of each column in sums over columns; None: all weigh 1."""
+    """Logarithm of the weight of each column in sums over columns; None: all weights are 1."""
 
     def at(self, index: Int[Array, "N"]) -> TeacherDistribution:
-        """The same at some of the places, these on one axis."""
+        """The distributions at some of the positions, on one axis."""
         return TeacherDistribution(self.logp[index], self.best[index], self.is_hot[index], self.log_weight)
 
 
 def teacher_distribution(
     target_logits: Float[Array, "... V"], draft_to_target: DraftToTarget = None
 ) -> TeacherDistribution:
-    """What logits of the target say; no gradient reaches them."""
+    """The distributions of the target's logits. No gradient reaches the logits."""
     target_logits = lax.stop_gradient(target_logits)
     logp = jax.nn.log_softmax(target_logits.astype(jnp.float32), -1)
     if draft_to_target is not None:
@@ -69,18 +71,18 @@ def sampled_teacher_distribution(
     draft_to_target: Int[Array, "C"],
     log_weight: Float[Array, "C"],
 ) -> TeacherDistribution:
-    """What the target says of a sample of columns, where only its logits of these are there.
+    """The target's distributions over a sample of columns, from its logits of these columns only.
 
     Args:
-      log_normaliser: of its logits over all tokens.
-      best: its likeliest token, of all.
+      log_normaliser: the log-sum-exp of the target's logits over all tokens.
+      best: the likeliest of all tokens.
     """
     logp = lax.stop_gradient(logits.astype(jnp.float32)) - log_normaliser[..., None]
     return TeacherDistribution(logp, *to_columns(draft_to_target, best), log_weight)
 
 
 Target = Float[Array, "... V"] | TeacherDistribution
-"""What the target says; its logits where the drafter has a column for every token."""
+"""The target's distributions; or its logits, if the drafter has a column for every token."""
 
 
 class _Pair(NamedTuple):
@@ -91,7 +93,7 @@ class _Pair(NamedTuple):
     log_weight: Array | None
 
     def total(self, terms: Float[Array, "... C"]) -> Float[Array, "..."]:
-        """The sum over columns, of a sample the weighted one."""
+        """The sum over columns, weighted if they are a sample."""
         return jnp.sum(terms if self.log_weight is None else jnp.exp(self.log_weight) * terms, -1)
 
 
@@ -105,27 +107,28 @@ def _log_distributions(target: Target, draft_logits: Array) -> _Pair:
 
 
 def cross_entropy(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
-    """-sum p log q in nats: `forward_kl` plus the target's entropy, which is what is left where p = q."""
+    """-sum p log q in nats. It is `forward_kl` plus the target's entropy, so it equals the entropy where p = q."""
     pair = _log_distributions(target, draft_logits)
     return -pair.total(jnp.exp(pair.target_logp) * pair.draft_logp)
 
 
 def forward_kl(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
-    """KL(p || q) in nats: q must cover all that p says. The same gradient as `cross_entropy`."""
+    """KL(p || q) in nats: q must cover all of p. It has the same gradient as `cross_entropy`."""
     pair = _log_distributions(target, draft_logits)
     return pair.total(jnp.exp(pair.target_logp) * (pair.target_logp - pair.draft_logp))
 
 
 def reverse_kl(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
-    """KL(q || p) in nats: q may keep to a part of what p says."""
+    """KL(q || p) in nats: q may cover only a part of p."""
     pair = _log_distributions(target, draft_logits)
     return pair.total(jnp.exp(pair.draft_logp) * (pair.draft_logp - pair.target_logp))
 
 
 def jensen_shannon(target: Target, draft_logits: Float[Array, "... C"], beta: float = 0.5) -> Float[Array, "..."]:
-    """beta KL(p || m) + (1 - beta) KL(q || m) in nats, of m = beta p + (1 - beta) q; bounded by the entropy of beta.
+    """beta KL(p || m) + (1 - beta) KL(q || m) in nats, with m = beta p + (1 - beta) q.
 
-    Divided by beta it goes to `forward_kl` as beta goes to 0, divided by 1 - beta to `reverse_kl` as beta goes to 1.
+    It is bounded by the entropy of beta. Divided by beta it tends to `forward_kl` as beta tends to 0. Divided by 1 -
+    beta it tends to `reverse_kl` as beta tends to 1.
 
     References:
       DistillSpec (arXiv:2310.08461); methods.md 7.2.
@@ -139,9 +142,9 @@ def jensen_shannon(target: Target, draft_logits: Float[Array, "... C"], beta: fl
 
 
 def total_variation(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
-    """Half the L1 norm of p - q, a probability: one minus the chance that a draw from q survives the chain rule.
+    """Half the L1 norm of p - q: one minus the probability that the chain rule accepts a draw from q.
 
-    Summed as what q has beyond p: q has no cold tokens, p may.
+    It is computed as the sum of (q - p)+, because q has no cold tokens but p may have some.
     """
     pair = _log_distributions(target, draft_logits)
     return pair.total(jnp.maximum(jnp.exp(pair.draft_logp) - jnp.exp(pair.target_logp), 0.0))
@@ -153,7 +156,7 @@ CE_SHARE = 0.1
 def cross_entropy_and_variation(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """0.1 `cross_entropy` + 0.9 `total_variation`, where total variation is HALF the L1 norm.
 
-    DSpark's 0.9 multiplies the whole L1 norm, which would be 1.8 here (methods.md, A4).
+    In DSpark 0.9 multiplies the full L1 norm, which would be 1.8 here (methods.md, A4).
     """
     return CE_SHARE * cross_entropy(target, draft_logits) + (1 - CE_SHARE) * total_variation(target, draft_logits)
 
@@ -168,35 +171,36 @@ DIVERGENCES = {
     "ce": cross_entropy,
     "ce_tv": cross_entropy_and_variation,
 }
-"""What `loss.divergence` of a recipe may name; kl and tv are older names of fkl and tvd."""
+"""The allowed values of `loss.divergence` in a recipe. kl and tv are older names of fkl and tvd."""
 
 
 def named(divergence: str, jsd_beta: float = 0.5) -> Callable[..., Array]:
-    """A divergence by its name in `DIVERGENCES`; `jsd_beta` is that of jsd alone."""
+    """The divergence of a name in `DIVERGENCES`. `jsd_beta` is used by jsd only."""
     found = DIVERGENCES[divergence]
     return functools.partial(found, beta=jsd_beta) if found is jensen_shannon else found
 
 
 def feature_distance(states: Float[Array, "... H"], features: Float[Array, "... H"]) -> Float[Array, "..."]:
-    """SmoothL1 with its bend at 1, averaged over the width: x^2 / 2 of small differences, |x| - 1/2 of large ones.
+    """SmoothL1, averaged over the width: x^2 / 2 for differences |x| < 1, and |x| - 1/2 for larger ones.
 
-    In the features' own units. No gradient reaches `features`.
+    It is in the features' own units. No gradient reaches `features`.
     """
     x = jnp.abs(states.astype(jnp.float32) - lax.stop_gradient(features).astype(jnp.float32))
     return jnp.mean(jnp.where(x < 1.0, 0.5 * x * x, x - 0.5), -1)
 
 
 def progress(step: Int[Array, ""], num_steps: int) -> Float[Array, ""]:
-    """The share of `num_steps` that lies before a step: 0 at step 0, 1 from step `num_steps` on."""
+    """The share of `num_steps` before a step: 0 at step 0, 1 from step `num_steps` on."""
     return jnp.minimum(step.astype(jnp.float32) / num_steps, 1.0)
 
 
 def depth_weights(num_steps: int, decay: float, max_age: int = 0) -> Float[Array, "K"]:
-    """decay^(k - 1) for depths 1..K, scaled to sum 1: a deep token counts only if all before it survived.
+    """decay^(k - 1) for depths 1..K, scaled to sum 1. A deep token counts less, as it needs that all before it are
+    accepted.
 
     Args:
-      max_age: trees grow from states that are 0 to `max_age` tokens old, each age as often; of age a the first depth of
-        a tree is depth a + 1. The weights are the mean over these cuts.
+      max_age: trees grow from states that are 0 to `max_age` tokens old, and each age is equally frequent. At age a the
+        first depth of a tree is depth a + 1. The weights are the mean over the ages.
     """
     depth, cut = jnp.arange(num_steps, dtype=jnp.float32), jnp.arange(max_age + 1, dtype=jnp.float32)[:, None]
     weights = jnp.where(depth >= cut, decay ** jnp.maximum(depth - cut, 0.0), 0.0).sum(0)
@@ -208,7 +212,7 @@ def over_depths(
 ) -> Float[Array, ""]:
     """The weighted sum over depths of the mean over anchors.
 
-    Divides by all anchors, masked ones too: so the mean over parts of a batch is the loss of the whole, and a label
-    counts the same in whichever row it is.
+    The divisor counts all anchors, masked ones too. So the mean over parts of a batch is the loss of the batch, and a
+    label has the same weight in every row.
     """
     return jnp.sum(jnp.where(mask, values, 0.0) * weights) / (values.shape[0] * values.shape[1])

@@ -1,6 +1,7 @@
-"""Whose a run's folder is: one process at a time, and one recipe, written in `recipe.json`.
+"""The ownership of a run's folder: it belongs to one process at a time, and to one recipe, stored in `recipe.json`.
 
-A folder without checkpoints has nothing that another recipe could spoil, so it is anybody's. Read next: `run.py`.
+A folder without checkpoints holds nothing that another recipe could damage, so any recipe may use it. Read next:
+`run.py`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ RECIPE = "recipe.json"
 def alone(
     lock_of: Callable[[str | Path], Path], is_new: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets a function hold `lock_of(out)` while it runs, `out` being one of its arguments.
+    """Makes a decorator: the function holds the lock `lock_of(out)` while it runs. `out` is one of its arguments.
 
-    Of several processes of one run the first does. The function raises the ValueError of `lock.held` too, and with
-    `is_new` one if `out` is there already.
+    If a run has several processes, the first one holds the lock. The function also raises the ValueError of `lock.held`
+    and, with `is_new`, a ValueError if `out` exists.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +39,7 @@ def alone(
             out = signature.bind(*args, **kwargs).arguments["out"]
             with lock.held(lock_of(out)) if is_writer() else contextlib.nullcontext():
                 if is_new and Path(out).exists():
-                    raise ValueError(f"{out}: is there already; choose another folder")
+                    raise ValueError(f"{out}: exists already; choose another folder")
                 return function(*args, **kwargs)
 
         return locked
@@ -47,12 +48,12 @@ def alone(
 
 
 def has_checkpoints(out: Path) -> bool:
-    """Whether a run in this folder has come as far as its first checkpoint."""
+    """Whether a run in this folder has written its first checkpoint."""
     return any((out / "checkpoints").glob("[0-9]*"))
 
 
 def claimed(out: Path) -> dict[str, Any]:
-    """What `write` wrote into the folder of a run; nothing where it wrote nothing that can be read."""
+    """The values that `write` stored in the folder of a run; an empty dict if there are none that can be read."""
     try:
         return dict(read_json(out / RECIPE))
     except (OSError, ValueError, TypeError):
@@ -60,12 +61,12 @@ def claimed(out: Path) -> dict[str, Any]:
 
 
 def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
-    """Refuses to continue the run in a folder by another recipe, unless `force`; writes nothing.
+    """Refuses to continue the run in a folder with another recipe, unless `force` is True. Writes nothing.
 
     Returns:
-      What `write` is to write: `about` and the recipe.
+      The values for `write`: `about` and the recipe.
     Raises:
-      ValueError: naming the first key that differs, or that the folder has checkpoints and no recipe.
+      ValueError: naming the first key that differs, or if the folder has checkpoints but no recipe.
     """
     values = json.loads(json.dumps({**about, **dataclasses.asdict(recipe)}))
     path = out / RECIPE
@@ -90,18 +91,18 @@ def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
 
 
 def write(out: Path, values: dict[str, Any]) -> None:
-    """Makes the folder that of a recipe."""
+    """Stores a recipe in the folder, which makes the folder its own."""
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / RECIPE, values)
 
 
 def note(values: dict[str, Any], rows: str) -> dict[str, Any]:
-    """What every checkpoint says about its run; `rows` is the fingerprint of the data."""
+    """The note of every checkpoint about its run. `rows` is the fingerprint of the data."""
     return {"recipe": values, "revision": _revision(), "rows": rows}
 
 
 def fingerprints(files: Sequence[str | Path]) -> list[str]:
-    """Name and content of each file, so that a folder may move but its data may not change."""
+    """Name and hash of each file. So a folder may be moved, but its data may not change."""
     return [f"{Path(f).name} {sha256(Path(f).read_bytes())[:16]}" for f in files]
 
 
@@ -128,7 +129,8 @@ def _flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _default(recipe: Any, key: str) -> Any:
-    """What a recipe meant that was written before `section.key` existed; "missing" if there is no such default."""
+    """The default of `section.key`, which holds for a recipe stored before the key existed; "missing" if there is
+    none."""
     section, _, name = key.partition(".")
     config = getattr(recipe, section, None)
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()

@@ -1,12 +1,13 @@
-"""n-grams counted in text the target wrote, as the arrays that `drafters/rescored/ngram.py` looks them up in.
+"""Counts the n-grams of text that the target wrote, as arrays in which `drafters/rescored/ngram.py` looks them up.
 
-Interpolated Kneser-Ney smoothing (Kneser and Ney 1995; Chen and Goodman 1999), with one discount an order:
+The smoothing is interpolated Kneser-Ney (Kneser and Ney 1995; Chen and Goodman 1999), with one discount per order:
 
     p(w | h) = max(a(h w) - D, 0) / a(h .) + D t(h) / a(h .) p(w | h without its first token)
 
-where a(h w) is how often the longest n-grams occur and, of shorter ones, how many different tokens stand before them
-(the beginning of a document counts as one more), a(h .) its sum over w, and t(h) how many w there are. Below single
-tokens all are equally likely, so every token has a probability after every context. NumPy alone; nothing is compiled.
+For the longest n-grams, a(h w) is their number of occurrences. For shorter ones it is the number of different tokens
+that stand before them; the beginning of a document counts as one more. a(h .) is the sum of a(h w) over w, and t(h) is
+the number of different w. Below single tokens all tokens are equally likely, so every token has a probability after
+every context. The counting uses NumPy only.
 """
 
 from __future__ import annotations
@@ -32,33 +33,35 @@ from hsd_jax.train.journal import Report
 from hsd_jax.types import NO_TOKEN, Weights
 
 LEAST_DISCOUNT, MOST_DISCOUNT = 0.1, 0.9
-"""So that there is mass for unseen tokens, and more for seen ones, however small the text."""
+"""Bounds of the discount. They leave probability for unseen tokens, and more for seen ones, in texts of any size."""
 SHARE_HELD_OUT = 0.1
 _AT_ONCE = 4096
 
 Documents = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Tokens int32 [n] of each, and which of them are counted, bool [n]."""
+"""For each document its tokens, int32 [n], and whether each is counted, bool [n]."""
 
 
 class NgramCounts(NamedTuple):
-    """The n-grams of one order, ascending by parent and token."""
+    """The n-grams of one order, sorted by parent and token."""
 
     parent: np.ndarray
-    """Place of the n-gram without its last token among those of the order below."""
+    """Index of the n-gram without its last token, among those of the next lower order."""
     token: np.ndarray
     """Its last token."""
     suffix: np.ndarray
-    """Place of the n-gram without its first token among those of the order below."""
+    """Index of the n-gram without its first token, among those of the next lower order."""
     adjusted: np.ndarray
-    """a of the module's docstring; 0 for what is a beginning of longer n-grams only."""
+    """The count a of the module's docstring; 0 for an n-gram that only begins longer ones."""
 
 
 def count_ngrams(documents: Documents, order: int, vocab_size: int) -> list[NgramCounts]:
-    """The n-grams of the orders 1 to `order` that end at a counted token, and their beginnings. No n-gram crosses from
-    one document into the next."""
+    """The n-grams of the orders 1 to `order` that end at a counted token, and their beginnings.
+
+    No n-gram crosses from one document into the next.
+    """
     tokens, counted = (np.concatenate(parts) for parts in zip(*documents, strict=True))
     place = np.concatenate([np.arange(len(ids)) for ids, _ in documents])
-    wanted = [np.zeros(0, bool)] * (order + 1)  # of each order, the positions whose n-gram needs a node
+    wanted = [np.zeros(0, bool)] * (order + 1)  # by order: the positions whose n-gram needs a node
     above = np.zeros(len(tokens), bool)
     for n in range(order, 0, -1):
         wanted[n] = (counted & (place >= n - 1)) | above
@@ -78,7 +81,7 @@ def count_ngrams(documents: Documents, order: int, vocab_size: int) -> list[Ngra
     for n in range(1, order + 1):
         ends = at_positions[n - 1][counted & (place >= n - 1)]
         adjusted = np.bincount(ends, minlength=len(orders[n - 1].token))
-        if n < order:  # how many different tokens before it
+        if n < order:  # the number of different tokens before it
             longer = np.unique(at_positions[n][counted & (place >= n)])
             adjusted = np.bincount(orders[n].suffix[longer], minlength=len(adjusted))
             begins = np.unique(at_positions[n - 1][counted & (place == n - 1)])
@@ -88,7 +91,7 @@ def count_ngrams(documents: Documents, order: int, vocab_size: int) -> list[Ngra
 
 
 def discount(adjusted: np.ndarray) -> float:
-    """D = n1 / (n1 + 2 n2), of the n-grams of an order that were seen once and twice (Ney, Essen and Kneser 1994)."""
+    """D = n1 / (n1 + 2 n2) for n1 n-grams seen once and n2 seen twice (Ney, Essen and Kneser 1994)."""
     once, twice = (int((adjusted == times).sum()) for times in (1, 2))
     return float(np.clip(once / max(once + 2 * twice, 1), LEAST_DISCOUNT, MOST_DISCOUNT))
 
@@ -126,7 +129,7 @@ def make_ngram(documents: Documents, order: int, vocab_size: int, vocabulary: st
     Args:
       vocabulary: as in `NgramConfig`.
     Raises:
-      ValueError: if nothing is counted, or for an order that is not allowed.
+      ValueError: if no token is counted, or if the order is not allowed.
     """
     if not sum(int(counted.sum()) for _, counted in documents):
         raise ValueError("an n-gram model is counted from tokens, and there are none")
@@ -137,7 +140,7 @@ def make_ngram(documents: Documents, order: int, vocab_size: int, vocabulary: st
 
 
 def perplexity(config: NgramConfig, weights: Weights, documents: Documents) -> float:
-    """exp of the mean -log p of the counted tokens, by the look-up of decoding; NaN of none."""
+    """exp of the mean -log p of the counted tokens, by the look-up of decoding; NaN if there are none."""
     num = config.order - 1
     rows = []
     for ids, counted in documents:
@@ -168,14 +171,15 @@ def train_ngram(
 ) -> None:
     """Counts the n-grams of some data and writes the model to the new folder `out`.
 
-    What it is worth is reported on the last tenth of the documents, before these are counted as well.
+    First the perplexity of the last tenth of the documents is reported, for a model of the others. Then all are
+    counted.
 
     Args:
       source: the target (`models/checkpoint.py`).
       loss_on: the tokens to count, as `data.loss_on` of a recipe.
     Raises:
       FileNotFoundError: if a folder or a data file is missing.
-      ValueError: for an order that is not allowed, if `out` exists, or data cannot be read or hold nothing to count.
+      ValueError: if the order is not allowed, if `out` exists, or if data cannot be read or hold no token to count.
     """
     checkpoint = find(source)
     vocab_size = checkpoint.config.vocab_size
@@ -185,7 +189,7 @@ def train_ngram(
     if num_held_out:
         used, held_out = documents[:-num_held_out], documents[-num_held_out:]
         found = perplexity(*make_ngram(used, order, vocab_size, vocabulary), held_out)
-        report(f"perplexity {found:.2f} of {num_held_out:,} documents held out")
+        report(f"perplexity {found:.2f} on {num_held_out:,} held-out documents")
     config, weights = make_ngram(documents, order, vocab_size, vocabulary)
     replace_folder(Path(out), lambda new: save_ngram(new, config, weights))
     num_tokens = sum(int(counted.sum()) for _, counted in documents)

@@ -1,11 +1,9 @@
-"""Labels from the drafter's own text (DistillSpec): chains sampled from its distribution, judged by the target in one
-pass.
+"""Labels from the drafter's own text (DistillSpec): it samples chains, and the target reads all of them in one pass.
 
-Where states read no drafted token, a pass of training unrolls as usual, and only the previous tokens and the target's
-distributions change. Medusa heads and drafters of rank 0 read no previous token either, so a draw changes what the
-target is asked and nothing else (methods.md 7.4). EAGLE's states are unrolled again, each over a draw from the one
-before. Each draw is a node more in a pass of the target. Knows nothing of divergences or of the drafter's weights. Read
-next: `drafter.py`.
+If states read no drafted token, they are unrolled as usual, and only the previous tokens and the target's distributions
+change. Medusa heads and drafters of rank 0 do not read a previous token either, so for them only the target's
+distributions change (methods.md 7.4). EAGLE's states are unrolled again, each after a draw from the state before. Each
+draw adds a node to a pass of the target. Read next: `drafter.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from hsd_jax.types import Inject, Weights
 
 
 def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B picked"]:
-    """Indices of `count` anchors a row at random, those without a label last; of all of them if there are fewer.
+    """Indices of `count` random anchors of each row, or of all anchors if there are fewer.
 
-    Consumes the key.
+    Anchors without a label come last. Consumes the key.
     """
     order = jax.random.uniform(key, has_label.shape)
     return lax.top_k(jnp.where(has_label, order, order - 1.0), min(count, has_label.shape[1]))[1]
@@ -39,12 +37,12 @@ def sample_chains(
     inject: Inject | None,
     draft_to_target: Int[Array, "C"] | None = None,
 ) -> Int[Array, "B A D"]:
-    """d_1 .. d_D after each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
+    """Draws d_1 .. d_D after each root, D = K - 1, at temperature 1 from base logits plus token information.
 
-    Consumes the key. The token of depth K is not drawn: no depth follows whose distribution it could change.
+    The token of depth K is not drawn, because no later depth could depend on it. Consumes the key.
 
     Args:
-      inject: None: there is no token information, and every depth is drawn apart from the others.
+      inject: the token information; None: there is none, and the depths are drawn independently.
       draft_to_target: the token of each of the C columns; None: the columns are the tokens.
     """
     chain, previous, above = [], root, None
@@ -61,7 +59,7 @@ def sample_chains(
 def draw(
     key: jax.Array, logits: Float[Array, "... C"], draft_to_target: Int[Array, "C"] | None = None
 ) -> Int[Array, "..."]:
-    """Tokens drawn at temperature 1; no gradient comes back. Consumes the key."""
+    """Draws tokens at temperature 1. No gradient reaches the logits. Consumes the key."""
     drawn = jax.random.categorical(key, lax.stop_gradient(logits))
     return to_tokens(draft_to_target, drawn).astype(jnp.int32)
 
@@ -76,8 +74,8 @@ def read_chains(
 ) -> Float[Array, "B A D H"]:
     """The target's final states after every drafted token, from one pass over the row and all chains.
 
-    Row tokens see their document's past. The k-th token of the chain of anchor a is k places after the root a + 1;
-    it sees what the root sees, the root, and its own chain up to itself.
+    Tokens of the row see the past of their document. The k-th token of the chain of anchor a is k positions after the
+    root a + 1. It sees what the root sees, the root, and its own chain up to itself.
 
     Args:
       starts: where the document of each token begins; None: rows of one document.

@@ -1,9 +1,10 @@
-"""Text the drafter writes itself, as rows of its training (DistillSpec's on-policy data).
+"""Text that the drafter writes itself, as rows of its training (DistillSpec's on-policy data).
 
-Every `refresh` steps the drafter, with the weights of that moment, continues the beginnings of the rows whose places
-its text takes in the batches up to the next refresh. It writes by plain decoding, as a target would. The texts go to
-the run's folder first: so batch i is a function of rows, seed, i and the weights at the last refresh, and a run that
-broke off between two refreshes goes on with the same bits. Read next: `tasks.py`.
+Every `refresh` steps the drafter writes texts with its current weights, for all batches up to the next refresh. Its
+texts replace the first rows of every batch and continue the beginnings of these rows. It writes by plain decoding, as a
+target does. The texts are first stored in the run's folder. So batch i is a function of rows, seed, i and the weights
+at the last refresh, and a run that was interrupted between two refreshes continues with the same bits. Read next:
+`tasks.py`.
 """
 
 from __future__ import annotations
@@ -27,38 +28,39 @@ from hsd_jax.types import Weights
 
 FOLDER = "on_policy"
 AT_ONCE = 32
-"""Rows decoded at once; a part of what the text depends on, by rounding."""
+"""Rows decoded at once. The texts depend on it by rounding."""
 
 
 @settings.dataclass
 class OnPolicyConfig:
-    """How much of a batch the drafter writes itself, and how; section `on_policy` of a recipe."""
+    """Section `on_policy` of a recipe: how much of a batch the drafter writes itself, and how."""
 
     share: Share = 0.0
-    """Of the rows of a batch, a whole number of them; 0: the rows of --data alone, 1: the drafter's text alone."""
+    """Share of the rows of a batch that the drafter writes, a whole number of rows. 0: only rows of --data; 1: only the
+    drafter's text."""
     refresh: Count = 50
-    """Steps after which it writes anew, with its weights of then."""
+    """Steps between two refreshes, at which the drafter writes new texts with its current weights."""
     temperature: Annotated[float, Field(ge=0, le=HOTTEST)] = 1.0
     prompt_tokens: Annotated[int, Field(ge=1, le=MOST)] = 48
-    """Tokens of --data it continues, at most: the beginnings of the rows whose places its text takes."""
+    """Most tokens of a prompt. The prompts are the beginnings of the rows that the texts replace."""
     max_new_tokens: Count | None = None
-    """Tokens it writes, at most; null: until the row is full."""
+    """Most tokens of a text; null: until the row is full."""
 
     def num_rows(self, train: LoopConfig) -> int:
-        """The drafter's rows of a batch.
+        """The number of rows of a batch that the drafter writes.
 
         Raises:
-          ValueError: naming what does not fit the batches.
+          ValueError: naming the setting that does not fit the batches.
         """
         num = round(self.share * train.batch)
         if abs(num - self.share * train.batch) > 1e-6:
             raise ValueError(
-                f"on_policy.share={self.share:g}: of train.batch={train.batch} rows that is no whole number; allowed"
+                f"on_policy.share={self.share:g}: of train.batch={train.batch} rows this is no whole number; allowed"
                 f" are multiples of 1/{train.batch}"
             )
         if num and self.prompt_tokens >= train.length:
             raise ValueError(
-                f"on_policy.prompt_tokens={self.prompt_tokens}: leaves no place in rows of train.length={train.length}"
+                f"on_policy.prompt_tokens={self.prompt_tokens}: leaves no space in rows of train.length={train.length}"
                 f" tokens; allowed are 1 to {train.length - 1}"
             )
         return num
@@ -73,12 +75,13 @@ def write_rows(
     asked: OnPolicyConfig,
     seeds: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """Continues each prompt by plain decoding and lays both into a row; what was written are the labels.
+    """Continues each prompt by plain decoding and puts prompt and text into a row. The tokens of the text are the
+    labels.
 
     Args:
-      prompts: at least one token and fewer than `length` each.
-      length: tokens of a row, less the last label.
-      seeds: one a prompt.
+      prompts: each of at least one token and fewer than `length`.
+      length: tokens of a row, without the last label.
+      seeds: one per prompt.
     Returns:
       `tokens` int32 [rows, length + 1], zeros after the end; `mask` bool [rows, length + 1].
     """
@@ -100,13 +103,13 @@ def write_rows(
 
 
 class MixedBatches:
-    """`data.Batches` in which the first rows of every batch are the drafter's.
+    """`data.Batches` in which the drafter writes the first rows of every batch.
 
-    Call `refresh` before every step. Args are those of `data.Batches`, `train` for its sizes, and
+    Call `refresh` before every step. The arguments are those of `data.Batches`, with the sizes of `train`, and:
 
     Args:
       eos: end tokens of the drafter's text.
-      folder: of the run; the texts of step s lie in `on_policy/s.npz`.
+      folder: folder of the run. The texts of a refresh at step s are in `on_policy/s.npz`.
     """
 
     def __init__(
@@ -127,10 +130,10 @@ class MixedBatches:
         self._step = 0
 
     def refresh(self, step: int, weights: Weights) -> None:
-        """The drafter writes the texts of the steps from `step` to the next refresh, if they are due.
+        """Lets the drafter write the texts of the steps from `step` to the next refresh, if a refresh is due.
 
         Raises:
-          ValueError: if a run that broke off misses the texts it was at.
+          ValueError: if a resumed run cannot read the texts of its last refresh.
         """
         begun = step - step % self._asked.refresh
         path = self._folder / f"{begun:08d}.npz"
@@ -142,11 +145,11 @@ class MixedBatches:
             try:
                 self._texts = texts.load_arrays(path, "tokens", "mask")
                 wanted = self._num * min(self._asked.refresh, self._train.steps - begun)
-                if len(self._texts["tokens"]) != wanted:  # share, refresh or steps were changed by force
+                if len(self._texts["tokens"]) != wanted:  # share, refresh or steps were changed with --force
                     raise ValueError(f"it holds {len(self._texts['tokens'])} texts for {wanted}")
             except (OSError, ValueError) as error:
                 raise ValueError(
-                    f"{path}: cannot be read ({error}); the run was at step {step} and needs what the drafter wrote at"
+                    f"{path}: cannot be read ({error}); the run was at step {step} and needs the drafter's texts of"
                     f" step {begun}: choose another folder"
                 ) from error
 
@@ -173,7 +176,7 @@ class MixedBatches:
         return {name: np.concatenate([own[name], value[self._num :]]) for name, value in batch.items()}
 
     def get_state(self) -> dict[str, Any]:
-        """As `data.Batches.get_state`: the texts lie in the run's folder."""
+        """As `data.Batches.get_state`. The texts are in the run's folder."""
         return self._batches.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:

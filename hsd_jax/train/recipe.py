@@ -1,4 +1,7 @@
-"""A recipe as its user gives it: the file, --set, its paths, and its keys as help text."""
+"""Reads a recipe as the user gives it: the YAML file, the changes of --set and the section `paths`.
+
+It also writes the keys of a recipe as help text. Read next: `run.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ WIDTH = 110
 
 
 class Recipe:
-    """What all recipes can do; each is a frozen dataclass of sections, as in `configs/`."""
+    """Base class of the recipes. Each recipe is a frozen dataclass of sections, as in `configs/`."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None, where: str) -> Self:
-        """Builds a recipe from what a YAML file holds, None if it has no text.
+        """Builds a recipe from the values of a YAML file; None is an empty file.
 
         Raises:
-          ValueError: naming the wrong key or value and the valid ones.
+          ValueError: naming the wrong key or value and the allowed ones.
         """
         return settings.read(cls, {} if values is None else values, where)
 
@@ -39,22 +42,23 @@ _ARGUMENTS = {"target": "source", "data": "data_files", "tokenizer": "source", "
 
 @settings.dataclass
 class HeldOut:
-    """Section `eval` of a recipe: what a drafter is judged on while it trains."""
+    """Section `eval` of a recipe: how a drafter is evaluated during its training."""
 
     every: Whole = 100
-    """Steps between judgements; 0: never."""
+    """Steps between evaluations; 0: never."""
     prompts: Count = 16
-    """Rows held out, the last of the data; their beginnings are the prompts."""
+    """The number of held-out rows, which are the last of the data. Their beginnings are the prompts."""
     prompt_tokens: Annotated[int, Field(ge=2, le=MOST)] = 48
     max_new_tokens: Annotated[int, Field(ge=2, le=MOST)] = 96
     temperature: Annotated[float, Field(gt=0, le=HOTTEST)] = 1.0
-    """Of the sampled texts, beside greedy ones; in distillation also of both distributions in the divergences."""
+    """Temperature of the sampled texts; greedy texts are evaluated, too. In distillation it is also the temperature of
+    both distributions in the divergences."""
 
 
 def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:
-    """All keys of a recipe dataclass, one section after the other, as `section.key (type, default): what it is`."""
+    """All keys of a recipe dataclass, section by section, as `section.key (type, default): description`."""
     of = f" of {name}" if name else ""
-    where = "in the YAML file or by --set (section `paths` holds what the arguments of that name give)"
+    where = "in the YAML file or by --set (section `paths` may hold --target, --data, --out, ...)"
     lines = [f"recipe keys{of}, {where}:"]
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -106,14 +110,15 @@ def _notes(kind: type) -> dict[str, str]:
 
 
 def take_paths(values: dict[str, Any], args: Any, *required: str, optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Takes section `paths` out of a recipe's values; the command line goes before it.
+    """Removes the section `paths` from a recipe's values and returns the paths. The command line overrides the section.
 
-    They are no part of the recipe proper: a run may move, and its folder knows files and target by content.
+    Paths are not part of a stored recipe. A run may move to another folder, and its manifest identifies files and
+    target by content.
 
     Returns:
-      What `train` calls `source`, `data_files`, `out`, `start_dir`.
+      The arguments `source`, `data_files`, `out` and `start_dir` of `train`.
     Raises:
-      ValueError: naming an unknown key, or what is missing and how to give it.
+      ValueError: naming an unknown key, or a missing path and how to give it.
     """
     section = values.pop("paths", None) or {}
     allowed = (*required, *optional)
@@ -135,7 +140,7 @@ def take_paths(values: dict[str, Any], args: Any, *required: str, optional: Sequ
 
 
 def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
-    """The values of a YAML file with the changes of --set; the recipe's class checks the keys.
+    """The values of a YAML file with the changes of --set. The recipe's class checks the keys later.
 
     Raises:
       FileNotFoundError: if there is no such file.

@@ -1,7 +1,7 @@
-"""Prompts for `hsd generate-data`, from the record formats of training data: what a target is asked to continue.
+"""Makes prompts for `hsd generate-data` from records of training data.
 
-A question without its answer, a conversation up to a turn of the user, the beginning of a text. Read next:
-`responses.py`.
+A prompt is a question without its answer, a conversation up to a turn of the user, or the beginning of a text. Read
+next: `responses.py`.
 """
 
 from __future__ import annotations
@@ -35,44 +35,46 @@ _FIELDS = ("text", "turns", "messages", "question", "prompt")
 
 @settings.dataclass
 class GenerateConfig:
-    """Which prompts to continue, and how; part of the settings beside the result."""
+    """Which prompts to continue, and how. The values are stored in the file of settings beside the result."""
 
     max_new_tokens: Count = 256
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.7, 1.0)
-    """Each prompt takes one of them, by its number and the seed; its further samples take the others in turn."""
+    """Each prompt is decoded at one of them, chosen by its number and the seed. Further samples of it take the others
+    in turn."""
     top_k: Count | None = None
     top_p: TopP | None = None
     samples_per_prompt: Count = 1
     batch: Count = 32
-    """Rows decoded at once; the order of the lines depends on it, too."""
+    """Rows decoded at once. The order of the lines depends on it, too."""
     seed: Seed = 0
     limit: Count | None = None
     """Prompts of each file."""
     prompt_tokens: Count | None = None
-    """Longest prompt; longer ones are left out. None: what the model has room for."""
+    """The longest prompt in tokens. Longer ones are left out. None: the model's positions are the only limit."""
     prefix_tokens: Count = 32
-    """Prompts from texts: so many tokens, at most half of the text."""
+    """Tokens of a prompt from a text, at most half of the text."""
     stride: Count | None = None
-    """A text gives a prompt every so many tokens; None: one, at its start."""
+    """Distance in tokens between the prompts of a text; None: one prompt, at its start."""
     all_turns: bool = False
-    """A conversation gives a prompt for each turn of the user; else for one of them, by its number and the seed."""
+    """Whether a conversation gives a prompt for each turn of the user. Otherwise it gives one, for a random turn that
+    depends on its number and the seed."""
     chat_template: bool = True
     """As in section `data` of a recipe."""
 
     def __post_init__(self):
         if self.samples_per_prompt > 1 and not any(self.temperatures):
-            raise ValueError(f"samples_per_prompt={self.samples_per_prompt}: greedy samples of a prompt are all alike")
+            raise ValueError(f"samples_per_prompt={self.samples_per_prompt}: greedy samples of a prompt are all equal")
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What the target is to continue."""
+    """A prompt that the target continues."""
 
     tokens: tuple[int, ...]
     text: str
-    """Without the start token, which the tokenizer adds."""
+    """The text without the start token, which the tokenizer adds."""
     source: str
-    """Name of the file, and line."""
+    """Name of the file and number of the line."""
 
 
 def read_prompts(
@@ -87,10 +89,10 @@ def read_prompts(
     """The prompts of all files, in their order.
 
     Args:
-      bos: the token put before a text; None: none.
-      room: positions of the model; prompt and new tokens must fit.
+      bos: the token before a text; None: none.
+      room: positions of the model, which limit prompt and new tokens together.
     Raises:
-      FileNotFoundError, ValueError: naming file and line.
+      FileNotFoundError, ValueError: naming file and line, if a file is missing or a record is not valid.
     """
     longest = room - config.max_new_tokens
     if longest < 1:
@@ -118,7 +120,7 @@ def read_prompts(
 
 
 def draw(*numbers: int) -> np.random.Generator:
-    """Random numbers that depend on `numbers` alone."""
+    """A generator of random numbers that depend only on `numbers`."""
     return np.random.default_rng(numbers)
 
 
@@ -160,7 +162,8 @@ def _turns_of(record: dict, field: str, where: str) -> list[tuple[str, str]]:
 
 
 def _beginnings(text: str, tokenizer: Tokenizer, config: GenerateConfig) -> Iterator[tuple[list[int], str]]:
-    """Tokens and words of the beginning of a text, and of each `stride` tokens; a further piece begins at a word."""
+    """Tokens and text of a prompt at the start of a text and after every `stride` tokens. Later ones begin at a
+    word."""
     offsets = tokenizer.encode(text, add_special_tokens=False).offsets
     for start in range(0, len(offsets), config.stride or len(offsets) or 1):
         begin = 0
@@ -172,7 +175,7 @@ def _beginnings(text: str, tokenizer: Tokenizer, config: GenerateConfig) -> Iter
         end = offsets[min(start + 2 * config.prefix_tokens, len(offsets)) - 1][1]
         piece = tokenizer.encode(text[begin:end], add_special_tokens=False)
         num = min(config.prefix_tokens, len(piece.ids) // 2)
-        while num > 0:  # a token may hold part of a character, be cut so in a longer text only, or be a blank
+        while num > 0:  # a last token may be part of a character, depend on later text, or be white space
             words = text[begin : begin + piece.offsets[num - 1][1]]
             is_whole = tokenizer.encode(words, add_special_tokens=False).ids == piece.ids[:num]
             if is_whole and not words[-1:].isspace():

@@ -1,9 +1,9 @@
-"""The target's own responses as training data: a plan of seeded jobs, and a file that resumes.
+"""Writes the target's own responses as training data: a plan of seeded jobs, and a file that a later run can resume.
 
-A drafter learns best from text the target wrote. Every row has a temperature and a seed of its own, which depend on
-the number of its prompt alone. Rows come and go in the slots of one session, and the plan fixes the order of their
-lines: a run that broke off ends with the very file of one that did not. Called by `hsd generate-data`; the file is
-read back by `documents.py`. Read first: `response_prompts.py`.
+A drafter learns best from text that the target wrote. Every row has its own temperature and seed, which depend only on
+the number of its prompt. Rows come and go in the slots of one session, and the plan fixes the order of their lines. So
+an interrupted run ends with the same file as one that was not interrupted. `hsd generate-data` calls this module, and
+`documents.py` reads the file. Read first: `response_prompts.py`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ResponseJob:
 def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[ResponseJob]:
     """The jobs of a run, in the order of its lines.
 
-    `config.batch` jobs whose prompts are of about one length follow one another, and such groups come in a random
-    order: a file is a fair sample at any time, and the time left can be told. The order is the same in all versions:
-    files that were begun go on.
+    Jobs are grouped by the length of their prompts, `config.batch` jobs in a group, and the groups are in a random
+    order. So the file is a fair sample at any time, and the remaining time can be estimated. The order must stay the
+    same in all versions, because they must be able to continue each other's files.
     """
     jobs = []
     for number, prompt in enumerate(prompts):
@@ -61,28 +61,30 @@ def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Respons
 
 
 def settings_path(out: str | Path) -> Path:
-    """The file of a run's settings, beside its result."""
+    """The file with the settings of a run, beside its result."""
     return Path(f"{out}.settings.json")
 
 
 def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
-    """Refuses a result that other settings made, or that cannot be written; `settings` may be a part of them.
+    """Refuses to continue a result that was made with other settings, or that cannot be written.
 
+    Args:
+      settings: all settings of the run, or some of them.
     Raises:
       FileNotFoundError: if the folder of `out` is missing.
-      OSError: if it takes no file.
-      ValueError: naming the first difference, or a file that no run of ours wrote.
+      OSError: if no file can be written there.
+      ValueError: naming the first different setting, or a file that `hsd generate-data` did not write.
     """
     out, path = Path(out), settings_path(out)
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: expected a name that ends in .jsonl")
     check_new_file(out)
     if not out.exists():
-        return  # no line was written under the settings that may be there
+        return  # no line was written, so stored settings do not matter
     if not out.is_file():
         raise ValueError(f"{out}: is no regular file; choose another name")
     if not path.is_file():
-        raise ValueError(f"{out}: is there, but {path.name} is not: choose another name, or move the file away")
+        raise ValueError(f"{out}: exists, but {path.name} does not: choose another name, or move the file away")
     try:
         there = read_json(path)
         if not isinstance(there, dict):
@@ -92,16 +94,16 @@ def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
     for name, here in json.loads(json.dumps(settings)).items():
         if name not in there or there[name] != here:
             raise ValueError(
-                f"{out} was begun with other settings: {name} is {there.get(name, 'missing')!r} there and {here!r}"
+                f"{out} was started with other settings: {name} is {there.get(name, 'missing')!r} there and {here!r}"
                 " here; choose another name, or the same settings to continue"
             )
 
 
 def lines_done(out: Path, jobs: Sequence[ResponseJob]) -> int:
-    """Whole lines of a result that broke off, after dropping what comes after the last of them.
+    """The number of complete lines of an unfinished result. Removes an incomplete last line from the file.
 
     Raises:
-      ValueError: naming the line that is not of this plan.
+      ValueError: naming the first line that does not belong to this plan.
     """
     if not out.is_file():
         return 0
@@ -131,12 +133,13 @@ def run(
     load: Callable[[], tuple[Params, TreeConfig | None]],
     report: Report,
 ) -> int:
-    """Reads the prompts, checks everything that can be checked, then loads the target and writes its responses.
+    """Reads the prompts, checks the settings, then loads the target and writes its responses.
 
     Args:
       source: the target (`models/checkpoint.py`).
-      settings: what else the text depends on and is known before any weights are read: precision, mesh, max_len.
-      load: the models, and the tree of their drafter; None: plain decoding.
+      settings: other settings that the text depends on and that are known before weights are read: precision, mesh,
+        max_len.
+      load: returns the models and the tree of their drafter, or None for plain decoding.
     Returns:
       The number of responses.
     Raises:
@@ -177,12 +180,12 @@ def generate(
     tree: TreeConfig | None = None,
     report: Report = print,
 ) -> int:
-    """Decodes the plan into `out`, a line a row, from where an earlier run of the same settings stopped.
+    """Decodes the plan into `out`, one line per row, and continues where an earlier run with the same settings stopped.
 
     Args:
-      tokenizer: of the target, as `data.read_tokenizer` reads it.
+      tokenizer: the target's, as `data.read_tokenizer` reads it.
       settings: everything the text depends on.
-      tree: of the drafter in `params`; None: plain decoding.
+      tree: for the drafter in `params`; None: plain decoding.
     Returns:
       The number of lines.
     Raises:
@@ -195,7 +198,7 @@ def generate(
         done = lines_done(out, plan)
         write_json(settings_path(out), settings)
         if done:
-            report(f"{out}: {done:,} of {len(plan):,} lines are there")
+            report(f"{out}: {done:,} of {len(plan):,} lines are written")
         if done < len(plan):
             _write_lines(params, tokenizer, plan, out, done, config, tree, report)
     return len(plan)
@@ -211,7 +214,8 @@ def _write_lines(
     tree: TreeConfig | None,
     report: Report,
 ) -> None:
-    """Appends the lines of the plan from number `done` on, each once all before it are there: rows end out of order."""
+    """Appends the lines of the plan from number `done` on. Rows end in any order; a line waits for all lines before
+    it."""
     begun, ended, total = done, dict[int, Generated](), len(plan)
     progress = ProgressReport(report)
     asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
@@ -219,7 +223,7 @@ def _write_lines(
         {"prompt": list(job.prompt.tokens), "temperature": job.temperature, "seed": job.seed, **asked}
         for job in plan[begun:]
     ]
-    # Of the whole plan, however much of it is left: so are the sizes of its programs.
+    # From the whole plan and not from its rest, so that a resumed run compiles programs of the same sizes.
     slots, longest = _num_slots(plan, config), max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
     answers = texts.write(params, requests, slots, longest, tree)
     with contextlib.closing(answers), out.open("ab") as file:
@@ -235,7 +239,7 @@ def _write_lines(
                     file.flush()
                     os.fsync(file.fileno())
                 except OSError as error:
-                    raise ValueError(f"{out}: cannot be written ({error}); the same command continues later") from error
+                    raise ValueError(f"{out}: cannot be written ({error}); the same command will continue") from error
             if following is not None:
                 job = plan[done]
                 raise ValueError(
@@ -243,7 +247,7 @@ def _write_lines(
                     f" {job.seed}: {following.error}. The lines before it are written"
                 )
             progress.tokens += len(answer.tokens)
-            ahead = f" and {len(ended):,} that wait for the next" if ended else ""
+            ahead = f", {len(ended):,} more are ready" if ended else ""
             if done < total:
                 share = (done + len(ended) - begun) / (total - begun)
                 progress.say(f"{done:,} of {total:,} lines{ahead}, {progress.rate}", share)
@@ -251,7 +255,7 @@ def _write_lines(
 
 
 def _num_slots(plan: Sequence[ResponseJob], config: GenerateConfig) -> int:
-    """Rows decoded at once."""
+    """The number of rows that are decoded at once."""
     return min(config.batch, len(plan), MOST_SLOTS)
 
 

@@ -1,9 +1,9 @@
-"""From documents to rows: tokens, and which of them are labels.
+"""Turns documents into rows: their tokens, and which tokens are labels.
 
-Tokens are those of the whole text, prompt and response in one piece, and offsets say which of them hold a character
-of a response. So a row does not depend on what is learned from it, packed rows are the same with and without masks,
-and a token that straddles the border is a label: it holds text of the response. Responses that `hsd generate-data`
-sampled bring their own tokens, and nothing is tokenised again. Read first: `documents.py`. Read next: `data.py`.
+Prompt and response are tokenized in one piece. The offsets of the tokens say which of them hold a character of a
+response. So the tokens of a row do not depend on `loss_on`, and a token across the border is a label, because it holds
+text of the response. Responses that `hsd generate-data` sampled bring their own tokens and are not tokenized again.
+Read first: `documents.py`. Read next: `data.py`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 PACKED, PADDED = "packed", "padded"
 ALL, RESPONSES = "all", "responses"
 _ENCODED_AT_ONCE = 1000
-"""Documents; the offsets of a whole corpus would need many times its size."""
+"""Documents tokenized at once. The offsets of a whole corpus would need many times its size."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Training data as rows of length + 1 tokens; the extra one is the last label."""
+    """Training data as rows of length + 1 tokens. The extra token is the last label."""
 
     tokens: np.ndarray
     """int32 [num, length + 1]."""
     mask: np.ndarray
-    """bool [num, length + 1]: whether a token is a label to learn. Never at position 0, where a document begins, or in
-    padding."""
+    """bool [num, length + 1]: whether a token is a label. Position 0, the first token of a document and padding never
+    are."""
     num_documents: int
     num_tokens: int
-    """Of the documents, start and end tokens included."""
+    """Tokens of the documents, start and end tokens included."""
     num_padding: int = 0
     num_cut: int = 0
-    """Documents longer than a row, padded rows only."""
+    """Documents that are longer than a row, in padded rows only."""
     num_left_out: int = 0
-    """Documents without a label within a row, padded rows only."""
+    """Documents without a label within a row, in padded rows only."""
     starts: np.ndarray | None = None
-    """int32 [num, length + 1]: the place in the row where the document of each token begins, 0 if it began in an
-    earlier row. A token sees nothing before it, and positions count from it. None: every row is of one document."""
+    """int32 [num, length + 1]: where in the row the document of each token begins; 0 if it began in an earlier row. A
+    token sees nothing before that place, and positions count from it. None: every row holds one document."""
 
     @property
     def length(self) -> int:
@@ -67,12 +67,12 @@ class Rows:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of tokens and documents, in 64 hexadecimal digits; features depend on nothing else of the data."""
+        """Hash of tokens and starts, in 64 hexadecimal digits. Cached features depend on nothing else of the data."""
         arrays = [self.tokens] if self.starts is None else [self.tokens, self.starts]
         return sha256(str(self.tokens.shape), *(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays))
 
     def take(self, at: slice | np.ndarray) -> dict[str, np.ndarray]:
-        """Some rows as a batch: `tokens`, `mask` and, where rows pack several documents, `starts`."""
+        """Some rows as a batch: `tokens`, `mask` and, if rows pack several documents, `starts`."""
         values = {"tokens": self.tokens, "mask": self.mask, "starts": self.starts}
         return {name: value[at] for name, value in values.items() if value is not None}
 
@@ -88,22 +88,22 @@ def make_rows(
     packing: str = PACKED,
     loss_on: str = ALL,
 ) -> Rows:
-    """Rows of documents in a seeded order.
+    """The rows of some documents, in an order that depends on the seed.
 
     Args:
-      bos: put before each text; None: nothing.
-      eos: put after each text that does not end in a special token of its own.
-      length: tokens of a row, less the last label.
-      vocab_size: of the model.
+      bos: the token before each text; None: none.
+      eos: the token after each text that does not end in a special token of its own.
+      length: tokens of a row, without the last label.
+      vocab_size: the size of the model's vocabulary.
       packing, loss_on: see `data.DataConfig`.
     Raises:
-      ValueError: if there is nothing to learn, less than one row, or a token outside the vocabulary.
+      ValueError: if there is no label, if the tokens do not fill a row, or if a token is outside the vocabulary.
     """
     on_responses = loss_on == RESPONSES
     if on_responses and not any(d.responses for d in documents):
         raise ValueError(
             f"data.loss_on=responses, but none of the {len(documents)} documents from {documents[0].where} on holds a"
-            " response: needed are prompt and response, question and answer, or turns of an assistant; or loss_on=all"
+            " response: give prompt and response, question and answer, or turns of an assistant; or loss_on=all"
         )
     order = np.random.default_rng(seed).permutation(len(documents))
     found = list(encoded([documents[i] for i in order], tokenizer, bos, eos, vocab_size, on_responses))
@@ -113,29 +113,29 @@ def make_rows(
 
 
 def beginnings(batch: dict[str, np.ndarray], length: int) -> list[np.ndarray]:
-    """At most `length` tokens of each row of `Rows.take`, all of one document, without padding."""
+    """At most `length` tokens of each row of a batch (`Rows.take`), all of one document, without padding."""
     found, starts = [], batch.get("starts", np.zeros_like(batch["tokens"]))
     for row, begins in zip(batch["tokens"], starts, strict=True):
         piece = _one_document(row, begins, length)
-        padding = int(np.argmax(piece[::-1] != piece[-1]))  # repetitions of the last token
+        padding = int(np.argmax(piece[::-1] != piece[-1]))  # the last token may be repeated as padding
         found.append(piece[: max(2, len(piece) - max(0, padding - 1))])
     return found
 
 
 def _one_document(row: np.ndarray, begins: np.ndarray, length: int) -> np.ndarray:
-    """At most `length` tokens of a row, all of one document: the first that has so many there, else the longest."""
+    """At most `length` tokens of a row, all of one document: the first with `length` tokens, else the longest."""
     pieces = [row[begins == begin][:length] for begin in np.unique(begins)]
-    return max(pieces, key=len)  # of equals the first
+    return max(pieces, key=len)  # on a tie the first
 
 
 Encoded = tuple[np.ndarray, np.ndarray]
-"""The tokens of a document, int32 [n], and which are labels, bool [n]."""
+"""The tokens of a document, int32 [n], and whether each is a label, bool [n]."""
 
 
 def encoded(
     documents: Sequence[Document], tokenizer, bos: int | None, eos: int, vocab_size: int, on_responses: bool
 ) -> Iterator[Encoded]:
-    """The tokens of each document and which are labels; raises as `make_rows`, but for documents without labels."""
+    """The tokens and labels of each document. Raises as `make_rows`, but not for documents without labels."""
     special = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     for start in range(0, len(documents), _ENCODED_AT_ONCE):
         some = documents[start : start + _ENCODED_AT_ONCE]
@@ -147,15 +147,15 @@ def encoded(
                 ids, labels = _as_sampled(document.tokens, eos, special, on_responses)
             if max(ids) >= vocab_size:
                 raise ValueError(
-                    f"{document.where}: holds token {max(ids)}; the model has {vocab_size} tokens: is this tokenizer"
-                    " its own?"
+                    f"{document.where}: holds token {max(ids)}; the model has {vocab_size} tokens: check that"
+                    " this is the model's tokenizer"
                 )
             _check_spelling(document, tokenizer)
             yield np.asarray(ids, np.int32), labels
 
 
 def _of_text(document: Document, encoding, bos, eos: int, special: dict[int, str], on_responses: bool):
-    """Tokens of a text between the start and end tokens that it does not bring itself."""
+    """The tokens and labels of a text. Start and end tokens are added if the text does not have them."""
     ids = encoding.ids
     head = [] if bos is None or document.is_templated or ids[:1] == [bos] else [bos]
     is_closed = ids[-1:] == [eos] or (
@@ -167,9 +167,9 @@ def _of_text(document: Document, encoding, bos, eos: int, special: dict[int, str
         ends = np.array([end for _, end in encoding.offsets])
         starts = np.array([start for start, _ in encoding.offsets])
         for first, last in document.responses:
-            # A token of blanks alone may have offsets of no width, at its end.
+            # A token of white space may have an empty range of offsets, at its end.
             inside = np.flatnonzero((ends > first) & (starts < last))
-            if document.is_templated:  # what follows the token that ends a turn is not the assistant's
+            if document.is_templated:  # what follows the end of the turn is not the assistant's
                 closing = [i for i, at in enumerate(inside) if ids[at] in special]
                 inside = inside[: closing[-1] + 1] if closing else inside
             labels[len(head) + inside] = True
@@ -179,7 +179,7 @@ def _of_text(document: Document, encoding, bos, eos: int, special: dict[int, str
 
 
 def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int, str], on_responses: bool):
-    """The tokens a target wrote after its prompt. A response that was cut off gets its end token, but no label."""
+    """The tokens and labels of a sampled response. A response without an end gets an end token, which is no label."""
     prompt, response = tokens
     ids = [*prompt, *response]
     tail = [] if ids[-1:] and ids[-1] in special else [eos]
@@ -189,7 +189,7 @@ def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int
 
 
 def _check_spelling(document: Document, tokenizer: Tokenizer) -> None:
-    """Refuses sampled tokens that are not the text beside them: those of another tokenizer."""
+    """Raises a ValueError if sampled tokens do not spell their text, because they are another tokenizer's."""
     if document.tokens is None:
         return
     ((start, _),) = document.responses
@@ -201,17 +201,21 @@ def _check_spelling(document: Document, tokenizer: Tokenizer) -> None:
 
 
 def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list[int]) -> str:
-    """The text that `response` adds to `prompt`: some tokenizers write a token differently at the start of a text."""
+    """The text that `response` adds to `prompt`.
+
+    Both are decoded together, because some tokenizers write a token in another way at the start of a text.
+    """
     before, whole = decode(prompt), decode([*prompt, *response])
     return whole[len(before) :] if whole.startswith(before) else decode(response)
 
 
 def _packed(encoded: list[Encoded], length: int) -> Rows:
-    """Neighbouring rows share one token, so that no label is lost; what fills no row is dropped."""
+    """Packed rows. Neighbouring rows share one token, so that no label is lost. Tokens that do not fill a row are
+    dropped."""
     tokens, labels = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
     lengths = [len(ids) for ids, _ in encoded]
-    begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # where in `tokens` the document of each one begins
-    labels = labels & (begins != np.arange(len(tokens)))  # its document begins here
+    begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # where in `tokens` the document of each token begins
+    labels = labels & (begins != np.arange(len(tokens)))  # the first token of a document
     num = (len(tokens) - 1) // length
     if num < 1:
         raise ValueError(f"the data hold {len(tokens)} tokens: fewer than one row of {length + 1}")
@@ -223,7 +227,7 @@ def _packed(encoded: list[Encoded], length: int) -> Rows:
 
 
 def _padded(encoded: list[Encoded], length: int, eos: int) -> Rows:
-    """A document a row, filled with end tokens that nobody learns."""
+    """Padded rows: one document per row, padded with end tokens that are no labels."""
     kept = [(ids, labels) for ids, labels in encoded if labels[1 : length + 1].any()]
     if not kept:
         raise ValueError(f"none of the {len(encoded)} documents holds a label in its first {length + 1} tokens")

@@ -1,8 +1,9 @@
-"""A whole training run, from files to a folder that decodes. What `hsd train` calls for every kind of model.
+"""A training run, from data files to the folder of a model. `hsd train` calls it for every kind of model.
 
-A run's folder holds `recipe.json`, `metrics.jsonl`, `checkpoints/` and, with a reduced draft vocabulary,
-`draft_to_target.json`; the same call continues it where it broke off, another recipe is refused. The result lies in the
-folder itself (target) or in `drafter/` below it. Read next: `tasks.py` for what is trained, `loop.py` for a step.
+The folder of a run holds `recipe.json`, `metrics.jsonl`, `checkpoints/` and, with a reduced draft vocabulary,
+`draft_to_target.json`. The same call continues an interrupted run. It refuses to continue with another recipe. A target
+is written into the folder itself, a drafter into `drafter/` below it. Read next: `tasks.py` for the kinds of models,
+`loop.py` for a step.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ def train(
     force: bool = False,
     start_dir: str | Path | None = None,
 ) -> Path:
-    """Trains what the recipe describes; of what is judged while it trains, the best so far is kept.
+    """Trains what the recipe describes. If weights are evaluated during the training, the best ones are kept.
 
     Args:
-      source: of a drafter its target; of a target the checkpoint with its tokenizer, None: see `tasks.TargetTask`.
-      force: continue a run that was begun with another recipe.
-      start_dir: what to start from, see the tasks. A run of a language model that is continued needs it, too.
+      source: for a drafter its target; for a target the checkpoint with its tokenizer, None: see `tasks.TargetTask`.
+      force: continue a run that was started with another recipe.
+      start_dir: the model to start from, see the tasks. A continued run of a language model needs it, too.
     Returns:
       The folder of the result: `out` for a target, `out/drafter` for a drafter.
     Raises:
       FileNotFoundError: if a model, a tokenizer or a data file is missing.
-      ValueError: for unreadable data, a recipe that fits neither data nor models, a start of another shape or
-        vocabulary, or an `out` that holds checkpoints of another recipe or is being written by another process. Nothing
-        is left of a run that is refused.
+      ValueError: if data cannot be read, if the recipe does not fit data or models, if the start has another shape or
+        vocabulary, or if `out` holds checkpoints of another recipe or another process is writing it. A refused run
+        leaves no files.
       FloatingPointError, OSError: see `loop.fit`.
     """
     check_mesh(mesh)
@@ -69,7 +70,7 @@ def train(
     task = TASKS[type(recipe)](source, data_files, out, recipe, mesh, report, force, start_dir)
     loop.check_length(task.reads)
     found = data.read_rows(data_files, task.words, loop.length, loop.seed, task.reads.vocab_size, recipe.data)
-    asked: HeldOut | None = getattr(recipe, "eval", None)  # a target is judged by its loss alone
+    asked: HeldOut | None = getattr(recipe, "eval", None)  # a target is evaluated by its loss only
     rows, prompts = hold_out(found, asked, loop)
     about = {"kind": task.kind, **task.open(), "files": manifest.fingerprints(data_files)}
     claims = manifest.check(out, force, recipe, **about)
@@ -94,7 +95,7 @@ def train(
 
 
 def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
-    """The class of the recipes of `hsd train target` and `hsd train drafter`, of this `model.kind`."""
+    """The recipe class of `hsd train target` or `hsd train drafter`, given `model.kind`."""
     if kind == "target":
         return TargetRecipe
     return DistillRecipe if model_kind in DISTILLED else DrafterRecipe
@@ -102,7 +103,7 @@ def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
 
 @contextlib.contextmanager
 def _journal_of(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal]:
-    """The run's journal; curves are drawn when the run is through."""
+    """The run's journal. Curves are drawn when the run has ended."""
     with contextlib.closing(Journal(out, train.steps, report)) as journal:
         yield journal
     if not is_writer():
@@ -110,16 +111,16 @@ def _journal_of(out: Path, train: LoopConfig, report: Report) -> Iterator[Journa
     try:
         report(f"wrote {draw_curves(out)}")
     except ImportError:
-        report("no curves.png: pip install 'hsd_jax[train]' for it")
+        report("no curves.png is drawn: it needs pip install 'hsd_jax[train]'")
 
 
 def hold_out(rows: data.Rows, config: HeldOut | None, train: LoopConfig) -> tuple[data.Rows, list[np.ndarray]]:
-    """The rows to train on, and the beginnings of the last rows as prompts to judge by."""
+    """The rows to train on, and the beginnings of the held-out last rows, which are the prompts of the evaluation."""
     count = config.prompts if config is not None and config.every else 0
     if len(rows.tokens) < train.batch + (count and count + 1):
         raise ValueError(
             f"{len(rows.tokens)} rows of text: fewer than one batch of {train.batch}"
-            + (f" and {count} held-out rows (eval.prompts; eval.every=0 judges nothing)" if count else "")
+            + (f" and {count} held-out rows (eval.prompts; eval.every=0 holds out none)" if count else "")
         )
     if config is None or not count:
         return rows, []
@@ -129,7 +130,7 @@ def hold_out(rows: data.Rows, config: HeldOut | None, train: LoopConfig) -> tupl
 
 
 def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:
-    """Says what is trained, and on how much of the data."""
+    """Reports what is trained, and how often the data are read."""
     size = sum(p.size for p in jax.tree.leaves(params))
     seen = train.steps * train.batch / len(rows.tokens)
     report(
@@ -138,9 +139,9 @@ def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: Lo
 
 
 def placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
-    """Where the state of `fit` lies on a mesh, and how a batch is split over the axes of rows.
+    """Two functions for a mesh: the shardings of a state of `fit`, and one that splits a batch over the axes of rows.
 
-    A process brings the rows that its devices hold.
+    Each process gives the rows that its devices hold.
 
     Raises:
       ValueError: if a pass has too few rows for the mesh.

@@ -1,6 +1,6 @@
-"""Training a target language model, from scratch or from a shallower one: its recipe, how it is grown, and next-token
-cross-entropy on packed text.
+"""Trains a target language model, from scratch or from a shallower one.
 
+The module has the recipe, the growth of a model to more layers, and the loss: next-token cross-entropy on packed text.
 Read next: `run.py`.
 """
 
@@ -28,7 +28,7 @@ from hsd_jax.types import Weights
 
 @settings.dataclass
 class TargetRecipe(Recipe):
-    """A whole target run, as in `configs/demo_target.yaml`; `vocab_size` is also the tokenizer's."""
+    """The recipe of a target, as in `configs/demo_target.yaml`. `vocab_size` is also the tokenizer's."""
 
     model: ModelConfig
     vocab_size: Annotated[int, Field(ge=2, le=MOST)] = 4096
@@ -37,7 +37,7 @@ class TargetRecipe(Recipe):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None, where: str) -> Self:
-        """As any recipe, with the vocabulary's size outside of `model`."""
+        """As `Recipe.from_dict`, but `vocab_size` is outside of the section `model`."""
         if isinstance(values, dict) and isinstance(model := values.get("model"), dict):
             if "vocab_size" in model:
                 raise ValueError(f"{where}: model.vocab_size: write vocab_size outside of model")
@@ -47,11 +47,11 @@ class TargetRecipe(Recipe):
 
 
 def grown_from(start: Checkpoint, deeper: ModelConfig) -> Weights:
-    """The weights of a model, grown to more layers.
+    """The weights of the model `start`, grown to the layers of `deeper`.
 
     Raises:
       FileNotFoundError: if there is no such model.
-      ValueError: naming what of it the deeper one has otherwise.
+      ValueError: naming the first setting in which both models differ, apart from depth and positions.
     """
     config = start.config
     sources = layer_sources(config.num_layers, deeper.num_layers)
@@ -65,33 +65,36 @@ def grown_from(start: Checkpoint, deeper: ModelConfig) -> Weights:
 
 
 def layer_sources(num_layers: int, deeper: int) -> list[int]:
-    """The layer that each of `deeper` layers is made of, as evenly as it goes: 2 layers -> 0 0 0 1 1.
+    """The source layer of each of `deeper` layers, as evenly as possible: 2 layers grown to 5 give 0 0 0 1 1.
 
     Raises:
-      ValueError: if there are fewer than before.
+      ValueError: if `deeper` is less than `num_layers`.
     """
     if deeper < num_layers:
         raise ValueError(
-            f"model.num_layers={deeper}: the model to start from has {num_layers}; allowed are as many and more"
+            f"model.num_layers={deeper}: the model to start from has {num_layers} layers; allowed are as many and more"
         )
     return [layer * num_layers // deeper for layer in range(deeper)]
 
 
 def grown(weights: Weights, sources: list[int]) -> Weights:
-    """A model of more layers that says what the one of `weights` says: the first layer of each source is that layer,
-    the others are copies that add nothing yet, their output projections being zero (Wu et al., arXiv:2401.02415)."""
+    """A deeper model with the same outputs as `weights` (Wu et al., arXiv:2401.02415).
+
+    The first layer of each source is that layer. The others are copies with output projections of zero, which add
+    nothing yet.
+    """
     found = {name: part for name, part in weights.items() if not name.startswith("layer_")}
     for layer, source in enumerate(sources):
         own = dict(weights[f"layer_{source}"])
         if layer and sources[layer - 1] == source:
             for part, output in (("attn", "o"), ("mlp", "down")):
                 own[part] = own[part] | {output: jax.tree.map(jnp.zeros_like, own[part][output])}
-        found[f"layer_{layer}"] = jax.tree.map(jnp.copy, own)  # the step is given each array to keep
+        found[f"layer_{layer}"] = jax.tree.map(jnp.copy, own)  # the step donates its state, so no array may be shared
     return found
 
 
 def starts_of(batch: dict[str, Array]) -> Int[Array, "B T"] | None:
-    """Where the documents of a batch's tokens begin, the last label left out; None for rows of one document."""
+    """The starts of the documents of a batch's input tokens (without the last label); None for rows of one document."""
     return batch["starts"][:, :-1] if "starts" in batch else None
 
 

@@ -1,7 +1,7 @@
-"""What a run trains: a task for each kind of recipe, with everything in which kinds of models differ.
+"""The tasks of a training run: one class for each kind of recipe, with all that differs between kinds of models.
 
-`train` (`run.py`) takes the same steps whatever it trains; before `begin` nothing is written that a refused run would
-leave. Read next: `drafter.py`, `target.py` and `distill.py` for the losses.
+`train` (`run.py`) makes the same steps for every task. Before `begin` no file is written, so that a refused run leaves
+none. Read next: `drafter.py`, `target.py` and `distill.py` for the losses.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ Evaluate = Callable[[Weights], dict[str, Any]]
 
 @dataclasses.dataclass
 class Task:
-    """What `train` was called with, and of each kind of model as a subclass:
+    """The arguments of `train`. Each kind of model is a subclass, which also has:
 
-    kind: of the run, in `recipe.json`; reads: the configuration whose vocabulary and positions the rows must fit;
-    words: the checkpoint whose tokenizer reads them; folder: of the result.
-    open(): reads the models; returns what, besides recipe and data, makes the run this one.
-    begin(rows): the first weights; sets `loss` and `stages`, as `loop.fit` takes them.
-    scores(prompts): what judges weights.
-    batches(rows): what `fit` reads.
-    save(params, evaluation): puts the result, and its scores if there are any, in the place of the one before.
-    close(): says what is left to say.
+    kind: the kind of the run, in `recipe.json`;
+    reads: the configuration whose vocabulary and positions the rows must fit;
+    words: the checkpoint whose tokenizer makes the rows;
+    folder: the folder of the result;
+    open(): reads the models. Returns what identifies this run besides recipe and data;
+    begin(rows): returns the first weights. Sets `loss` and `stages`, as `loop.fit` takes them;
+    scores(prompts): returns the function that evaluates weights;
+    batches(rows): returns what `fit` reads;
+    save(params, evaluation): replaces the result and, if there is an evaluation, its scores;
+    close(): reports final figures.
     """
 
     source: Source | None
@@ -68,17 +70,17 @@ class Task:
     start_dir: str | Path | None
 
     config: Any = dataclasses.field(init=False)
-    """Of the model that is trained; since `open`."""
+    """The configuration of the model that is trained. `open` sets it."""
     frozen: Any = dataclasses.field(init=False, default=None)
-    """Weights that its loss reads and the run does not change; since `open`."""
+    """Weights that the loss reads and the run does not change. `open` sets them."""
     stages: Sequence[tuple[int, Loss]] = dataclasses.field(init=False, default=())
 
     def __post_init__(self):
-        """Finds what needs no reading, and refuses what is wrong already."""
+        """Sets what is known before files are read, and raises errors that can be found then."""
 
     @property
     def is_begun(self) -> bool:
-        """Whether a run in `out` has come as far as its first checkpoint."""
+        """Whether a run in `out` has written its first checkpoint."""
         return manifest.has_checkpoints(self.out)
 
     def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
@@ -89,8 +91,11 @@ class Task:
 
 
 class TargetTask(Task):
-    """A target, from scratch or grown from the model in `start_dir`; `source` has its tokenizer. None: `start_dir`,
-    else `out`, and a new one learned from the data."""
+    """Trains a target, from scratch or grown from the model in `start_dir`.
+
+    The tokenizer is that of `source`. If `source` is None, it is that of `start_dir` or else that of `out`. If `out`
+    has none, a new one is trained on the data.
+    """
 
     kind = "target"
 
@@ -105,7 +110,7 @@ class TargetTask(Task):
         if source is None:
             source = self.out
             if is_writer() and not all((self.out / name).is_file() for name in TOKENIZER_FILES[:2]):
-                self.report(f"learning {vocab_size} tokens")
+                self.report(f"training a tokenizer of {vocab_size} tokens")
                 train_tokenizer([str(f) for f in self.files], vocab_size, self.out)
             wait_for_all("the tokenizer is there")
         words = find(source)
@@ -125,14 +130,14 @@ class TargetTask(Task):
     def begin(self, rows: data.Rows) -> Weights:
         config, train = self.config, self.recipe.train
         is_sliding = all(config.layer_type(i) == SLIDING for i in range(config.num_layers))
-        remedy = f"longer rows, or a model.sliding_window={train.length} in all layers, end that"
+        remedy = f"use longer rows, or model.sliding_window={train.length} in all layers"
         window = config.sliding_window if is_sliding else None
         say_reach(self.report, train.length, window, config.max_position, remedy)
         self.loss = target.make_loss(config, train.remat)
         return init_target(jax.random.key(train.seed), config) if self.start is None else self.start
 
     def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
-        """Leaves a Hugging Face folder with its tokenizer, beside the checkpoints."""
+        """Writes a Hugging Face folder with its tokenizer, beside the checkpoints."""
         params, bos, eos = jax.tree.map(fetch, params), self.bos, self.eos
         if is_writer():
             self.words.save_tokenizer(self.out)
@@ -141,7 +146,7 @@ class TargetTask(Task):
 
 
 class TaughtTask(Task):
-    """A drafter that learns from a frozen target, that of `source`."""
+    """Trains a drafter on the frozen target of `source`."""
 
     kind = "drafter"
 
@@ -151,7 +156,7 @@ class TaughtTask(Task):
         self.reads = self.words.config
 
     def read_target(self) -> DraftedFor:
-        """Sets `target`, whose weights are in float32 on CPU, else in bfloat16."""
+        """Reads the target and sets `target`. Its weights are in float32 on CPU, else in bfloat16."""
         dtype, words = "float32" if jax.default_backend() == "cpu" else "bfloat16", self.words
         weights, rest = words.weights(dtype, Placement(self.mesh)), {"eos": words.eos, "mesh": self.mesh}
         self.target = Params(weights, None, self.reads, max_len=self.reads.max_position, **rest)
@@ -159,12 +164,12 @@ class TaughtTask(Task):
         return self.owner
 
     def texts(self, name: str, prompts: list[np.ndarray], temperature: float) -> simulate.Texts:
-        """What the target writes behind the prompts, once for a run."""
+        """The target's texts after the prompts. They are written once per run."""
         settings = prompts, self.recipe.eval.max_new_tokens, temperature, self.report
         return simulate.stored_texts(self.out, f"held-out-{name}", self.target, self.owner.hash, *settings)
 
     def put(self, write: Callable[[Path], None], evaluation: dict[str, Any] | None) -> None:
-        """A folder that `write` fills, with the scores, in the place of the one before."""
+        """Replaces the folder of the result by one that `write` fills, with the scores of `evaluation`."""
 
         def whole(new: Path) -> None:
             write(new)
@@ -175,8 +180,11 @@ class TaughtTask(Task):
 
 
 class DrafterTask(TaughtTask):
-    """A drafter of the target's states, of the recipe's kind. `start_dir` holds one of the same target to start from;
-    weights of another shape than the recipe's start fresh."""
+    """Trains a drafter that reads the target's states, of the recipe's kind.
+
+    `start_dir` holds a drafter of the same target to start from. Weights that have another shape in the recipe start
+    fresh.
+    """
 
     def open(self) -> dict[str, Any]:
         train, owner, model = self.recipe.train, self.read_target(), self.recipe.model
@@ -185,11 +193,11 @@ class DrafterTask(TaughtTask):
         if train.length <= config.num_steps:
             raise ValueError(f"train.length={train.length}: must be greater than model.num_steps={config.num_steps}")
         if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"{self.folder}: is a file; the drafter is to become a folder there")
+            raise ValueError(f"{self.folder}: is a file, but the drafter is written as a folder there")
         about: dict[str, Any] = {"target": owner.hash}
         self.start = None
         if self.is_begun and "start" in (claimed := manifest.claimed(self.out)):
-            # Where it once began does not matter any more, nor whether that is still there.
+            # A continued run does not read the drafter it started from, which may be gone.
             about["start"] = claimed["start"]
         elif self.start_dir is not None:
             self.start_dir = path_of(self.start_dir)
@@ -204,9 +212,9 @@ class DrafterTask(TaughtTask):
         if self.recipe.model.trunk_begins == drafter.LAST_LAYER:
             begun = begun_with_target(params, config, frozen, self.reads, jnp.asarray(rows.tokens[:1, :-1]))
             params = begun.weights
-            report(f"the trunk begins as the target's last layer; fresh in it: {', '.join(begun.fresh) or 'nothing'}")
-        if isinstance(config, TrunkConfig):  # others have no attention
-            remedy = f"model.window={train.length} keeps drafts on long contexts like those of training"
+            report(f"the trunk starts as the target's last layer; fresh weights: {', '.join(begun.fresh) or 'nothing'}")
+        if isinstance(config, TrunkConfig):  # other drafters have no attention
+            remedy = f"with model.window={train.length} long contexts look like those of training"
             say_reach(report, train.length, config.window, config.max_position, remedy)
         labels, self.hot = rows.tokens[rows.mask], None
         if config.reduced_vocab_size is not None:
@@ -223,7 +231,7 @@ class DrafterTask(TaughtTask):
         return params
 
     def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
-        """With the target's states from a cache, if the recipe names one."""
+        """Batches with the target's states from a cache, if the recipe names one."""
         train, loss, models = self.recipe.train, self.recipe.loss, (self.frozen, self.reads, self.owner.hash)
         kept = {"layers": self.config.feature_layers, "likeliest": 0 if loss.sample is None else loss.likeliest}
         pass_rows = train.batch // train.num_passes
@@ -231,7 +239,7 @@ class DrafterTask(TaughtTask):
         return data.batches_of(rows, train, self.recipe.data, self.mesh, cached)
 
     def scores(self, prompts: list[np.ndarray]) -> Evaluate:
-        """Simulated tau on greedy and on sampled texts."""
+        """Returns a function that simulates tau on greedy and on sampled texts."""
         texts, tree = {}, self.recipe.eval.tree(self.config.num_steps)
         for name, temperature in (("greedy", 0.0), ("sampled", self.recipe.eval.temperature)):
             texts[name] = text, _ = self.texts(name, prompts, temperature), temperature
@@ -257,10 +265,10 @@ class DrafterTask(TaughtTask):
 
 
 class DistillTask(TaughtTask):
-    """The language model in `start_dir`, of the target's vocabulary, distilled towards the target or steered by it.
+    """Distils the language model in `start_dir`, which has the target's vocabulary, or trains its steering.
 
     The run's folder also holds the drafter's own texts in `on_policy/`, and the figures before step 1. The result is a
-    Hugging Face folder, as the one it started from, and what steers the model.
+    Hugging Face folder like `start_dir`; for a steered model it also holds the steering.
     """
 
     @property
@@ -271,7 +279,7 @@ class DistillTask(TaughtTask):
         super().__post_init__()
         share = self.recipe.on_policy.share
         if self.start_dir is None:
-            raise ValueError(f"--kind {self.kind}: needs --start, the pretrained model to distil")
+            raise ValueError(f"--kind {self.kind}: needs --start, the pretrained model to train")
         if share and (self.mesh is not None or jax.process_count() > 1):
             raise ValueError(f"on_policy.share={share:g}: the drafter writes its text on one device; leave out --mesh")
         self.start = find(self.start_dir)
@@ -283,11 +291,11 @@ class DistillTask(TaughtTask):
         own, weights = load_foreign(start, owner, "float32", Placement(self.mesh), True)
         if own.kind not in (self.kind, distill.PLAIN):
             raise ValueError(
-                f"--start {start}: is {own.kind}; give --kind {own.kind}, or the model that it was trained from"
+                f"--start {start}: is of kind {own.kind}; give --kind {own.kind}, or the model that it was trained from"
             )
         self.config = model.how.config_of(own, self.reads, owner.hash, model.steering_layers, model.steps)
         fresh = model.how.added(jax.random.key(self.recipe.train.seed), self.config)
-        self.added, weights = tuple(fresh), fresh | weights  # the names of the parts that a language model lacks
+        self.added, weights = tuple(fresh), fresh | weights  # names of the parts that a plain language model lacks
         self.learned = {name: weights[name] for name in self.added} if model.frozen else weights
         self.kept = {name: part for name, part in weights.items() if name not in self.learned}
         self.frozen = {"target": self.target.target, "drafter": self.kept}
@@ -305,7 +313,7 @@ class DistillTask(TaughtTask):
         return self.learned
 
     def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
-        """With rows that the drafter writes, if the recipe wants some."""
+        """Batches with rows that the drafter writes, if the recipe has `on_policy.share`."""
         train, asked = self.recipe.train, self.recipe.on_policy
         if not asked.num_rows(train):
             return super().batches(rows)
@@ -313,7 +321,8 @@ class DistillTask(TaughtTask):
         return contextlib.closing(MixedBatches(rows, train, seed, asked, writer, self.words.eos, self.out))
 
     def scores(self, prompts: list[np.ndarray]) -> Evaluate:
-        """Held-out divergences, and real decodes of the same prompts; those of the first weights are written down."""
+        """Returns a function that measures held-out divergences and decodes the prompts. Stores the first weights'
+        figures."""
         asked, config = self.recipe.eval, self.config
         texts = self.texts("sampled", prompts, asked.temperature)
         divergences = distill.held_out_divergences(self.reads, config, self.recipe.loss, texts, asked.temperature)
@@ -352,18 +361,18 @@ TASKS = {
     drafter.DrafterRecipe: DrafterTask,
     distill.DistillRecipe: DistillTask,
 }
-"""What each recipe trains."""
+"""The task of each recipe."""
 
 
 def say_reach(report: Report, length: int, window: int | None, max_position: int, remedy: str) -> None:
-    """Says so if attention will reach further back in decoding than any row of training does."""
+    """Reports if attention reaches further back in decoding than any row of the training."""
     if min(window or max_position, max_position) > length:
-        reach = f"attention further back is not trained, contexts may have {max_position}"
+        reach = f"attention further back is not trained, but contexts may have {max_position} tokens"
         report(f"rows of {length} tokens: {reach}; {remedy}")
 
 
 def _profiles(evaluation: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-    """What a drafter's file keeps of its scores, for `planning/plan.py`: acceptance by depth of a chain."""
+    """The scores that a drafter's file keeps, for `planning/plan.py`: acceptance by depth of a chain."""
     names = {"profile": "chain_acceptance", "sampled_profile": "sampled_chain_acceptance"}
     return {
         name: tuple(round(float(x), 3) for x in evaluation[key]) for name, key in names.items() if key in evaluation

@@ -1,4 +1,4 @@
-"""Training a byte-level BPE tokenizer for a new target; the result is a Hugging Face `tokenizer.json`."""
+"""Trains a byte-level BPE tokenizer for a new target and writes it as a Hugging Face `tokenizer.json`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""First weights that are not random: those of a drafter that is trained already, or of the target's last layers.
+"""First weights that are not random: those of a trained drafter, or of the target's last layers.
 
-Read next: `tasks.py`, which begins runs with them.
+Read next: `tasks.py`, which starts runs with them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hsd_jax.types import Weights
 
 
 class Started(NamedTuple):
-    """Weights to begin with, and where they are not those of the drafter they were taken from."""
+    """The first weights of a run, and how they differ from the weights they were taken from."""
 
     weights: Weights
     fresh: list[str]
-    """Names of weights that it lacks, or has in another shape."""
+    """Names of weights that are missing there or have another shape."""
     dropped: list[str]
-    """Names of weights that only it has."""
+    """Names of weights that are only there."""
 
 
 def started_from(fresh: Weights, trained: Weights, draft_to_target: jax.Array | None) -> Started:
-    """Fresh weights, a trained drafter's in place of all that have its names and shapes.
+    """The weights of a trained drafter where name and shape are equal, and fresh weights elsewhere.
 
-    Rows of the injector's bias follow the tokens they are for; a token the trained drafter never drafted has zeros.
+    Rows of the injector's bias follow their tokens. A token that is not in the trained drafter's vocabulary gets zeros.
     """
     if "injector" in trained and "injector" in fresh:
         tokens = jnp.arange(len(trained["injector"]["previous"])) if draft_to_target is None else draft_to_target
@@ -53,22 +53,22 @@ def started_from(fresh: Weights, trained: Weights, draft_to_target: jax.Array | 
 def begun_with_target(
     fresh: Weights, config: DrafterConfig, target: Weights, target_config: ModelConfig, tokens: Int[Array, "B T"]
 ) -> Started:
-    """Fresh weights whose trunk begins as the target's last layers, and whose output norm as the target's.
+    """Fresh weights, with the target's last layers in the trunk and the target's final norm as the output norm.
 
-    So the trunk knows how to read a residual stream and how to write what the LM head reads. Of several feature layers
-    it begins with the last alone. It reads states of about unit size where the target's layer reads a stream that has
-    grown, so what it adds to them is divided by as much; slots and embeddings, which are learned beside the stream,
-    then count from the first steps on. Sizes that differ keep their fresh weights; what only the target's layers have
-    (biases, norms of heads) is dropped.
+    So the trunk can read a residual stream and write what the LM head reads. If there are several feature layers, it
+    reads only the last one at first. The trunk reads states of about unit size, but the target's layer reads a stream
+    that has grown. So the outputs that are added to the states are divided by this growth. Slots and embeddings, which
+    are learned beside the stream, then have an effect from the first steps on. Weights of other shapes stay fresh.
+    Weights that only the target's layers have (biases, norms of heads) are dropped.
 
     Args:
-      fresh: of `init_drafter`.
+      fresh: the weights of `init_drafter`.
       target: weights of the target, not packed.
-      tokens: some text, to see the size of the stream.
+      tokens: some text, by which the size of the stream is measured.
     Returns:
-      The weights; of `fresh`, those of the trunk's layers that the target's do not fit.
+      The weights. Their `fresh` names the weights of the trunk's layers that stayed fresh.
     Raises:
-      ValueError: if the drafter has no trunk, or more layers than the target, or no weight of its layers fits.
+      ValueError: if the drafter has no trunk or more layers than the target, or if no weight of its layers fits.
     """
     num = config.num_layers if isinstance(config, TrunkConfig) else 0
     if not 1 <= num <= target_config.num_layers:
@@ -89,7 +89,7 @@ def begun_with_target(
         growth = growth / _size(output.hidden)
 
     def plain(path, leaf):
-        """In float32; a drafter's norms have no offset."""
+        """A weight in float32. The target's offset of norms is added, because a drafter's norms have none."""
         name = jax.tree_util.keystr(path)
         leaf = jnp.asarray(fetch(leaf), jnp.float32) + (target_config.norm_offset if "norm" in name else 0.0)
         return leaf / growth if name.endswith(("['o']['kernel']", "['down']['kernel']")) else leaf
@@ -107,7 +107,7 @@ def begun_with_target(
 
 
 def _size(states: Float[Array, "B T H"]) -> Array:
-    """The root of the mean square of a state's numbers; the median of all states, a few of which are huge."""
+    """The root mean square of a state: the median over all states, because a few of them are huge."""
     return jnp.median(jnp.sqrt(jnp.mean(jnp.square(states), -1)))
 
 

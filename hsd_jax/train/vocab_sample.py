@@ -1,17 +1,19 @@
-"""A part of the vocabulary for the loss of a step: the tokens the target finds likely there, and a weighted sample.
+"""The part of the vocabulary that a loss reads in one step: the target's likely tokens and a weighted random sample.
 
-The logits of a step are states times columns, and most columns have next to no probability anywhere. So a step may keep
-S of the C columns. The target's likeliest tokens are always among them; of the others so many are drawn without
-replacement, frequent ones more often, and every sum over columns weighs a column with one over its chance to be drawn
-(Horvitz and Thompson). That chance is exact given the threshold of the draw (Duffield, Lund, Thorup, "Priority sampling
-for estimation of arbitrary subset sums", JACM 2007; with Gumbel noise: Kool, van Hoof, Welling, arXiv:1903.06059,
-section 4.2). So the estimate of the partition function has no bias, and neither has that of a sum whose terms do not
-depend on the sample. It is the logQ correction of sampled softmax (Bengio and Senecal 2008; Jean et al.,
-arXiv:1412.2007) with chances in place of proposal probabilities: log(1 / chance) is added to a logit before the
-softmax. The logarithm of the estimate has a bias, which vanishes as the sample grows.
+The logits of a step are a product of states and columns, and most columns have almost no probability at any position.
+So a step may keep S of the C columns. The target's likeliest tokens are always among them. The others are drawn without
+replacement, frequent ones more often. Every sum over columns divides a column by the probability that it is drawn
+(Horvitz and Thompson). Given the threshold of the draw, this probability is exact (Duffield, Lund, Thorup, "Priority
+sampling for estimation of arbitrary subset sums", JACM 2007; with Gumbel noise: Kool, van Hoof, Welling,
+arXiv:1903.06059, section 4.2).
 
-The target's own distribution is not estimated: its normaliser over the whole vocabulary is known. Knows no divergence.
-Read next: `losses.py`, which weighs, and `drafter.py`, which draws.
+The estimate of the partition function is therefore unbiased. So is every sum whose terms do not depend on the sample.
+The method is the logQ correction of sampled softmax (Bengio and Senecal 2008; Jean et al., arXiv:1412.2007) with
+inclusion probabilities in place of proposal probabilities: log(1 / probability) is added to a logit before the softmax.
+The logarithm of the estimate has a bias, which vanishes as the sample grows.
+
+The target's own distribution is not estimated, because its normaliser over the whole vocabulary is known. Read next:
+`losses.py`, which weights the columns, and `drafter.py`, which draws them.
 """
 
 from __future__ import annotations
@@ -29,23 +31,24 @@ from hsd_jax.train.heads import LARGEST_WHOLE, LogitSummary
 from hsd_jax.types import Weights
 
 HEAD_START = 50.0
-"""What certain columns have before the others, in nats of their rate: more than noise and frequencies span. Where they
-alone are more than the sample holds, they are drawn among themselves, weighted like all."""
+"""Added to the log rate of certain columns, in nats. It exceeds the span of noise and frequencies, so certain columns
+come before all others. If there are more of them than the sample holds, they are drawn among themselves by the same
+weights."""
 
 
 class Sample(NamedTuple):
-    """Columns of a step, and what sums over them are to be weighed with."""
+    """The columns of a step, and their weights in sums over columns."""
 
     columns: Int[Array, "S"]
     """Ascending."""
     log_weight: Float[Array, "S"]
-    """Minus the log of the chance that the column is drawn."""
+    """Minus the logarithm of the probability that the column is drawn."""
 
 
 def logit_summary(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"], count: int) -> LogitSummary:
-    """The `count` likeliest tokens after final states, and the normaliser of all logits.
+    """The `count` likeliest tokens of each final state, and the normaliser of all its logits.
 
-    Logits are there for some places at a time, as `heads.LARGEST_WHOLE` allows.
+    Logits are computed for a few positions at a time, as many as `heads.LARGEST_WHOLE` allows.
     """
 
     def of_one(state: Float[Array, "H"]) -> LogitSummary:
@@ -61,7 +64,7 @@ def logit_summary(weights: Weights, config: ModelConfig, hidden: Float[Array, ".
 def likely_somewhere(
     likeliest: Int[Array, "B T k"], positions: Int[Array, "B A K"], mask: Bool[Array, "B A K"], vocab_size: int
 ) -> Bool[Array, "V"]:
-    """Which tokens are among the likeliest at one of the positions that count."""
+    """Whether each token is among the likeliest ones at any position that `mask` selects."""
     batch, length = likeliest.shape[:2]
     row = jnp.arange(batch)[:, None]
     is_used = jnp.zeros((batch, length), bool).at[row, positions.reshape(batch, -1)].max(mask.reshape(batch, -1))
@@ -70,9 +73,9 @@ def likely_somewhere(
 
 
 def draw(key: jax.Array, is_certain: Bool[Array, "C"], frequency: Float[Array, "C"], size: int) -> Sample:
-    """`size` columns without replacement, the certain ones first, the others in proportion to `frequency` at first.
+    """Draws `size` columns without replacement: the certain ones first, the others in proportion to `frequency`.
 
-    Consumes the key. All columns, with weight 1, if there are no more than `size`.
+    Returns all columns with weight 1 if there are at most `size`. Consumes the key.
     """
     num = len(is_certain)
     if size >= num:
@@ -80,6 +83,6 @@ def draw(key: jax.Array, is_certain: Bool[Array, "C"], frequency: Float[Array, "
     rate = jnp.log(frequency) + jnp.where(is_certain, HEAD_START, 0.0)
     scores, columns = lax.top_k(rate + jax.random.gumbel(key, (num,)), size + 1)
     columns = jnp.sort(columns[:size])
-    # A column is in the sample if its noisy rate is above that of the best one left out.
+    # A column is in the sample if its noisy rate is above that of the best column outside the sample.
     chance = -jnp.expm1(-jnp.exp(rate[columns] - scores[size]))
     return Sample(columns, -jnp.log(chance))

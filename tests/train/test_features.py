@@ -159,7 +159,7 @@ def test_a_build_that_broke_off_continues(tmp_path, monkeypatch):
     (folder / f".features-00001.npy.{2**30}.tmp").write_bytes(b"half a file")  # as a kill leaves it
     first = (folder / "features-00000.npy").stat().st_mtime_ns
     resumed, lines = build(folder)
-    assert "3.84 KB of it are there" in lines[0] and lines[-1].startswith("features: 6 rows written")
+    assert "3.84 KB of it are written" in lines[0] and lines[-1].startswith("features: 6 rows written")
     assert (folder / "features-00000.npy").stat().st_mtime_ns == first
     every = np.arange(NUM)
     np.testing.assert_array_equal(resumed.take(every)["hidden"], whole.take(every)["hidden"])

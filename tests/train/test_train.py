@@ -186,7 +186,7 @@ def test_a_run_of_cheap_steps(files, tmp_path, standard_dtypes):
     folder = run.train(files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lines.append)
     log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [len(entry["acceptance"]) for entry in log if "eval" not in entry] == [2, 2, 2, 3]
-    assert "the trunk begins as the target's last layer; fresh in it: nothing" in lines
+    assert "the trunk starts as the target's last layer; fresh weights: nothing" in lines
     assert any(line.startswith("features: ") and " and 8 likeliest tokens" in line for line in lines)
     assert drafter_files.read_drafter(folder)[0].feature_layers == (0,)
     with safe_open(folder / drafter_files.DRAFTER_FILE, "np") as file:

@@ -1,1 +1,1 @@
-"""Programs compiled for devices that are not there: what `hsd compile` counts."""
+"""Compiles programs for devices that this machine does not have (`hsd compile`). Start with `programs.py`."""

@@ -1,6 +1,6 @@
-"""Devices that are not there, as jax's compilers take them.
+"""Meshes of devices that this machine does not have, for jax's compilers.
 
-The compilers come with the extras `aot-cuda` and `aot-tpu`. Read next: `programs.py`.
+The extras `aot-cuda` and `aot-tpu` install the compilers. Read next: `programs.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ QUIET = {
     "TPU_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment in which the compilers do not look for devices, nor say that they found none, nor lock any."""
+"""Environment in which the compilers do not look for devices, do not lock them, and print no warnings about them."""
 
 
 def mesh_of(devices: Devices, spec: str | None, is_training: bool = False) -> dict[str, int]:
-    """Sizes of the mesh axes; all devices over "model" where nothing is asked.
+    """Sizes of the mesh axes. If `spec` is None, all devices are on the axis "model".
 
     Args:
       is_training: whether "fsdp" may be an axis.
     Raises:
-      ValueError: for a mesh that does not have as many devices.
+      ValueError: if the mesh has another number of devices.
     """
     spec = f"{MESH_AXES[1]}={devices.count}" if spec is None else spec
     sizes = mesh_sizes(spec, TRAINING_AXES if is_training else MESH_AXES)
@@ -44,15 +44,15 @@ def mesh_of(devices: Devices, spec: str | None, is_training: bool = False) -> di
 
 
 def prepare_process() -> None:
-    """Keeps this process off its own devices, and the compilers from asking for theirs. Before anything runs."""
+    """Restricts this process to the CPU, and keeps the compilers from looking for devices. Call it before jax runs."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # what is read from it cannot be loaded without a device
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program cannot be loaded without its device
 
 
 def check_compiler(devices: Devices) -> None:
-    """Raises a ValueError that says what to install where the compiler for these devices is missing."""
+    """Raises a ValueError that names what to install, if the compiler for these devices is missing."""
     is_gpu = devices.kind.platform == GPU
     modules = ("jax_cuda12_plugin", "jax_cuda13_plugin") if is_gpu else ("libtpu",)
     if not any(map(importlib.util.find_spec, modules)):
@@ -63,7 +63,7 @@ def check_compiler(devices: Devices) -> None:
 
 
 def make_mesh(devices: Devices, sizes: dict[str, int]) -> Mesh:
-    """The mesh of devices that are not there.
+    """A mesh of these devices, which this machine need not have.
 
     Raises:
       ValueError: if their compiler is missing or refuses them.

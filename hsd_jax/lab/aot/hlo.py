@@ -1,7 +1,7 @@
-"""What the text of an optimised HLO module holds: its loop, the kernels in it, copies and reads.
+"""Reads the text of an optimised HLO module: its loop, and the kernels, copies and reads in the loop.
 
-Knows no model and no device; works on the text that `compiled.as_text()` gives. docs/accelerators.md says what is
-counted and how. Read next: `transfers.py`, for what goes between devices.
+The text is that of `compiled.as_text()`. docs/accelerators.md describes what is counted and how. Read next:
+`transfers.py`, for transfers between devices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
-"""Of element types whose name does not end in their bits, or not in these alone."""
+"""Bits of the element types whose number of bits does not follow from their name."""
 MOVES = frozenset({"copy", "copy-start", "convert", "concatenate", "transpose", "pad", "broadcast", "reshape"})
 """Instructions that write their whole result and compute nothing."""
 NO_WORK = frozenset(
@@ -23,7 +23,7 @@ NO_WORK = frozenset(
 NO_KERNELS = frozenset(
     {"ConcatBitcast", "AllocateBuffer", "Sharding", "SPMDFullToShardShape", "AssumeGatherIndicesInBound"}
 )
-"""Targets of custom calls that say something to the compiler and compute nothing."""
+"""Targets of custom calls that inform the compiler and compute nothing."""
 
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -34,21 +34,21 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array as it lies on one device."""
+    """The shape of an array on one device."""
 
     dtype: str
     sizes: tuple[int, ...]
     in_main_memory: bool = True
-    """False where the layout names another memory space, as a TPU's for what is prefetched into its core."""
+    """False if the layout names another memory space, such as that of a TPU for data prefetched into its core."""
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes, of elements of 4 bits too."""
+        """Number of bytes; elements may have 4 bits."""
         bits = BITS.get(self.dtype)
         if bits is None:
             found = re.match(r"[a-z]+(\d+)", self.dtype)
@@ -61,21 +61,21 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """A line of a computation."""
+    """One line of a computation."""
 
     name: str
     opcode: str
     shapes: tuple[Shape, ...]
-    """Of its result; several of a tuple."""
+    """Shapes of its result; a tuple has several."""
     operands: tuple[str, ...]
     argument: str
-    """The text between the parentheses: the number of a parameter."""
+    """The text between the parentheses; for a parameter it is its number."""
     attributes: str
     is_root: bool
 
     @property
     def called(self) -> dict[str, str]:
-        """The computations it names, by what they are to it."""
+        """The computations that it calls, by their role."""
         return dict(_CALLED.findall(self.attributes))
 
     @property
@@ -88,7 +88,7 @@ class Instruction:
 
     @property
     def origin(self) -> str:
-        """The operation of the source that it stems from."""
+        """The operation of the source from which it was compiled."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
@@ -152,7 +152,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """The place after the parenthesis that closes the first."""
+    """The position after the parenthesis that closes the first one."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found.group() == "(" else -1
@@ -170,18 +170,18 @@ def shapes_in(text: str) -> Iterator[Shape]:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An instruction that runs in a round, and how often."""
+    """An instruction that runs in a round, and how often it runs."""
 
     instruction: Instruction
     computation: str
     times: int
-    """The known trip counts of the inner loops around it, multiplied; 1 where they are not known."""
+    """The product of the trip counts of the inner loops around it; an unknown count is taken as 1."""
     is_inner: bool = False
     """Whether it is in an inner loop."""
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a fusion, a custom call that computes, or a copy that stands alone."""
+        """Whether it is a fusion, a custom call that computes, or a copy outside of a fusion."""
         if self.instruction.opcode == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', self.instruction.attributes)
             return target is None or target.group(1) not in NO_KERNELS
@@ -189,13 +189,16 @@ class Work:
 
 
 def loop_body(module: Module) -> str:
-    """The body of the largest loop of the entry computation; the entry itself if it has no loop."""
+    """The body of the largest loop of the entry computation, or the entry itself if it has no loop."""
     loops = [x.called["body"] for x in module.computations[module.entry] if x.opcode == "while"]
     return max(loops, key=lambda body: len(work_of(module, body)), default=module.entry)
 
 
 def work_of(module: Module, computation: str, times: int = 1, is_inner: bool = False) -> list[Work]:
-    """What runs in one execution of a computation: calls and inner loops opened, of a conditional the longer branch."""
+    """The instructions of one execution of a computation.
+
+    Calls and inner loops are replaced by their instructions. Of a conditional the longer branch is taken.
+    """
     found: list[Work] = []
     for x in module.computations[computation]:
         if x.opcode == "while":
@@ -212,37 +215,37 @@ def work_of(module: Module, computation: str, times: int = 1, is_inner: bool = F
 
 
 def num_kernels(work: Sequence[Work]) -> int:
-    """Kernels that are there; one in an inner loop counts once."""
+    """The number of kernels. A kernel in an inner loop counts once."""
     return sum(x.is_kernel for x in work)
 
 
 def num_launches(work: Sequence[Work]) -> int:
-    """Kernels that run; one in an inner loop counts as often as that is known to go round."""
+    """The number of kernel launches. A kernel in an inner loop counts once per iteration, if the number is known."""
     return sum(x.is_kernel * x.times for x in work)
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """The key or value cache of a layer on one device, in whatever order of axes."""
+    """The size of the key or value cache of a layer on one device, for any order of axes."""
 
     slots: int
     slot_size: int
-    """Elements a slot: rows x key/value heads x head width."""
+    """Elements per slot: rows x key/value heads x head width."""
     head_dim: int
     MOST_MORE = 512
-    """Slots that a cache with the entries of a pass after it has more."""
+    """The most additional slots of a cache to which the entries of a pass are appended."""
 
     def fits(self, shape: Shape) -> bool:
-        """Whether an array has at least as many slots of this size, and little more."""
+        """Whether an array has this number of slots of this size, or at most MOST_MORE more."""
         slots, rest = divmod(shape.size, self.slot_size)
         return not rest and self.head_dim in shape.sizes and self.slots <= slots <= self.slots + self.MOST_MORE
 
 
 def cache_copies(module: Module, work: Sequence[Work], caches: Sequence[CacheShape]) -> list[Instruction]:
-    """The instructions of a round that write a whole cache to the device's memory.
+    """The instructions of a round that write a complete cache to the device's memory.
 
-    That is a copy, a convert, a concatenation or the like, alone or as what comes out of a fusion. A write of new
-    entries in place is none, nor is a prefetch into a core.
+    Such an instruction is a copy, a convert, a concatenation or the like, alone or as the result of a fusion. A write
+    of new entries in place does not count, and neither does a prefetch into a core.
     """
     return [x.instruction for x in work if _writes_whole(module, x.instruction, caches)]
 
@@ -262,14 +265,14 @@ def _writes_whole(module: Module, x: Instruction, caches: Sequence[CacheShape]) 
 
 
 def _is_in_place(inside: dict[str, Instruction], x: Instruction) -> bool:
-    """Whether a result is a parameter of its fusion, but for what is written into it."""
+    """Whether a result is a parameter of its fusion into which new values are written in place."""
     while x.opcode in ("bitcast", "dynamic-update-slice", "scatter"):
         x = inside[x.operands[0]]
     return x.opcode == "parameter"
 
 
 def large_moves(module: Module, work: Sequence[Work], least: int) -> dict[str, int]:
-    """How often results of at least so many bytes are written that are only moved, alone or by a fusion."""
+    """How often a result of at least `least` bytes is moved without a computation, alone or by a fusion."""
     found: dict[str, int] = {}
     for x in work:
         inside = module.computations[x.instruction.called["calls"]] if x.instruction.opcode == "fusion" else ()
@@ -282,7 +285,7 @@ def large_moves(module: Module, work: Sequence[Work], least: int) -> dict[str, i
 
 
 def cache_converts(module: Module, work: Sequence[Work], caches: Sequence[CacheShape]) -> int:
-    """Converts of whole caches to another dtype, those inside of fusions too."""
+    """The number of converts of a complete cache to another dtype, inside of fusions too."""
     found = 0
     for x in work:
         body = module.computations[x.instruction.called["calls"]] if x.instruction.opcode == "fusion" else ()
@@ -292,17 +295,17 @@ def cache_converts(module: Module, work: Sequence[Work], caches: Sequence[CacheS
 
 
 def bytes_read(module: Module, work: Sequence[Work]) -> int:
-    """Bytes that the instructions of a round take from the device's memory: an upper bound for custom calls.
+    """Bytes that the instructions of a round read from the device's memory. For custom calls this is an upper bound.
 
-    An operand of which a fusion reads slices, or into which it writes, counts as much as is read of it; every other
-    one counts whole, as often as it is read.
+    If a fusion reads slices of an operand or writes into it, only the bytes that it reads count. Every other operand
+    counts with all its bytes, as often as it is read.
     """
     return sum(x.times * _operand_bytes(module, x) for x in work)
 
 
 def _operand_bytes(module: Module, work: Work) -> int:
     x, here = work.instruction, module.results[work.computation]
-    if x.opcode.endswith("-start"):  # asynchronous copies and slices into the core: what arrives is what was read
+    if x.opcode.endswith("-start"):  # asynchronous copies and slices into the core read what they write
         return sum(shape.num_bytes for shape in x.shapes if not shape.in_main_memory and shape.size > 1)
     if x.opcode in ("dynamic-slice", "slice", "gather"):
         return sum(shape.num_bytes for shape in x.shapes)
@@ -320,7 +323,7 @@ def _operand_bytes(module: Module, work: Work) -> int:
 
 
 def _parameter_bytes(module: Module, computation: str) -> dict[int, int]:
-    """Of the parameters of a fusion that it does not read whole: how many bytes it reads."""
+    """The bytes that a fusion reads of each parameter, for parameters that it reads only in part."""
     body = module.computations[computation]
     users: dict[str, list[Instruction]] = {}
     for x in body:

@@ -1,6 +1,6 @@
-"""The accelerators that a program can be compiled for, and what is known of them.
+"""The accelerators for which a program can be compiled, with their memory and rates.
 
-Imports no jax, so that help is immediate. Read next: `devices.py`.
+Imports no jax, so that help appears at once. Read next: `devices.py`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from hsd_jax.settings import shown
 GPU, TPU = "gpu", "tpu"
 MOST_GPUS = 8
 PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
-"""What can be compiled."""
+"""The programs that can be compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of device. Rates are those of its maker's data sheet."""
+    """A kind of device, with the rates of its maker's data sheet."""
 
     platform: str
     memory: int
-    """Bytes of a device."""
+    """Bytes of one device."""
     bytes_per_second: float
     flops_per_second: float
-    """Of dense bfloat16 products."""
+    """Rate of dense bfloat16 products."""
     slices: tuple[str, ...] = ()
-    """Of a TPU: the arrangements of chips that the compiler is told, one of which is compiled for."""
+    """For a TPU: the allowed arrangements of chips."""
     description: str = ""
-    """Of a GPU: a text proto for the compiler."""
+    """For a GPU: a text proto that describes it to the compiler."""
 
 
 def _gpu(name: str, memory: int, bytes_per_second: float, flops: float, **sizes: Any) -> Kind:
-    """A GPU by the sizes in which it differs from an H100."""
+    """A GPU. `sizes` are the values in which it differs from an H100."""
     of_h100 = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -90,7 +90,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """So many devices of a kind: "h100", "h100:2", "v5e:2x4"."""
+    """A number of devices of one kind, such as "h100", "h100:2" or "v5e:2x4"."""
 
     name: str
     kind: Kind
@@ -98,7 +98,7 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of devices."""
         return math.prod(map(int, self.layout.split("x")))
 
 
@@ -106,7 +106,7 @@ def parse_devices(name: str) -> Devices:
     """The devices of a name: a GPU with its number after a colon, a TPU with its slice.
 
     Raises:
-      ValueError: naming the allowed ones.
+      ValueError: naming the allowed names.
     """
     kind_name, _, layout = name.partition(":")
     kind = KINDS.get(kind_name)
@@ -124,7 +124,7 @@ def parse_devices(name: str) -> Devices:
 
 
 def allowed_devices(only: str | None = None) -> str:
-    """The names that `parse_devices` takes, of one kind or of all."""
+    """The names that `parse_devices` takes, for one kind or for all kinds."""
 
     def names(name: str, kind: Kind) -> str:
         return f"{name}:1 to {name}:{MOST_GPUS}" if kind.platform == GPU else f"{name}:{'|'.join(kind.slices)}"

@@ -1,7 +1,7 @@
-"""The programs of a decode and of a drafter's training, lowered for devices that are not there.
+"""The programs of a decode and of a drafter's training, lowered for devices that this machine need not have.
 
-Weights, caches and batches are shapes with a place on the mesh: nothing is computed and nothing is read but a
-configuration. The functions are those that `decode` and `fit` run. Read next: `hlo.py`.
+Weights, caches and batches are shapes with shardings. Nothing is computed, and only a configuration is read. The
+functions are the ones that `decode` and `fit` run. Read next: `hlo.py`.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from hsd_jax.train.loop import LoopConfig
 from hsd_jax.types import Limits, SamplingParams
 
 DTYPE = jnp.bfloat16
-"""Of the weights of target and drafter, in which most checkpoints come."""
+"""Dtype of the weights of target and drafter; most checkpoints have it."""
 CHAIN = TreeConfig(nodes=8, depth=7, width=1)
 END_TOKENS = 4
-"""Places for end tokens, as many as `arguments.py` makes at least."""
+"""Length of the array of end tokens, the least that `arguments.py` makes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileJob:
-    """What is to be compiled."""
+    """The models, sizes and settings to compile for."""
 
     name: str
-    """Of the target, as it was asked for."""
+    """The name of the target as the user gave it."""
     target: ModelConfig
     drafter: Any
     tree: TreeConfig = CHAIN
     batch: int = 1
     slots: int = 4096
-    """Of the caches."""
+    """Slots of the caches."""
     temperature: float = 0.0
     reuse: ReuseConfig = NO_REUSE
     train: LoopConfig = LoopConfig(batch=4, length=2048, compute="bfloat16")
 
 
 def params_of(job: CompileJob, mesh: Mesh) -> Params:
-    """The shapes of both models' weights, arranged and placed as `load` leaves them."""
+    """The shapes of both models' weights, arranged and sharded as `load` does it."""
     target = _cast(jax.eval_shape(lambda: init_target(jax.random.key(0), job.target)))
     drafter = _cast(jax.eval_shape(lambda: _drafter_weights(job)))
     params = jax.eval_shape(
@@ -66,12 +66,12 @@ def params_of(job: CompileJob, mesh: Mesh) -> Params:
 
 
 def _mesh_or_none(mesh: Mesh) -> Mesh | None:
-    """What `load` is given: no mesh for one device."""
+    """The mesh as `load` takes it: None for one device."""
     return None if mesh.size == 1 else mesh
 
 
 def _drafter_weights(job: CompileJob) -> Any:
-    """Those of a loaded drafter, with the rows of the head that `draft_vocab.attach` copies."""
+    """The weights of a loaded drafter, with the rows of the head that `draft_vocab.attach` copies."""
     weights = init_drafter(jax.random.key(0), job.drafter)
     num = job.drafter.reduced_vocab_size
     if num is None:
@@ -80,7 +80,7 @@ def _drafter_weights(job: CompileJob) -> Any:
 
 
 def _cast(tree: Any) -> Any:
-    """The same shapes with their floats as weights are held."""
+    """The same shapes with DTYPE in place of float32."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, DTYPE if x.dtype == jnp.float32 else x.dtype), tree)
 
 
@@ -92,13 +92,13 @@ class Program:
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     held: dict[str, Any]
-    """What lies on the devices while it runs, by what it is: "target", "drafter", "caches", "state", "batch"."""
+    """The arrays on the devices while it runs, by name: "target", "drafter", "caches", "state", "batch"."""
 
     def lower(self, platform: str, by_name: str | None = None) -> jax.stages.Lowered:
         """The program traced for a platform ("gpu", "tpu") and lowered for the devices of its mesh.
 
         Args:
-          by_name: lowered for this platform of jax ("cuda", "tpu") instead, whatever the devices are.
+          by_name: lower for this platform of jax ("cuda", "tpu") instead, whatever the devices are.
         """
         with native.compiled_for(platform):
             traced = self.function.trace(*self.arguments, **self.options)
@@ -106,7 +106,7 @@ class Program:
 
 
 def make_program(job: CompileJob, what: str, mesh: Mesh, platform: str) -> Program:
-    """A program of PROGRAMS; tracing it for another platform than this one is another program."""
+    """A program of PROGRAMS, made for one platform. Other platforms have other programs."""
     with native.compiled_for(platform):
         return _training_step(job, mesh) if what == TRAIN else _of_decode(job, what, mesh)
 

@@ -1,7 +1,7 @@
-"""Compiles the programs of a job, counts what the compiler made of them, and says what it means.
+"""Compiles the programs of a job, counts kernels, bytes and transfers in the result, and prints the table.
 
-Every figure but the estimate is the compiler's; the estimate names what it assumes. Read first: `programs.py` and
-`hlo.py`.
+Every figure except the estimate comes from the compiler's output. The record states the assumptions of the estimate.
+Read first: `programs.py` and `hlo.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hsd_jax.request import CAPACITY_UNIT, rows_bucket
 from hsd_jax.train.loop import LoopConfig
 
 COLLECTIVE_SECONDS = {"gpu": 1e-5, "tpu": 2e-6}
-"""What a transfer between devices is assumed to cost besides its bytes."""
+"""The assumed cost of a transfer between devices, in addition to its bytes."""
 PREALLOCATED = 0.75
-"""Of a GPU's memory, what jax takes where XLA_PYTHON_CLIENT_MEM_FRACTION says nothing else."""
+"""The share of a GPU's memory that jax takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 LARGE = 2**20
-"""Bytes of a result that is worth naming if it is only moved."""
+"""Smallest result, in bytes, that the report counts as a large move."""
 
 
 def compile_job(
@@ -52,13 +52,13 @@ def compile_job(
     what: Sequence[str] = PROGRAMS,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compiles the programs of a job and counts what came out, as a JSON-ready record.
+    """Compiles the programs of a job and counts what they do. The record can be written as JSON.
 
     Args:
       what: some of PROGRAMS.
-      report: takes a line of progress.
+      report: called with each line of progress.
     Raises:
-      ValueError: if a compiler is missing, or weights and caches alone are more than a device holds.
+      ValueError: if a compiler is missing, or if weights and caches alone exceed a device's memory.
     """
     mesh, platform = make_mesh(devices, mesh_sizes), devices.kind.platform
     jobs = {name: programs.make_program(job, name, mesh, platform) for name in what}
@@ -87,7 +87,7 @@ def compile_job(
 
 
 def check_memory(name: str, program: Program, devices: Devices) -> None:
-    """Raises a ValueError if what a program holds is more than a device has, before anything is compiled."""
+    """Raises a ValueError if the arrays of a program exceed a device's memory. Compiles nothing."""
     sizes = {part: bytes_on_device(tree) for part, tree in program.held.items()}
     total, memory = sum(sizes.values()), devices.kind.memory
     if total > memory:
@@ -99,7 +99,7 @@ def check_memory(name: str, program: Program, devices: Devices) -> None:
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Of placed shapes, what one device holds."""
+    """Bytes that one device holds of some arrays, given by their shapes and shardings."""
 
     def one(leaf: Any) -> int:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -121,7 +121,7 @@ def _compiled(
         return {"fits": False, "argument_bytes": held, "why": str(error).partition("\n")[0]}
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None and text is not None, "the compilers for accelerators say both"
+    assert memory is not None and text is not None, "the compilers for accelerators give both"
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     module = hlo.parse(text)
@@ -145,7 +145,7 @@ def _compiled(
 
 
 def cache_shapes(program: Program) -> list[hlo.CacheShape]:
-    """The kinds of key and value caches that a program works on."""
+    """The shapes of the key and value caches of a program."""
     held = program.held.get("caches")
     buffers = [leaf for axes, leaf in zip(axes_of(held), jax.tree.leaves(held), strict=True) if axes == CACHE]
     shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in buffers}
@@ -155,7 +155,7 @@ def cache_shapes(program: Program) -> list[hlo.CacheShape]:
 def counted(
     module: hlo.Module, body: str, caches: Sequence[hlo.CacheShape], mesh_sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """What runs in a computation of a module: docs/accelerators.md says how each figure is counted."""
+    """Counts what runs in a computation of a module. docs/accelerators.md describes how each figure is counted."""
     work = hlo.work_of(module, body)
     opcodes = collections.Counter(x.instruction.opcode for x in work)
     around = [x for x in hlo.work_of(module, module.entry) if x.computation == module.entry != body]
@@ -188,10 +188,10 @@ def _by_kind(found: Sequence[transfers.Collective]) -> dict[str, Any]:
 def _estimate(
     job: CompileJob, name: str, program: Program, record: dict[str, Any], devices: Devices, mesh_sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """What a round must read, and how long it should take: no measurement."""
+    """The bytes that a round must read, and an estimate of its time. Nothing is measured."""
     target = dict(program.held["target"])
-    unread = [] if job.target.tie_embeddings else ["embedding"]  # of which a few rows are gathered
-    if name == PREFILL:  # nobody reads its logits
+    unread = [] if job.target.tie_embeddings else ["embedding"]  # only a few of its rows are read
+    if name == PREFILL:  # its logits are not used
         unread = ["embedding", "head"]
     weights = sum(bytes_on_device(part) for key, part in target.items() if key not in unread)
     drafter = 0 if program.held["drafter"] is None else bytes_on_device(program.held["drafter"])
@@ -205,7 +205,7 @@ def _estimate(
     must = weights + drafter + used + bytes_on_device(drafter_state)
     rows = job.batch // mesh_sizes["data"] * {PREFILL: min(CHUNK, job.slots), PLAIN: 1}.get(name, job.tree.nodes)
     kind = devices.kind
-    rates = dataclasses.replace(  # what an operation costs besides is that of the platform
+    rates = dataclasses.replace(  # the fixed cost of an operation is the platform's
         DEVICE_RATES[kind.platform], bytes_per_second=kind.bytes_per_second, flops_per_second=kind.flops_per_second
     )
     num_transfers = sum(kind["count"] for kind in record["collectives"].values())
@@ -227,14 +227,14 @@ def make_job(
     mesh_sizes: dict[str, int],
     revision: str | None = None,
 ) -> CompileJob:
-    """What is to be compiled, from the names of a command.
+    """The job of a command line.
 
     Args:
       target, revision: as in `read_target`.
       drafter: a folder with a `drafter_config.json`; None: `random_models.usual_drafter`.
-      tree: None: the default one of the drafter in the folder, or a chain of 8.
-      batch: rows of a call; the program has as many as `decode` pads them to.
-      context: slots of the caches, rounded up as those of `decode` are.
+      tree: None: the default tree of the drafter in the folder, or a chain of 8 nodes.
+      batch: rows of a call. The program has the number of rows to which `decode` pads them.
+      context: slots of the caches, rounded up as `decode` does.
     Raises:
       ValueError, FileNotFoundError: naming the wrong value, before anything is traced.
     """
@@ -246,7 +246,7 @@ def make_job(
         drafter_config = read_drafter_config(path_of(drafter))
         check_drafter(drafter_config, DraftedFor(config, drafter_config.target_hash, None))
         tree = tree or default_tree(drafter_config)
-    make_drafter(config, drafter_config, tree, DTYPE, RULES["match"].scheme)  # refuses trees that it cannot draft
+    make_drafter(config, drafter_config, tree, DTYPE, RULES["match"].scheme)  # raises if it cannot draft the tree
     rows, parts = mesh_sizes["data"] * mesh_sizes.get(FSDP, 1), mesh_sizes["model"]
     if batch % rows:
         raise ValueError(f"batch={batch}: must be a multiple of the {rows} devices that share rows")
@@ -260,21 +260,23 @@ def make_job(
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Prints the record of `compile_job` as a table, and what its words mean."""
+    """Prints the record of `compile_job` as a table, with an explanation of its figures."""
     console, found = make_console(), record["programs"]
     mesh = ", ".join(f"{axis}={size}" for axis, size in record["mesh"].items())
     title = f"{record['target']} on {record['device']} ({mesh}), {record['batch']} rows, {record['slots']} slots"
-    table = make_table(f"{title}, trees of {record['tree']}", 1, "a device", *found)
+    table = make_table(f"{title}, trees of {record['tree']}", 1, "per device", *found)
     for name, cell in ROWS.items():
         values = [cell(program) if "kernels" in program or name == "fits" else "" for program in found.values()]
         table.add_row(name, *values)
     console.print(table)
     assumed = record["assumed"]
     console.print(
-        "kernels: fusions, custom calls and copies in the loop's body, the longer branch of a conditional; in brackets"
-        " launches, inner loops counted as often as they are known to go round. The estimate is no measurement: it"
-        f" assumes {assumed['bytes_per_second'] / 1e12:.2f} TB/s, {assumed['flops_per_second'] / 1e12:.0f} TFLOP/s,"
-        f" {assumed['kernel_seconds'] * 1e6:g} us a launch and {assumed['collective_seconds'] * 1e6:g} us a transfer."
+        "kernels: fusions, custom calls and copies in the loop's body; of a conditional, the longer branch. Launches,"
+        " in brackets, count the kernels of an inner loop once per iteration, if their number is known. The estimate is"
+        f" not measured: it assumes {assumed['bytes_per_second'] / 1e12:.2f} TB/s,"
+        f" {assumed['flops_per_second'] / 1e12:.0f} TFLOP/s,"
+        f" {assumed['kernel_seconds'] * 1e6:g} us per launch and"
+        f" {assumed['collective_seconds'] * 1e6:g} us per transfer."
     )
 
 
@@ -323,4 +325,4 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compile seconds": lambda p: f"{p['compile_seconds']:.1f}",
     "estimate": _expected,
 }
-"""The lines of the table, and what each says of a program."""
+"""The lines of the table: the name of each and the function that makes its cell of a program's record."""

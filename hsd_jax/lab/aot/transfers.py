@@ -1,4 +1,4 @@
-"""Collectives in an optimised HLO module: how many, how large, over which axes of the mesh.
+"""Finds the collectives of an optimised HLO module, with their number, their size and their axes of the mesh.
 
 Read next: `report.py`.
 """
@@ -23,9 +23,9 @@ class Collective:
 
     kind: str
     axis: str
-    """The mesh axes it goes over, as "model" or "data,model"; "?" if its groups are none of the mesh."""
+    """Its mesh axes, such as "model" or "data,model"; "?" if its groups belong to no axes."""
     num_bytes: int
-    """Of its result on one device."""
+    """Bytes of its result on one device."""
     times: int
     shape: str
     origin: str
@@ -35,7 +35,7 @@ def collectives(work: Sequence[Work], mesh: dict[str, int]) -> list[Collective]:
     """The transfers of a round.
 
     Args:
-      mesh: sizes of its axes, the last of which counts fastest.
+      mesh: sizes of its axes. The last axis varies fastest in the device numbers.
     """
     found = []
     for one in work:
@@ -43,7 +43,7 @@ def collectives(work: Sequence[Work], mesh: dict[str, int]) -> list[Collective]:
         kind = x.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
-        # A start gives what it was given, too.
+        # The result of a start also holds its operands.
         results = x.shapes[len(x.shapes) // 2 :] if x.opcode == "all-gather-start" else x.shapes
         if x.opcode == "collective-permute-start":
             results = x.shapes[1:2]
@@ -54,7 +54,7 @@ def collectives(work: Sequence[Work], mesh: dict[str, int]) -> list[Collective]:
 
 
 def _axis(attributes: str, mesh: dict[str, int]) -> str:
-    """The axes of the mesh over which the groups of a collective go."""
+    """The mesh axes over which the groups of a collective extend."""
     groups = _groups(attributes, math.prod(mesh.values()))
     if groups is None:
         return "?"
@@ -72,7 +72,7 @@ def _axis(attributes: str, mesh: dict[str, int]) -> str:
 
 
 def _groups(attributes: str, num_devices: int) -> set[frozenset[int]] | None:
-    """The devices that take part together, from any of the three ways to write them."""
+    """The groups of devices of a collective, from any of the forms in which HLO writes them."""
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     if pairs:
         return _joined([set(map(int, p.split(","))) for p in re.findall(r"\{(\d+,\d+)\}", pairs.group(1))])
@@ -98,7 +98,7 @@ def _groups(attributes: str, num_devices: int) -> set[frozenset[int]] | None:
 
 
 def _joined(pairs: list[set[int]]) -> set[frozenset[int]]:
-    """Pairs that share a device, as groups."""
+    """The groups of pairs that share a device."""
     groups: list[set[int]] = []
     for pair in pairs:
         near = [group for group in groups if group & pair]

@@ -1,1 +1,2 @@
-"""Measuring: modes timed in turns, rounds taken apart, ways to decode compared, the fastest found."""
+"""Benchmarks: they time modes in turns, divide rounds into stages, and compare ways to decode. Start with
+`methods.py`."""

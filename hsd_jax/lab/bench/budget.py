@@ -1,7 +1,7 @@
 """The protocol of RSD: chains and trees at equal numbers of draft tokens, and at equal lengths (arXiv:2402.14160).
 
-Every method drafts as many tokens a round, the root not counted, and decodes the same prompts, interleaved with plain
-decoding (`experiment.py`). A second pass, round by round and not timed, counts which sibling was accepted.
+Every method drafts the same number of tokens per round, without the root. All decode the same prompts, interleaved with
+plain decoding (`experiment.py`). A second decode, round by round and not timed, counts which siblings were accepted.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hsd_jax.request import Speculation, rule_and_scheme
 from hsd_jax.session import prepare
 
 BUDGETS, LENGTHS = (6, 10, 14, 21, 30), (2, 3, 4, 5)
-"""Draft tokens a round, and tokens of the longest path, of the paper."""
+"""The paper's draft tokens per round, and tokens of the longest path."""
 MOST_CHILDREN = 4
-"""Of a node of an RSD-C or SpecInfer tree."""
+"""Most children of a node of an RSD-C or SpecInfer tree."""
 BRANCHING, BEAM, CHAIN = "branching", "beam", "chain"
 METHODS = {
     "SD": (CHAIN, "recursive", "without_replacement"),
@@ -47,10 +47,11 @@ METHODS = {
 
 
 def branching_of(budget: int, deepest: int) -> tuple[int, ...]:
-    """Children by level, at most as many as in the level above: the vector that uses most of the budget.
+    """The branching that uses most of the budget, with at most as many children at each level as at the level above.
 
-    Of equals the one of the fewest children, then the shallowest, then that which parts later: (2, 2), (2, 2, 1),
-    (2, 2, 2), (3, 2, 2) and (2, 2, 2, 2) for the paper's 6, 10, 14, 21 and 30 tokens.
+    On a tie the one with the fewest children of the root is taken, then the shallowest, then the one that branches
+    later. For the paper's 6, 10, 14, 21 and 30 tokens this gives (2, 2), (2, 2, 1), (2, 2, 2), (3, 2, 2) and (2, 2, 2,
+    2).
     """
 
     def grow(vector: tuple[int, ...], level: int, used: int) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -68,12 +69,14 @@ def branching_of(budget: int, deepest: int) -> tuple[int, ...]:
 
 
 def branching_of_length(length: int) -> tuple[int, ...]:
-    """Two children at the first three levels, then one: 6, 14, 22 and 30 tokens for lengths 2 to 5."""
+    """A branching of two at the first three levels, then one: 6, 14, 22 and 30 tokens for lengths 2 to 5."""
     return tuple(2 if level < 3 else 1 for level in range(length))
 
 
 def beam_of(budget: int, deepest: int, length: int | None = None) -> TreeConfig:
-    """W x L tokens, as nearly a square as they divide, with L the larger: 2x3, 2x5, 2x7, 3x7 and 5x6 for the paper's.
+    """A tree of W x L tokens, as close to a square as the budget allows, with L >= W.
+
+    For the paper's budgets W x L is 2x3, 2x5, 2x7, 3x7 and 5x6.
 
     Args:
       length: L, if it is given.
@@ -86,20 +89,20 @@ def beam_of(budget: int, deepest: int, length: int | None = None) -> TreeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """Which methods are measured; a mode of both lists is measured once."""
+    """The methods that are measured. A method that belongs to two groups is measured once."""
 
     methods: Methods
     groups: dict[str, list[str]]
-    """The modes of "6 draft tokens", of "length 2", and so on."""
+    """The names of the methods of "6 draft tokens", of "length 2", and so on."""
 
 
 def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, config: Any) -> Protocol:
-    """All METHODS at every budget and at every length; those of the paper where neither is given.
+    """All METHODS at every budget and at every length. If neither is given, the paper's values are used.
 
     Args:
-      config: of the drafter. A chain of more tokens than the longest it is asked for is cut to that.
+      config: configuration of the drafter. A chain is cut to the drafter's largest depth.
     Raises:
-      ValueError: for a budget or a length that no tree of this drafter has, or that is there twice.
+      ValueError: if no tree of this drafter has a budget or a length, or if a value occurs twice.
     """
     deepest = method_of(config).planning.max_depth(config)
     if not budgets and not lengths:
@@ -131,21 +134,21 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
 
 
 NOTE = (
-    "draft tokens: a round, the root not counted; tau: block efficiency, tokens a target pass; MBSU: tau / (L rho + 1),"
-    " L the depth; by depth: accepted where all before were; by sibling: accepted where it was tried, by rank"
+    "draft tokens: per round, without the root; tau: block efficiency, tokens per target pass; MBSU: tau / (L rho + 1),"
+    " L is the depth; by depth: acceptance if all before were accepted; by sibling: acceptance if tried, by rank"
 )
 
 
 def run(experiment: Experiment, groups: dict[str, list[str]], path: Path) -> dict[str, Any]:
-    """The record of an experiment of a protocol's methods, with what the protocol asks for in every row of a method.
+    """Runs an experiment with a protocol's methods and returns the record, with the protocol's figures in every row.
 
-    `draft_tokens`; `mbsu`, memory-bound speedup: tau / (L rho + 1), L the depth of the tree and `rho` the parameters of
-    the drafter, as they are held, over those of the target: a pass of the drafter for each level is what it charges;
-    and `siblings`, see `count_siblings`.
+    The figures are `draft_tokens`, `mbsu` and `siblings` (see `count_siblings`). `mbsu`, memory-bound speed-up, is tau
+    / (L rho + 1), where L is the depth of the tree and `rho` the drafter's parameters in memory divided by the
+    target's. It charges one pass of the drafter for each level.
 
     Args:
-      groups: of the protocol.
-      path: gets the record as far as it is.
+      groups: the groups of the protocol.
+      path: the record is written there during the run.
     """
     record = experiment.run(path)
     record["groups"] = groups
@@ -170,7 +173,7 @@ def _counts_of(row: dict[str, Any], counts: dict[tuple[str, float], np.ndarray])
 def siblings_by_setting(
     mode: Mode, tasks: Mapping[str, Sequence[BenchPrompt]], temperatures: Sequence[float], work: Workload
 ) -> dict[tuple[str, float], np.ndarray]:
-    """`count_siblings` over the prompts of every task, decoded once more round by round by one compiled program."""
+    """`count_siblings` over the prompts of every task, which one compiled program decodes again round by round."""
     params, rule = mode.params, make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
     how, watched, found = Speculation(mode.tree, mode.accept, mode.draw, tuned=False), None, {}
     for (task, prompts), temperature in itertools.product(tasks.items(), temperatures):
@@ -186,9 +189,9 @@ def siblings_by_setting(
 
 
 def count_siblings(rounds: Sequence[Round], depth: int, width: int) -> np.ndarray:
-    """How often the r-th valid child of a node at depth d was tried, and accepted: [2, depth, width], whole numbers.
+    """How often the r-th valid child of a node at depth d was tried and accepted: [2, depth, width], whole numbers.
 
-    A child is tried where the round came to its parent and refused its elder siblings.
+    A child is tried if its parent was accepted and the siblings before it were rejected.
     """
     counts = np.zeros((2, depth, width), int)
     for one in rounds:

@@ -1,6 +1,6 @@
-"""A pair of models on the demo's prompts: each answer streamed plainly, then speculatively, and how long both took.
+"""Runs a pair of models on the demo's prompts: streams each answer plainly and then speculatively, and times both.
 
-Read next: `experiment.py`, the thorough one.
+Read next: `experiment.py`, which measures thoroughly.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Answer(NamedTuple):
     tokens: list[int]
     stats: api.Stats
     whole_seconds: float
-    """From the call to the last piece, prompt included."""
+    """Seconds from the call to the last piece, prefill included."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second, prefill excluded."""
+        """Tokens per second, prefill excluded."""
         return len(self.tokens) / self.stats.decode_seconds
 
 
 def answer_prompt(params, prompt, settings: dict[str, Any], repeats: int, is_first: bool) -> dict[str, Any]:
-    """Streams the answers to one prompt, for `repeats` above 1 again unseen; before the first prompt all is compiled.
+    """Streams the answers to one prompt. Further repeats are not shown. Before the first prompt everything is compiled.
 
-    Sampled text is made under `match`, so that it can be compared with that of plain decoding.
+    Sampled text is decoded under `match`, so that it can be compared with that of plain decoding.
     """
     given = prompt.tokens(params.tokenizer)
     settings = settings | {"accept": "match"}
@@ -67,7 +67,7 @@ def answer_prompt(params, prompt, settings: dict[str, Any], repeats: int, is_fir
 
 
 def _streamed(params, given: list[int], speculate: bool, settings: dict[str, Any], color: int | None) -> Answer:
-    """Decodes one prompt in pieces; shown as they come in this color, None: not at all."""
+    """Decodes one prompt in pieces, which are printed in this color; None: they are not printed."""
     tokens, start = [], time.perf_counter()
     pieces = api.stream(params, given, speculate=speculate, **settings)
     while True:
@@ -86,7 +86,7 @@ def _styled(code: int, text: str) -> str:
 
 
 def total(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """tau over all tokens; medians over the prompts of the speeds."""
+    """tau over all tokens, and medians of the speeds over the prompts."""
     medians = {key: statistics.median(row[key] for row in rows) for key in ("plain", "speculative", "speedup")}
     tau = sum(r["num_tokens"] for r in rows) / max(sum(r["num_target_passes"] for r in rows), 1)
     return {"name": "all (medians)", "identical": all(r["identical"] for r in rows), "tau": tau, **medians}

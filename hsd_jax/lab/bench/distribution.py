@@ -1,9 +1,9 @@
-"""Is text that a rule draws anew distributed as the target's? By chi-square, on texts of any length.
+"""Tests by chi-square whether the text of a rule has the target's distribution, on texts of any length.
 
-Every token is asked for its place in the target's own distribution after the text before it: the mass of all tokens
-that are likelier, and a random part of its own. If texts follow the target these places are uniform on [0, 1], each
-whatever the others are (Rosenblatt 1952), so one test pools all prompts, positions and tokens. A rule that accepts too
-many of a drafter's guesses puts too much mass on likely tokens.
+For every token it computes the token's quantile in the target's own distribution after the text before it: the mass of
+all likelier tokens plus a random part of the token's own mass. If texts follow the target, these quantiles are
+independent and uniform on [0, 1] (Rosenblatt 1952). So one test pools all prompts, positions and tokens. A rule that
+accepts too many of a drafter's guesses puts too much mass on likely tokens.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from hsd_jax.types import SamplingParams, Weights
 
 BINS = 20
 SHORTEST = 128
-"""Tokens of the shortest rows that the target reads again: few programs for many texts."""
+"""Tokens of the shortest rows that the target reads again. It keeps the number of programs small."""
 
 
 class GoodnessOfFit(NamedTuple):
-    """What the places of so many tokens say."""
+    """The result of the test for a number of tokens."""
 
     tokens: int
     chi_square: float
-    """With BINS - 1 degrees of freedom."""
+    """The chi-square, which has BINS - 1 degrees of freedom."""
     p_value: float
-    """How often texts of the target would have so large a chi-square."""
+    """The probability that texts of the target have at least this chi-square."""
 
 
 @jax.jit
 def places(
     logits: Float[Array, "B V"], tokens: Int[Array, "B"], coins: Float[Array, "B"], sampling: SamplingParams
 ) -> Float[Array, "B"]:
-    """The place of each token in the target's distribution; 2 of a token that has no mass there."""
+    """The quantile of each token in the target's distribution; 2 for a token without mass there."""
     logp = target_distribution(logits[None], sampling)[0]
     own = jnp.take_along_axis(logp, tokens[:, None], 1)
     likelier = jnp.sum(jnp.where(logp > own, jnp.exp(logp), 0.0), 1)
@@ -62,8 +62,11 @@ def _places_of(
     sampling: SamplingParams,
     use_native: bool,
 ) -> Float[Array, "T"]:
-    """The places of all tokens of a text but the first, by one pass over it, which with the CPU kernels has the bits of
-    the decode: at the edge of a filter another rounding is another answer."""
+    """The quantiles of all tokens of a text except the first, from one pass over it.
+
+    With the CPU kernels the pass has the same bits as the decode. This matters at the edge of a filter, where another
+    rounding gives another result.
+    """
     num = len(coins)
     dtype = cache_lib.fastest_dtype(weights["embedding"].dtype)
     cache = cache_lib.cache_of(config, 1, num, dtype)
@@ -75,11 +78,11 @@ def _places_of(
 def goodness_of_fit(
     params, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], settings: dict, seed: int = 0
 ) -> GoodnessOfFit:
-    """The chi-square of the places of all tokens of `texts`, each decoded behind its prompt under `settings`.
+    """The chi-square of the quantiles of all tokens of `texts`, each decoded after its prompt with `settings`.
 
     Args:
       settings: the arguments temperature, top_k and top_p of `decode`.
-      seed: of the random parts of tokens' own mass.
+      seed: seed of the random parts of the tokens' own mass.
     """
     generator = np.random.default_rng(seed)
     sampling = sampling_of_row(settings["temperature"], settings.get("top_k"), settings.get("top_p"))
@@ -96,7 +99,7 @@ def goodness_of_fit(
 
 
 def chi_square_test(found: np.ndarray) -> GoodnessOfFit:
-    """The test of places in BINS bins of equal mass; a token that the target cannot say settles it."""
+    """The test of quantiles in BINS bins of equal mass. A token that the target cannot emit gives a p-value of 0."""
     counts = np.histogram(found, BINS, (0.0, 1.0))[0]
     wanted = len(found) / BINS
     chi_square = float(((counts - wanted) ** 2 / wanted).sum())

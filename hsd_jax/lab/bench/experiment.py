@@ -1,8 +1,8 @@
-"""An experiment: methods that decode the same prompts in turns with plain decoding, in every setting.
+"""An experiment: methods decode the same prompts in turns with plain decoding, in every setting.
 
-All that `hsd bench` times is one of these; its commands differ in methods, prompts and what they show. Speeds are
-medians over the repeats; the interval of a ratio is over prompts. With few batches it is the range over
-the repeats: that of five repeats holds the median with 94 %. Read first: `methods.py`; next: `report.py`.
+Most commands of `hsd bench` run an experiment. They differ in methods, prompts and printed columns. Speeds are medians
+over the repeats. The interval of a ratio is over batches of prompts. With few batches it is the range over the repeats;
+the range of five repeats holds the median with probability 94 %. Read first: `methods.py`; next: `report.py`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hsd_jax.params import Params
 from hsd_jax.planning.measure import Mode, Runs, call_record, fastest, mode_record, speedup, time_modes
 
 FEWEST_ROWS = 6
-"""Prompts of each setting of `over_contexts`: so many batches of a few rows, or one."""
+"""Prompts of each setting of `over_contexts`, in batches; a larger batch is decoded once."""
 ALL = "all"
-"""The task that holds all others."""
+"""The name of the task that pools all others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where the methods are compared."""
+    """One setting in which the methods are compared."""
 
     task: str
     temperature: float
@@ -45,16 +45,16 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """In words."""
+        """The setting in words."""
         return f"{self.task}, temperature {self.temperature:g}, batch {self.batch}"
 
 
 @contextlib.contextmanager
 def alone_in(out: Path, **settings: Sequence[Any]) -> Iterator[None]:
-    """Keeps the folder of --out for this run, after a look at lists of settings that must name each value once.
+    """Locks the folder of --out for this run, after a check that no list of `settings` has a value twice.
 
     Raises:
-      ValueError, OSError: if it cannot be made, another process writes to it, or a value is there twice.
+      ValueError, OSError: if the folder cannot be made, if another process writes to it, or if a value occurs twice.
     """
     for name, values in settings.items():
         if len(set(values)) < len(values):
@@ -64,13 +64,13 @@ def alone_in(out: Path, **settings: Sequence[Any]) -> Iterator[None]:
 
 
 def status(record: dict[str, Any]) -> int:
-    """1 if a text differs from plain decoding where none may: under match, where the same text is promised."""
+    """The exit status: 1 if a text under match differs from plain decoding although the same text is promised."""
     wrong = [row for row in record["rows"] if row.get("accept") == "match" and row["differing_prompts"]]
     return 1 if wrong and record["is_promised"] else 0
 
 
 def read_tasks(work: Workload, params) -> dict[str, list[BenchPrompt]]:
-    """The prompts of every task, TASK=FILE each, short enough for `max_len`."""
+    """The prompts of every task, each given as TASK=FILE, that are short enough for `max_len`."""
     if not work.prompts:
         return {"demo": work.read(params, None)}
     tasks = {}
@@ -85,49 +85,47 @@ def read_tasks(work: Workload, params) -> dict[str, list[BenchPrompt]]:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What is measured. Settings are the product of tasks, temperatures and batches."""
+    """The methods, prompts and settings to measure. Settings are the product of tasks, temperatures and batches."""
 
     work: Workload
     modes: Sequence[Mode]
-    """Plain decoding, PLAIN, is the first; other plain loops may follow."""
+    """The first is plain decoding, PLAIN. Other plain loops may follow."""
     tasks: Mapping[str, Sequence[BenchPrompt]]
     temperatures: Sequence[float]
     batches: Sequence[int] = (1,)
     methods: Mapping[str, MethodOptions] = dataclasses.field(default_factory=dict)
-    """Of which the modes were made, for the record."""
+    """The methods of which the modes were made, for the record."""
     references: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The method that another one is also divided by."""
+    """For each method, the other method by which its speed is also divided."""
     most_prompts: int | None = None
-    """So many prompts of a task are decoded, or one batch; None: all full batches."""
+    """Most prompts of a task that are decoded, but at least one batch; None: all full batches."""
     warms_all: bool = True
     """As in `time_modes`."""
     with_stages: bool = False
-    """Whether the stages of a round are timed, too."""
+    """Whether the stages of a round are also timed."""
 
     @property
     def settings(self) -> list[Setting]:
-        """In the order in which they are measured."""
+        """All settings, in the order in which they are measured."""
         return [Setting(task, t, b) for t in self.temperatures for b in self.batches for task in self.tasks]
 
     def prompts(self, setting: Setting) -> Sequence[BenchPrompt]:
-        """Full batches of the task."""
+        """The prompts of the setting's task that fill batches."""
         found = self.tasks[setting.task]
         num = len(found) if self.most_prompts is None else min(len(found), max(setting.batch, self.most_prompts))
         return found[: num // setting.batch * setting.batch]
 
     def run(self, path: Path | None = None) -> dict[str, Any]:
-        """Measures every setting and returns the whole record; `rows` are its figures, one a setting and method.
+        """Measures every setting and returns the record. Its `rows` have one row of figures per setting and method.
 
         Args:
-          path: gets the record after each setting, so that a run that breaks off leaves what it has measured.
+          path: the record is written there after each setting, so that an interrupted run keeps its figures.
         Raises:
           ValueError: if a batch is larger than a task.
         """
         fewest = min(map(len, self.tasks.values()))
         if max(self.batches) > fewest:
-            raise ValueError(
-                f"--batch {max(self.batches)}: a task has {fewest} prompts; allowed are batches that these fill"
-            )
+            raise ValueError(f"--batch {max(self.batches)}: a task has {fewest} prompts, which must fill a batch")
         record, runs, settings = self._head(), {}, self.settings
         passes = self.work.repeats + self.warms_all
         left = _Left(sum(len(self.prompts(s)) // s.batch * passes for s in settings), self.warms_all)
@@ -151,7 +149,7 @@ class Experiment:
         return record
 
     def _head(self) -> dict[str, Any]:
-        """The record before anything is measured."""
+        """The record before the first setting is measured."""
         params, work = self.modes[0].params, self.work
         lengths = {task: sorted(len(p.tokens(params.tokenizer)) for p in found) for task, found in self.tasks.items()}
         return {
@@ -177,7 +175,7 @@ class Experiment:
             "half": work.half,
             "references": dict(self.references),
             "methods": {name: method.changes for name, method in self.methods.items()},
-            "kind_of_figures": "measured; prefill excluded unless whole calls are named; end tokens "
+            "kind_of_figures": "measured; prefill excluded, except from figures of whole calls; end tokens "
             + ("honoured" if self.modes[0].eos is None else "ignored"),
             "rows": [],
         }
@@ -196,7 +194,7 @@ class Experiment:
         )
 
     def _rows(self, setting: Setting, runs: Runs) -> list[dict[str, Any]]:
-        """The rows of a setting, with what is counted prompt by prompt, or measured apart."""
+        """The rows of a setting, with the figures of each prompt and the figures that are measured separately."""
         params, prompts, work = self.modes[0].params, self.prompts(setting), self.work
         rows = result_rows(setting, self.modes, runs, self.references)
         given = [prompt.tokens(params.tokenizer) for prompt in self.tasks[setting.task]]
@@ -210,7 +208,7 @@ class Experiment:
             if self.with_stages and mode.tree is not None and mode.reuse == "none" and mode.lossy is None:
                 say(f"timing the stages of tree {mode.tree.name}")
                 row["stages"] = profile_mode(mode, given[0], work.max_new_tokens, setting.temperature).record()
-        if any(mode.lossy for mode in self.modes):  # speed alone says nothing of texts that are not the target's
+        if any(mode.lossy for mode in self.modes):  # a lossy text may be worse, so its speed alone is not enough
             for row in rows:
                 row["task_score"] = task_score(params, prompts, runs.texts(row["method"]))
         return rows
@@ -226,17 +224,17 @@ def over_contexts(
     contexts: Sequence[int],
     temperatures: Sequence[float],
 ) -> Experiment:
-    """Trees, or what `decode` chooses, against plain decoding, over batches, lengths of prompts and temperatures.
+    """The experiment of trees, or of what `decode` chooses, over batches, lengths of prompts and temperatures.
 
-    No text ends before the others of its batch.
+    End tokens are ignored, so all texts of a batch end together.
 
     Args:
-      found: the prompts that are joined, or cut, to these lengths.
-      trees: verified whole in every round; None: neither tree nor rule is chosen by hand.
+      found: the prompts that are joined or cut to these lengths.
+      trees: every round verifies all nodes of its tree; None: `decode` chooses.
       tuned: as `decode` takes it.
-      contexts: in tokens.
+      contexts: lengths of prompts in tokens.
     Raises:
-      ValueError: if prompt and answer have no room together.
+      ValueError: if prompt and answer together exceed `max_len`.
     """
     if max(contexts) + work.max_new_tokens > params.max_len:
         raise ValueError(
@@ -255,11 +253,11 @@ def over_contexts(
 
 
 class _Left:
-    """Says how far a run of many settings is, and about how long the rest will take.
+    """Reports the progress of a run over many settings, and about how long the rest will take.
 
     Args:
-      num: batches of prompts, those that warm up too where all do.
-      warms_all: whether all do; what few warm up for does not count.
+      num: batches of prompts, including those of the warm-up if all prompts warm up.
+      warms_all: whether all prompts warm up. If only some do, their batches are not counted.
     """
 
     def __init__(self, num: int, warms_all: bool) -> None:
@@ -267,7 +265,7 @@ class _Left:
         self.warms_all = warms_all
 
     def progress(self, what: str, done: int, num: int) -> None:
-        """A line every ten batches."""
+        """Prints a line every ten batches."""
         if done % 10 == 0:
             seconds = (time.perf_counter() - self.start) * (self.num - self.done) / max(self.done, 1)
             left = f", about {max(seconds, 60) / 60:.0f} min left" if self.done >= 10 else ""
@@ -281,8 +279,8 @@ def result_rows(
 ) -> list[dict[str, Any]]:
     """The figures of every mode in a setting.
 
-    `over_plain` is against the fastest plain loop of the same dtype, `over_plain_whole` the same with prefill,
-    `over_fastest_plain` against the fastest of any dtype where several are timed.
+    `over_plain` is the ratio to the fastest plain loop of the same dtype. `over_plain_whole` is the same ratio with
+    prefill. `over_fastest_plain` is the ratio to the fastest plain loop of any dtype, if several are timed.
     """
     plain, rows = [mode for mode in modes if mode.is_plain], []
     for mode in modes:
@@ -300,13 +298,13 @@ def result_rows(
 
 
 def differences(name: str, runs: Runs, prompts: Sequence[BenchPrompt]) -> list[dict[str, Any]]:
-    """The prompts whose text parts from plain decoding, and at which token."""
+    """The prompts whose text differs from plain decoding, and the first token that differs."""
     parted = zip(prompts, map(first_difference, runs.texts(name), runs.texts(PLAIN)), strict=True)
     return [{"name": prompt.name, "index": index} for prompt, index in parted if index is not None]
 
 
 def pooled(runs: Sequence[Runs]) -> Runs:
-    """The batches of all tasks, as if they were one."""
+    """The runs of all tasks, pooled into one."""
     names = runs[0].results
     repeats = range(len(next(iter(runs[0].seconds.values()))))
 

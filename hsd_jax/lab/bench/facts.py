@@ -1,4 +1,4 @@
-"""What is in a checkpoint or drafter folder. All weights are read and checked."""
+"""Describes the contents of a checkpoint or a drafter's folder. All weights are read and checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hsd_jax.params import describe_arithmetic
 
 
 def facts_of(source: Source) -> dict[str, Any]:
-    """The facts of a model or a drafter by name, whatever stands for it (`models/checkpoint.py`).
+    """The facts of a model or a drafter, given in any form that `models/checkpoint.py` takes.
 
     Raises:
       FileNotFoundError, ValueError: naming what is missing or wrong.
@@ -48,7 +48,7 @@ def _target(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _steered(checkpoint: Checkpoint, stored: steered_files.SteeringFields) -> dict[str, Any]:
-    """A language model and what steers it."""
+    """The facts of a language model and its steering."""
     config = steered_files.SteeredConfig(**vars(checkpoint.config), **vars(stored))
     weights = steered_files.read_steering(checkpoint.path, config)
     return (

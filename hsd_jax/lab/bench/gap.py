@@ -1,7 +1,7 @@
-"""How far a rule stays below the best there is for the trees it judges, by depth.
+"""Compares the acceptance of a rule with the optimum for the trees that it judges, by depth.
 
-A few prompts are decoded once more, round by round and outside of everything that is timed. At every node on the way of
-a round both distributions are kept: the share of nodes where a child was accepted stands beside the mean of
+A few prompts are decoded again, round by round and not timed. The distributions of target and drafter are kept at every
+node that a round reaches. The share of nodes at which a child was accepted is compared with the mean of
 `theory.optimal_acceptance` at the same nodes. Read first: `lab/theory.py`.
 """
 
@@ -29,14 +29,14 @@ from hsd_jax.types import DRAWN_SCHEMES, DecodeState, DrawScheme, SamplingParams
 
 MOST_PROMPTS = 4
 MOST_NUMBERS = 2**20
-"""Probabilities that are looked at, the vocabulary times the nodes: bounds the time."""
+"""Most probabilities that are read, as vocabulary times nodes. It bounds the time."""
 
 ROWS = 16
-"""Nodes whose optimum is computed at once."""
+"""Number of nodes whose optimum is computed at once."""
 
 
 def has_gap(mode: Mode, temperature: float) -> bool:
-    """Whether there is anything to say: the children were drawn."""
+    """Whether the mode has a gap: its children are drawn, its text is sampled and not lossy, and there is no mesh."""
     drawn = mode.tree is not None and rule_and_scheme(mode.accept, mode.draw)[1] in DRAWN_SCHEMES
     return drawn and temperature > 0 and mode.params.mesh is None and not mode.lossy
 
@@ -44,11 +44,11 @@ def has_gap(mode: Mode, temperature: float) -> bool:
 def gap_by_depth(
     mode: Mode, prompts: Sequence[Any], seed: int, max_new_tokens: int, temperature: float
 ) -> list[dict[str, Any]]:
-    """A record a depth, on replayed prefixes of the first prompts: nodes, mean children, and three acceptances.
+    """One record per depth, on replayed prefixes of the first prompts: nodes, mean children, and three acceptances.
 
-    `accepted` is the share of nodes where the rule accepted a child; `optimum` the mean of the most that any lossless
-    rule accepts of children drawn as these were; `greedy_plus_one` the same had all but one of as many children been
-    the likeliest tokens (`top_then_random`).
+    `accepted` is the share of nodes at which the rule accepted a child. `optimum` is the mean of the largest acceptance
+    of any lossless rule for children drawn in this way. `greedy_plus_one` is the same if all children but one were the
+    likeliest tokens (`top_then_random`).
     """
     vocab_size = mode.params.target_config.vocab_size
     most, nodes = max(16, MOST_NUMBERS // vocab_size), defaultdict(list)
@@ -73,9 +73,12 @@ def gap_by_depth(
 
 
 def look_along_path(models: dict, sampling: SamplingParams, state: DecodeState, judged: JudgedRound):
-    """What a round judged along its path, for `watched_step`: drafts accepted [B], and of the first nodes, D of them,
-    valid children [B, D] and the distributions of target and drafter [B, D, V] as probabilities; what stands behind the
-    accepted ones has no meaning."""
+    """A `see` for `watched_step`: the nodes along the path of a round.
+
+    Returns:
+      The number of accepted drafts [B]. For the first D nodes of the path: the number of valid children [B, D], and the
+      probabilities of target and drafter [B, D, V]. Values after the accepted nodes have no meaning.
+    """
     tree, verdict = judged.tree, judged.verdict
     assert tree.draft_logp is not None, "drawn trees have distributions"
     path = jnp.minimum(verdict.path[:, :-1], tree.draft_logp.shape[1] - 1)
@@ -105,7 +108,7 @@ _optimal = functools.partial(jax.jit, static_argnames=("num_drafts", "scheme"))(
 
 
 def _total_optimum(target: np.ndarray, draft: np.ndarray, num_drafts: int, scheme: DrawScheme) -> float:
-    """The sum of `theory.optimal_acceptance` over rows, ROWS at a time: one shape to compile."""
+    """The sum of `theory.optimal_acceptance` over rows, ROWS at a time, so that only one shape compiles."""
     total = 0.0
     for start in range(0, len(target), ROWS):
         here = slice(start, start + ROWS)

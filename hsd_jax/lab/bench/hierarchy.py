@@ -1,10 +1,13 @@
-"""Which of several models should draft for which on this machine: measured, planned, predicted, and the plan measured.
+"""Finds which of several models should draft for which on this machine, and measures the result.
 
-The choice is that of the paper: c_i(T), the seconds of a pass of model i over T drafts and of what a round of it takes
-besides; a_ij, the chance that model j accepts a token of model i, 1 - E[TV] over text that model j writes, the same at
-every place; `planning/hierarchy.py` makes a plan of them. What the chosen ways should take is then predicted from the
-parts of their rounds (`rounds.py`), acceptance counted place by place over those texts. Last, the best stack, the best
-single drafter and plain decoding decode the prompts in turns. A single drafter may win, or none.
+1. The inputs of the formula are measured. c_i(T) is the time of a pass of model i over T drafts, plus the rest of its
+   round. a_ij is the probability that model j accepts a token of model i: 1 - E[TV] over text that model j
+   writes, taken as the same at every position.
+2. `planning/hierarchy.py` makes a plan from these costs.
+3. The time of the chosen ways is predicted from the parts of their rounds (`rounds.py`), with acceptance counted
+   position by position on those texts.
+4. The best stack, the best single drafter and plain decoding decode the prompts in turns. Any of them may be the
+   fastest.
 """
 
 from __future__ import annotations
@@ -47,36 +50,37 @@ TARGET = "target"
 
 
 def stacked(params: Params, levels: Sequence[str]) -> Params:
-    """Models with stacks as --stack names them, the largest first: "DIR" or "DIR@T", T tokens a round.
+    """Models with the stack of --stack, given level by level from the largest model: "DIR" or "DIR@T", T tokens per
+    round.
 
     Raises:
-      FileNotFoundError, ValueError: as `stack`, and for a T that is no number.
+      FileNotFoundError, ValueError: as `stack`, or if T is not a number.
     """
     for level in levels:
         where, at, length = level.rpartition("@")
         if at and not length.isdigit():
-            raise ValueError(f"--stack {level}: expected DRAFTER or DRAFTER@T, T tokens a round, for example lookup@7")
+            raise ValueError(f"--stack {level}: expected DRAFTER or DRAFTER@T, T tokens per round, as in lookup@7")
         params = stack(params, where if at else level, int(length) if at else None)
     return params
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model that may take part, the target being one of them, or a drafter that was trained for one of them."""
+    """A candidate: the target, a language model, or a drafter that was trained for one of the models."""
 
     folder: str
     alone: Any
-    """The model as a target, `Params`; None: a drafter."""
+    """The model as a target, `Params`; None for a drafter."""
     owner: str = ""
-    """The folder of the only model that a drafter drafts for."""
+    """For a drafter: the folder of the only model it can draft for."""
 
     def may_draft_for(self, other: Model) -> bool:
-        """Whether it is made for it."""
+        """Whether this candidate can draft for `other`."""
         return other.alone is not None and self.owner in ("", other.folder)
 
 
 def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Params]) -> list[Model]:
-    """The models in some folders, in their order; arguments and errors as in `measure_hierarchies`."""
+    """The models in some folders, in their order. Arguments and errors are those of `measure_hierarchies`."""
     if len(set(folders)) < len(folders):
         raise ValueError(f"--models {' '.join(folders)}: each once")
     found, hashes = {}, {params.fingerprints()[0]: TARGET}
@@ -94,14 +98,14 @@ def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Pa
         owner = hashes.get(drafter_files.read_drafter_config(folder).target_hash)
         if owner is None:
             raise ValueError(
-                f"--models {folder}: a drafter of none of these models; name the one that it was trained for"
+                f"--models {folder}: a drafter for none of these models; add the model that it was trained for"
             )
         found[folder] = Model(folder, None, owner)
     return [found[folder] for folder in folders]
 
 
 def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
-    """A model with what drafts for it."""
+    """The models of a pair in which `small` drafts for `large`."""
     assert large.alone is not None, "a drafter has no drafter"
     if small.alone is not None:
         weights, config = small.alone.target, SmallLMConfig(**vars(small.alone.target_config))
@@ -117,7 +121,7 @@ def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
 def by_formula(
     costs: Sequence[Sequence[float]], acceptance: np.ndarray, chain: Sequence[int], lengths: Sequence[int]
 ) -> Hierarchy:
-    """A hierarchy of some of the models with what the formula says of it: all that was accumulated goes up."""
+    """A hierarchy of some of the models with the latency of the formula, in which a level passes up all its tokens."""
     own = acceptance[np.ix_(chain, chain)]
     seconds = hierarchy_latency([costs[i] for i in chain], own, lengths, buffered=False)
     return Hierarchy(tuple(chain), tuple(lengths), seconds)
@@ -126,10 +130,10 @@ def by_formula(
 def ways(
     costs: Sequence[Sequence[float]], acceptance: np.ndarray, longest: Mapping[tuple[int, int], int]
 ) -> dict[str, Hierarchy]:
-    """Plain decoding, and of single drafters and of stacks those of the least time by the formula.
+    """Plain decoding, and the single drafter and the stack that take the least time by the formula.
 
     Args:
-      longest: the longest chain of every model that may draft for another.
+      longest: the longest chain of every pair in which one model may draft for the other.
     """
     last = len(costs) - 1
     found = {PLAIN: by_formula(costs, acceptance, (last,), ())}
@@ -151,7 +155,7 @@ def ways(
 
 
 def mode_of(name: str, way: Hierarchy, folders: Sequence[str], load: Callable[[str], Params], params: Params) -> Mode:
-    """How a way is decoded; raises what does not fit together before anything compiles."""
+    """The mode that decodes a way. Raises a ValueError before anything compiles if its models do not fit together."""
     if way.tree is None:
         return Mode(name, params)
     own = dataclasses.replace(load(folders[way.chain[-2]]), target=params.target)
@@ -163,9 +167,9 @@ def mode_of(name: str, way: Hierarchy, folders: Sequence[str], load: Callable[[s
 
 
 def rounds_of(runs: Runs, name: str) -> dict[str, Any]:
-    """Passes of each model but the smallest, the target's first, and what a level hands up in a round, in the mean."""
+    """Passes of each model except the smallest, the target's first, and the mean tokens a level hands up per round."""
     stats = [result.stats for result in runs.results[name]]
-    counts = {kind: sum(one.drafter[kind] for one in stats) for kind in stats[0].drafter}  # level by level
+    counts = {kind: sum(one.drafter[kind] for one in stats) for kind in stats[0].drafter}  # by level
     passes, tokens = ([n for kind, n in counts.items() if kind.startswith(what)] for what in ("passes", "tokens"))
     passes = [sum(one.num_target_passes for one in stats), *passes]
     return {"passes": passes, "handed_up": [n / max(of, 1) for n, of in zip(tokens, passes, strict=False)]}
@@ -173,21 +177,22 @@ def rounds_of(runs: Runs, name: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class PlanInputs:
-    """What a plan is made of."""
+    """The measured inputs of a plan."""
 
     pair: Callable[[Model, Model], Params]
     """As `paired`."""
     models: list[Model]
-    """The smallest first, drafters before models, the target last."""
+    """Drafters first, then models from the smallest to the target."""
     pass_seconds: list[list[float]]
-    """Of passes over 0, 1, ... drafts; of a drafter one number, for a draft."""
+    """For each model the seconds of passes over 0, 1, ... drafts; for a drafter one number, the seconds of a draft."""
     costs: list[list[float]]
-    """The same with what a round takes besides passes."""
+    """The same with the rest of a round added."""
     acceptance: np.ndarray
     longest: dict[tuple[int, int], int]
     """As in `ways`."""
     laws: dict[tuple[int, int], list[Law]]
-    """Of the pairs in `longest`: what a verification of 1, 2, ... drafts of the first adds to text of the second."""
+    """For the pairs in `longest`: the tokens that a verification of 1, 2, ... drafts of the first adds to the second's
+    text."""
 
 
 def plan_inputs(
@@ -199,7 +204,7 @@ def plan_inputs(
     temperature: float,
     max_length: int,
 ) -> PlanInputs:
-    """Measures passes, rounds of neighbours and acceptance; arguments as in `measure_hierarchies`, and the prompts."""
+    """Measures passes, rounds of neighbours and acceptance. `ids` are prompts; for others see `measure_hierarchies`."""
     num_tokens, pair = work.max_new_tokens, functools.partial(paired, load=load)
     some = ids[:: max(1, len(ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
     round_seconds = lambda pair, drafts: rounds.round_seconds(pair, some, num_tokens, drafts, temperature)  # noqa: E731
@@ -222,7 +227,7 @@ def plan_inputs(
     acceptance, laws = np.eye(len(everything)), {}
     for i, j in longest:
         both = pair(everything[i], everything[j])
-        if everything[i].alone is not None:  # in a stack, the drafts of two levels may wait for one verification
+        if everything[i].alone is not None:  # in a stack one verification may judge the drafts of two levels
             counts, acceptance[i, j] = rounds.count_accepted(both, texts[j], temperature)
             laws[i, j] = rounds.laws_along(counts, texts[j], 2 * max_length)
             continue
@@ -236,8 +241,11 @@ def plan_inputs(
 
 
 def parts_of(table: PlanInputs, way: Hierarchy) -> list[tuple[int, int, int]]:
-    """The pairs whose rounds tell what rounds of a way take: what drafts, what verifies, and how many drafts. A trained
-    drafter drafts as many as in the way, since none of its drafts is a pass; models draft CALIBRATION."""
+    """The pairs whose rounds predict the rounds of a way, each as the drafting model, the verifying model, and drafts.
+
+    A trained drafter makes as many drafts as in the way, because its drafts are no passes. Other models make
+    CALIBRATION drafts.
+    """
     found = []
     for level, (i, j) in enumerate(itertools.pairwise(way.chain)):
         found.append((i, j, way.lengths[level] if table.models[i].alone is None else CALIBRATION))
@@ -247,12 +255,12 @@ def parts_of(table: PlanInputs, way: Hierarchy) -> list[tuple[int, int, int]]:
 def rounds_by_part(
     table: PlanInputs, way: Hierarchy, prompt: Sequence[int], taken: Mapping[tuple[int, int, int], float], pace: float
 ) -> list[Rounds]:
-    """What rounds of every level of a way add and take; none of its stack is run.
+    """The tokens and the seconds of a round at every level of a way. The stack itself is not run.
 
     Args:
-      prompt: behind which following is timed.
+      prompt: the prompt after which following is timed.
       taken: seconds of a round of each of `parts_of`, timed in turns with plain decoding.
-      pace: seconds then over those of when passes were timed.
+      pace: the time of a plain pass in that run, divided by its time when the passes were timed.
     """
     found, below = [], None
     for level, part in enumerate(parts_of(table, way)):
@@ -261,7 +269,7 @@ def rounds_by_part(
         laws = table.laws[i, j][: way.most(level)]
         passes, one = pace * np.array(table.pass_seconds[j]), pace * table.pass_seconds[i][0]
         besides = taken[part] - passes[drafts] - drafts * one
-        if table.models[i].alone is not None:  # a trained drafter drafts as many as here: its round is as was timed
+        if table.models[i].alone is not None:  # a trained drafter was timed with the same number of drafts
             besides = max(besides, 0.0)
         if below is None:
             again, preparing = 0.0, [n * one for n in range(len(laws) + 1)]
@@ -276,11 +284,12 @@ def rounds_by_part(
 
 
 def num_follows(law: Law, drafts: int, length: int) -> float:
-    """How often what drafts for a middle model follows `length` + 1 tokens or fewer of those that were committed, in
-    the mean: the last token of a round that accepted all drafts is read later.
+    """The mean number of times that the drafter of a middle model follows at most `length` + 1 committed tokens.
+
+    The last token of a round that accepted all drafts is not counted, because it is read later.
 
     Args:
-      law: of the tokens of a round of so many drafts.
+      law: the distribution of the tokens of a round of `drafts` drafts.
     """
     return sum(p * -(-min(count, drafts) // (length + 1)) for count, p in law.items())
 
@@ -293,14 +302,14 @@ def measure_hierarchies(
     temperature: float,
     max_length: int,
 ) -> dict[str, Any]:
-    """The whole record.
+    """Measures, plans and predicts, and returns the record.
 
     Args:
-      folders: of small language models with the target's vocabulary, and of drafters that were trained for one of them
-        or for the target.
-      load: the pair of the target and the model of a folder.
+      folders: folders of small language models with the target's vocabulary, and of drafters that were trained for one
+        of them or for the target.
+      load: returns the pair of the target and the model of a folder.
     Raises:
-      FileNotFoundError, ValueError: naming what is wrong with models or prompts, before anything compiles.
+      FileNotFoundError, ValueError: naming the wrong model or prompt, before anything compiles.
     """
     models = read_models(params, folders, load)
     found = work.read(params, work.prompts)

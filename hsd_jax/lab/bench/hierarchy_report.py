@@ -1,4 +1,4 @@
-"""What `hsd plan` prints of the record of `hierarchy.measure_hierarchies`."""
+"""Prints the record of `hierarchy.measure_hierarchies` for `hsd plan`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hsd_jax.lab.bench.tables import make_console, make_table
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Prints what `measure_hierarchies` returned."""
+    """Prints the record of `measure_hierarchies`."""
     console, names = make_console(), [f"{i}: {name}" for i, name in enumerate(record["models"])]
-    title = f"{record['num_prompts']} prompts, temperature {record['temperature']:g}; of a drafter, ms a draft"
+    title = f"{record['num_prompts']} prompts, temperature {record['temperature']:g}; for a drafter, ms per draft"
     table = make_table(
-        title, 1, "model", "ms alone", "ms with 4 drafts", *(f"taken by {i}" for i in range(1, len(names)))
+        title, 1, "model", "ms alone", "ms with 4 drafts", *(f"accepted by {i}" for i in range(1, len(names)))
     )
     for i, (name, cost, row) in enumerate(zip(names, record["pass_seconds"], record["acceptance"], strict=True)):
         taken = [f"{x:.3f}" if j > i else "" for j, x in enumerate(row)][1:]
@@ -23,10 +23,10 @@ def print_record(record: dict[str, Any]) -> None:
         whole[1] - one[1] for whole, one in zip(record["costs"], record["pass_seconds"], strict=True) if len(one) > 1
     ]
     shown = ", ".join(f"{1e3 * seconds:.3f}" for seconds in besides[1:])
-    console.print(f"a round takes besides its passes, by the model that verifies: {shown} ms")
-    columns = "models", "lengths", "tau", "predicted", "ms a token", "predicted", "off", "times plain", "predicted"
+    console.print(f"time of a round beyond its passes, by the model that verifies: {shown} ms")
+    columns = "models", "lengths", "tau", "predicted", "ms per token", "predicted", "off", "times plain", "predicted"
     table = make_table(
-        "tokens a round, seconds a token and speed: measured, and predicted by parts", 3, "way", *columns, "same text"
+        "tokens per round, time per token, speed: measured, and predicted from parts", 3, "way", *columns, "same text"
     )
     first = record["rows"][0]
     for row in record["rows"]:
@@ -38,7 +38,7 @@ def print_record(record: dict[str, Any]) -> None:
         table.add_row(row["way"], chain, lengths, *cells, f"{row['same_text_as_plain']}/{record['num_prompts']}")
     console.print(table)
     chose = ", ".join(f"{row['way']} {1e3 * row['formula_seconds']:.3f}" for row in record["rows"])
-    console.print(f"ms a token by the formula that chose, of one acceptance for all places: {chose}")
+    console.print(f"ms per token by the formula that chose, with one acceptance for all positions: {chose}")
     for row in record["rows"]:
         if row["handed_up"]:
             calls = ", ".join(
@@ -46,7 +46,7 @@ def print_record(record: dict[str, Any]) -> None:
             )
             handed = ", ".join(f"{x:.2f}" for x in row["handed_up"])
             guess = ", ".join(f"{x:.2f}" for x in row["predicted_handed_up"][:0:-1])
-            console.print(f"{row['way']}: passes: {calls}; handed up a round: {handed} (predicted {guess})")
+            console.print(f"{row['way']}: passes: {calls}; handed up per round: {handed} (predicted {guess})")
     guess, seconds = record["fastest_predicted"], record["fastest_measured"]
     console.print(f"fastest by prediction: {guess}; measured: {seconds}")
     best = next(row for row in record["rows"] if row["way"] == seconds)
@@ -55,7 +55,7 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def use_of(row: dict[str, Any]) -> str:
-    """How to decode so."""
+    """The options that decode in this way."""
     if not row["lengths"]:
         return "decode without a drafter: none of these pays here"
     below = [row["models"][i] for i in row["chain"][:-1]]

@@ -1,9 +1,9 @@
-"""Does speculation ever change a token? Plain against speculative, token for token.
+"""Checks that speculation changes no token: compares speculative with plain text, token for token.
 
-Only the first difference of a row counts, for after it the two texts have different prefixes. Each is replayed
-through plain decoding's own passes. Where the library promises the same text (`is_promised`) none is excused; elsewhere
-one is where the arithmetic cannot tell the two tokens apart. Rules other than `match` draw sampled text anew: there the
-distribution is tested (`distribution.py`).
+Only the first difference of a row counts, because the texts have different prefixes after it. Each difference is
+replayed with passes of plain decoding. If the library promises the same text (`is_promised`), no difference is excused.
+Otherwise one is excused if the arithmetic cannot separate the two tokens. Rules other than `match` draw other sampled
+text, so its distribution is tested (`distribution.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 from hsd_jax.lab.bench.tables import say
 
 EXACT_GAP = 1e-4
-"""In exact precision on a mesh a difference is excused below this gap, in perturbed logits, or this near to a filter's
-edge."""
+"""In exact precision on a mesh, a difference is excused if the gap of perturbed logits, or the distance from a filter's
+edge, is below this."""
 FAST_PER_THOUSAND = 2.0
-"""In fast precision, on accelerators and meshes, at most so many differences per 1,000 tokens, all within the measured
-noise."""
+"""In fast precision on accelerators and meshes, the most differences per 1,000 tokens. All must be within the noise."""
 FALSE_ALARM = 1e-6
-"""Of settings whose text does follow the target, the share that `distribution.py` takes for others."""
+"""The share of correct settings that `distribution.py` rejects by chance."""
 NOISE_ROWS = 8
 SETTINGS = {
     "greedy": {"temperature": 0.0},
@@ -39,14 +38,15 @@ class Difference:
     name: str
     row: int
     index: int
-    """Generated tokens before it."""
+    """Number of generated tokens before it."""
     plain_token: int | None
-    """None: the text had ended."""
+    """The token of plain decoding; None: its text had ended."""
     speculative_token: int | None
     gap: float
-    """Between the two best perturbed logits (after temperature and noise), in plain decoding's own pass."""
+    """The gap between the two best perturbed logits (after temperature and noise) in the pass of plain decoding."""
     boundary: float | None
-    """How near a token of the two is to the edge of top-k (in scaled logits) or top-p (in mass); None: no filter."""
+    """The smallest distance of the two tokens from the edge of top-k (scaled logits) or top-p (mass); None: no
+    filter."""
     excused: bool
 
 
@@ -60,10 +60,10 @@ def compare(
     reuse: str = "none",
     rule: Mapping[str, Any] = types.MappingProxyType({"accept": "match"}),
 ) -> dict:
-    """Runs all settings; `ok` is False if a difference is not excused, or a distribution is not the target's.
+    """Runs all settings. `ok` is False if a difference is not excused, or if a distribution is not the target's.
 
     Args:
-      tree: None: what `decode` chooses.
+      tree: the draft tree; None: `decode` chooses.
       rule: the arguments accept, draw and lossy of `decode`.
     """
     from hsd_jax.lab.bench import distribution
@@ -116,10 +116,10 @@ def compare(
 
 
 def isas_here(params) -> list[str]:
-    """The instruction sets of the CPU kernels that can be had, the most capable first, and OFF.
+    """The available instruction sets of the CPU kernels, the most capable first, and OFF.
 
     Raises:
-      ValueError: where these models run without the kernels on every instruction set.
+      ValueError: if no CPU kernels run for these models on this machine.
     """
     from hsd_jax.kernels import native
 
@@ -133,10 +133,10 @@ def isas_here(params) -> list[str]:
 def compare_isas(
     params, prompts: list[tuple[str, list[int]]], isas: list[str], max_new_tokens: int, batch: int, seed: int
 ) -> dict:
-    """Plain text on each instruction set of the CPU kernels against that on the first.
+    """Compares plain text on each instruction set of the CPU kernels with that on the first.
 
-    Instruction sets add in different orders, so two tokens that nearly tie may change places between them. This counts
-    the rows in which that happens; `compare` says whether speculation changes a token within one of them.
+    Instruction sets add in different orders, so two tokens that nearly tie may change places. This function counts the
+    rows in which that happens. `compare` checks whether speculation changes a token on one instruction set.
     """
     from hsd_jax.kernels import native
 
@@ -158,9 +158,10 @@ def compare_isas(
 
 
 def is_promised(params) -> bool:
-    """Whether the text must be that of plain decoding: with the CPU kernels by construction, else in exact precision.
+    """Whether the text must be that of plain decoding.
 
-    Not on a mesh, where the number of devices decides in which order sums are added.
+    It must with the CPU kernels, by construction, and in exact precision. It need not on a mesh, where the order of
+    sums depends on the number of devices.
     """
     from hsd_jax.kernels import native
 
@@ -168,7 +169,7 @@ def is_promised(params) -> bool:
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
-    """The index of the first token that differs; where one text ends early, its length."""
+    """The index of the first token that differs, or the length of a text that ends early; None if both are equal."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -176,9 +177,9 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[list[int]], float, float]:
-    """The generated tokens of every prompt, in order, tau, and the share of passes that verified drafts.
+    """The generated tokens of every prompt in order, tau, and the share of passes that verified drafts.
 
-    Prompts of like length share a batch.
+    Prompts of similar length share a batch.
     """
     from hsd_jax.api import decode
 
@@ -188,7 +189,7 @@ def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[
     shares = []
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
-        filled = (rows + [rows[-1]] * batch)[:batch]  # the last batch repeats a row: one shape, one compilation
+        filled = (rows + [rows[-1]] * batch)[:batch]  # the last batch is filled up, so that one shape compiles
         out = decode(
             params,
             [prompts[i][1] for i in filled],
@@ -226,14 +227,14 @@ def logit_noise(params, prompts, texts, num_nodes: int) -> float:
 
 
 def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) -> Difference:
-    """Replays plain decoding up to the difference and asks how far apart the candidates are."""
+    """Replays plain decoding up to the difference and measures the gap between the candidates."""
     name, ids = prompt
     tokens = [int(text[index]) if index < len(text) else None for text in (plain, drafted)]
     forced = [*plain[:index], next(t for t in tokens if t is not None)]
     gap, boundary = candidate_gap(params, ids, forced, seed, sampling, [t for t in tokens if t is not None])
     if params.precision == "exact":
         limit = EXACT_GAP
-    else:  # either of two logits may be off by the noise, which the temperature divides
+    else:  # each of two logits may be off by the noise, divided by the temperature
         limit = 2 * (noise or 0.0) / (sampling["temperature"] or 1.0)
     is_near = gap < limit or (boundary is not None and boundary < limit)
     excused = is_near and not is_promised(params)
@@ -264,10 +265,10 @@ def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float
 
 
 def boundary_distance(scaled, token: int, top_k: int | None, top_p: float | None) -> float:
-    """How little would move `token` across the edge of a filter: in logits for top-k, in mass for top-p.
+    """The smallest change that moves `token` across the edge of a filter: in logits for top-k, in mass for top-p.
 
     Args:
-      scaled: float64 [V], logits over the temperature.
+      scaled: float64 [V], logits divided by the temperature.
     """
     import numpy as np
 
@@ -280,6 +281,6 @@ def boundary_distance(scaled, token: int, top_k: int | None, top_p: float | None
         distances.append(abs(float(mine - edge)))
     if top_p and top_p < 1.0:
         weight = np.where(kept, np.exp(scaled - order[0]), 0.0)
-        above = weight[scaled > mine].sum() / weight.sum()  # kept while the mass above it is short of top_p
+        above = weight[scaled > mine].sum() / weight.sum()  # a token is kept while the mass above it is below top_p
         distances.append(abs(float(above - top_p)))
     return min(distances, default=float("inf"))

@@ -1,7 +1,7 @@
-"""What token-free states say of the text that follows, position by position: nothing is decoded but the text.
+"""Compares token-free states with the text that follows, at every position of the target's own text.
 
-Of every root the states of one round, and where each of them ranks the token that did follow. Read next: `recall.py`
-and `rescore.py`, which ask.
+For every root it computes the states of one round and the rank that each of them gives the token that follows. Only the
+text itself is decoded. Read next: `recall.py` and `rescore.py`, which use it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts, accepted_along, accepted_lengths, write_texts
 
 ORACLES = (1, 4, 16)
-"""Tokens of each state among which an oracle chooses, and for which recall is told."""
+"""Numbers of likeliest tokens of each state among which an oracle chooses, and for which recall is reported."""
 
 
 class Lattice(NamedTuple):
-    """What the states of each root say of the tokens that follow it."""
+    """The states of each root, compared with the tokens that follow it."""
 
     entropy: Float[Array, "*texts roots D"]
-    """In nats."""
+    """Entropy of each state's distribution in nats."""
     repeats: Float[Array, "*texts roots D-1"]
-    """1 where the likeliest token of a state is that of the state before."""
+    """1 if the likeliest token of a state is also that of the state before."""
     rank: Int[Array, "*texts roots D"]
-    """How many tokens a state prefers to the one that followed; past every one of them where none did."""
+    """The number of tokens that a state ranks above the token that followed; the number of columns if none followed."""
     informed_rank: Int[Array, "*texts roots D"]
-    """The same of the state and what the tokens before it add, all of them right."""
+    """The same with token information, given the correct tokens before."""
 
 
 @functools.partial(jax.jit, static_argnames=("target_config", "config", "tree", "num_roots"))
@@ -58,7 +58,7 @@ def look(
     """The lattice of `num_roots` positions of every text, from `first` on."""
     models, proposer = {"target": target, "drafter": drafter}, make_drafter(target_config, config, tree)
     levels = method_of(config).lattice
-    assert levels is not None, "others were refused"
+    assert levels is not None, "drafters without a lattice were refused"
 
     def one_text(row: tuple[Array, Array, Array]) -> Lattice:
         text, end, start = row
@@ -89,7 +89,7 @@ def look(
 
 
 def check_token_free(params: Params) -> None:
-    """Raises a ValueError if the drafter has no states that read no drafted token."""
+    """Raises a ValueError if the drafter has no token-free states, which are states that read no drafted token."""
     if method_of(params.drafter_config).lattice is None:
         having = ", ".join(kind for kind, method in DRAFTING_METHODS.items() if method.lattice is not None)
         raise ValueError(
@@ -98,7 +98,7 @@ def check_token_free(params: Params) -> None:
 
 
 def own_texts(params: Params, work: Workload, temperature: float) -> Texts:
-    """What the target writes behind the prompts of a workload."""
+    """The texts that the target writes after the prompts of a workload."""
     found = work.read(params, work.prompts)
     half = "" if work.half is None else f" of half {work.half}"
     say(f"temperature {temperature:g}: the target writes {len(found)} texts{half}")
@@ -107,7 +107,7 @@ def own_texts(params: Params, work: Workload, temperature: float) -> Texts:
 
 
 def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:
-    """Tokens a target pass of decoding these texts, counted."""
+    """Tokens per target pass of decoding these texts, by simulation."""
     assert params.drafter is not None
     models = params.drafter, params.drafter_config, params.target, params.target_config
     (fate,), _ = accepted_lengths(*models, texts, [(tree, NO_REUSE)], temperature)
@@ -115,7 +115,7 @@ def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -
 
 
 def lattice_of(params: Params, texts: Texts, depth: int) -> tuple[Any, np.ndarray]:
-    """The lattice of every position from which a text goes on, and which of these there are [texts, roots]; NumPy."""
+    """The lattice of all positions of the texts, and a mask [texts, roots] of those before a text's end, in NumPy."""
     written, chain = texts.length - texts.prompt_length, TreeConfig.chain(depth)
     models = params.drafter, params.target, params.target_config, params.drafter_config
     rows = texts.tokens, texts.length, texts.prompt_length - 1
@@ -124,14 +124,14 @@ def lattice_of(params: Params, texts: Texts, depth: int) -> tuple[Any, np.ndarra
 
 
 def oracle_tau(rank: np.ndarray, texts: Texts) -> dict[str, float]:
-    """Tokens a pass if an oracle chose the path of each round among the ORACLES best tokens of every depth."""
+    """Tokens per pass if an oracle chose the path of each round among the ORACLES likeliest tokens of every depth."""
     depth = rank.shape[-1]
     leading = {k: np.cumprod(rank < k, -1).sum(-1) for k in ORACLES}
     return {str(k): accepted_along(right[:, None], texts, depth).tau for k, right in leading.items()}
 
 
 def facts(params: Params, texts: Texts, depth: int) -> dict[str, Any]:
-    """Entropy by state, how often neighbours repeat each other, and tau if an oracle chose from the lattice."""
+    """Entropy by state, the share of neighbours with the same likeliest token, and tau if an oracle chose the path."""
     found, counts = lattice_of(params, texts, depth)
     entropy = found.entropy[counts].mean(0)
     rises = np.flatnonzero(np.diff(entropy) < 0)

@@ -1,4 +1,4 @@
-"""What figures were measured on: the processor, the devices, the versions."""
+"""Describes the machine of a measurement: processor, devices and versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def hardware() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The processor, devices, load and versions of this machine."""
     import jax
 
     from hsd_jax.kernels import native

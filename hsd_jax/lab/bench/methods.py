@@ -1,7 +1,7 @@
-"""The methods that are compared: what each changes, by name, and the modes they become.
+"""The methods that an experiment compares, by name, and the modes that are made of them.
 
-A method says what differs from the drafter of the command line, its own tree, `match`: in a line of a YAML file, or
-in the list of a preset. Read next: `experiment.py`.
+A method lists only its changes. The defaults are the drafter of the command line, its own tree and the rule `match`.
+Methods come from a YAML file or from a preset. Read next: `experiment.py`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ from hsd_jax.request import rule_and_scheme
 
 PLAIN = "plain"
 HOW = ("accept", "draw", "reuse", "lossy", "adaptive")
-"""Of a method, what a `Mode` has under the same name."""
+"""The fields of a method that a `Mode` has under the same name."""
 CHOSEN = "chosen"
-"""As a tree: left to `decode`, plain decoding included, as by default."""
+"""A value of `tree`: `decode` chooses the tree, or plain decoding, as it does by default."""
 PLAIN_DTYPES, PLAIN_PAD_ROWS = ("float32", "bfloat16"), (1, 4)
 MOST_CHAIN, MOST_NODES = 8, 16
-"""Nodes of the chains and of the trees of the preset of tasks."""
+"""The most nodes of the chains and of the trees in the preset of tasks."""
 DEFAULT = "default"
 
 
 @settings.dataclass
 class MethodOptions:
-    """What a method changes of the drafter of the command line, its own tree, `match`; the keys of a line of YAML."""
+    """The changes of a method from the defaults: the drafter of the command line, its own tree and `match`.
+
+    The fields are the keys of a line of the YAML file.
+    """
 
     drafter: str | None = None
     tree: str | None = None
-    """As in "8x5x2", or CHOSEN."""
+    """A tree such as "8x5x2", or CHOSEN."""
     accept: str | None = None
     draw: str | None = None
     reuse: str | None = None
@@ -57,29 +60,29 @@ class MethodOptions:
     adaptive: bool | None = None
     token_info: bool = True
     reference: bool = False
-    """Whether the others are divided by it, too."""
+    """Whether the speeds of the others are also divided by this one."""
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What is not as by default."""
+        """The fields that differ from their defaults."""
         usual = MethodOptions()
         return {key: value for key, value in vars(self).items() if value != getattr(usual, key)}
 
 
 Methods = dict[str, MethodOptions]
-"""By name."""
+"""Methods by name."""
 
 
 def read_methods(path: str | Path) -> Methods:
     """The methods of a YAML file.
 
     Raises:
-      FileNotFoundError, ValueError: naming the method and the key.
+      FileNotFoundError, ValueError: naming the method and the wrong key.
     """
     found = read_yaml(path)
     if not isinstance(found, dict) or not found:
         keys = ", ".join(field.name for field in dataclasses.fields(MethodOptions))
-        raise ValueError(f"{path}: expected NAME: {{KEY: VALUE, ...}}, a line a method; keys are {keys}")
+        raise ValueError(f"{path}: expected NAME: {{KEY: VALUE, ...}}, one line per method; keys are {keys}")
     if PLAIN in found:
         raise ValueError(f"{path}: {PLAIN!r} is always measured; give the method another name")
     methods = {
@@ -91,10 +94,10 @@ def read_methods(path: str | Path) -> Methods:
 
 
 def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> list[Mode]:
-    """Plain first, then the methods; all share one target.
+    """The mode of plain decoding and then a mode for each method. All share one target.
 
     Args:
-      load: the models with the drafter of a folder.
+      load: returns the models with the drafter of a folder.
     Raises:
       ValueError: naming the method.
     """
@@ -119,7 +122,7 @@ def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> 
             asked = method.tree or (found.tree or default_tree(found.drafter_config)).name
             how = {key: value for key, value in method.changes.items() if key in HOW}
             if asked == CHOSEN and how:
-                raise ValueError(f"tree: {CHOSEN}: leaves everything to `decode`; leave out {', '.join(how)}")
+                raise ValueError(f"tree: {CHOSEN}: `decode` chooses all settings; leave out {', '.join(how)}")
             is_planned = asked == CHOSEN
             modes.append(Mode(name, found, None if is_planned else parse_tree(asked), is_planned=is_planned, **how))
             modes[-1].check()
@@ -129,9 +132,9 @@ def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> 
 
 
 def without_token_info(params: Params) -> Params:
-    """The same models with a bias of zero: every node is drafted from the base logits of its depth.
+    """The same models with a zero bias of token information: every node is drafted from the base logits of its depth.
 
-    The product with the bias still runs, so tau is that of a drafter without token information, the speed is not.
+    The product with the bias still runs. So tau is that of a drafter without token information, but the speed is not.
 
     Raises:
       ValueError: if the drafter has no token information.
@@ -140,21 +143,21 @@ def without_token_info(params: Params) -> Params:
     if drafter is None or "injector" not in drafter:
         can_have = method_of(config).token_information is not None
         has_none = "was trained without (rank 0)" if can_have else f"is of kind {config.kind}"
-        raise ValueError(f"token_info: false takes token information from a hidden-state drafter; this one {has_none}")
+        raise ValueError(f"token_info: false needs a hidden-state drafter with token information; this one {has_none}")
     injector = drafter["injector"] | {"bias": jnp.zeros_like(drafter["injector"]["bias"])}
     return dataclasses.replace(params, drafter=drafter | {"injector": injector})
 
 
 def tuned_modes(params: Params, record: Any, temperature: float, name: str) -> list[Mode]:
-    """The ways to draft that a record of `hsd tune` names for single rows at this temperature, whatever the caches.
+    """The modes that a record of `hsd tune` chose for single rows at this temperature, with caches of any length.
 
     Raises:
-      ValueError: with the `name` of the record, if there are none.
+      ValueError: with the `name` of the record, if it chose no drafting.
     """
     found = record.alike(1, temperature)
     drafting = {choice.name: choice for choice in found if choice.tree is not None}
     if not drafting:
-        what = "plain decoding was the fastest" if found else "it says nothing of single rows at such a temperature"
+        what = "plain decoding was the fastest" if found else "it has no record of single rows at this temperature"
         raise ValueError(f"--tuned {name}: {what}; there is nothing to compare plain decoding with")
     return [
         Mode(f"tree {way}", params, c.tree, reuse=c.reuse, tuned=None if c.is_whole else record.only(c))
@@ -163,7 +166,7 @@ def tuned_modes(params: Params, record: Any, temperature: float, name: str) -> l
 
 
 def plain_variants(params: Params, load: Callable[[str], Any]) -> list[Mode]:
-    """The other plain loops; `load` gives the models in another dtype."""
+    """The other plain loops, by dtype and padding. `load` returns the models in another dtype."""
     own, modes = params.dtype, []
     for dtype in PLAIN_DTYPES if params.precision == "fast" else ("float32",):
         loaded = params if dtype == own else load(dtype)
@@ -177,7 +180,7 @@ def plain_variants(params: Params, load: Callable[[str], Any]) -> list[Mode]:
 def of_options(
     trees: Sequence[TreeConfig], accept: Sequence[str], draw: str | None, reuse: Sequence[str], lossy: str | None
 ) -> Methods:
-    """A method for each tree, rule and form of reuse; raises as `Lossy.parse` if a rule is not made for `lossy`."""
+    """A method for each tree, rule and form of reuse. Raises as `Lossy.parse` if a rule does not allow `lossy`."""
     methods = {}
     rules = [rule_and_scheme(rule, draw)[0] for rule in accept]
     for tree, rule, form in itertools.product(trees, rules, reuse):
@@ -188,7 +191,7 @@ def of_options(
 
 
 def tree_of_size(nodes: int, max_depth: int) -> TreeConfig:
-    """A tree of so many nodes, at most so deep, about sqrt(nodes) - 1 wide or as wide as it must be."""
+    """A tree of `nodes` nodes and at most `max_depth`. Its width is about sqrt(nodes) - 1, or larger if necessary."""
     depth, width = min(max_depth, nodes - 1), max(1, round(nodes**0.5) - 1)
     while most_nodes(depth, width) < nodes:
         width += 1
@@ -196,10 +199,10 @@ def tree_of_size(nodes: int, max_depth: int) -> TreeConfig:
 
 
 def preset_of_tasks(config: Any) -> Methods:
-    """The default, chains and trees of this drafter, and lookup if that is another.
+    """The default, chains and trees of this drafter, and lookup if this drafter is not lookup.
 
-    Chains are named by their nodes, the root included; a drafter of fewer steps has shorter ones. A drafter that is
-    better off with chains has no trees.
+    A chain is named by its number of nodes, the root included. A drafter of fewer steps has shorter chains. A drafter
+    for which chains are better has no trees.
     """
     method = method_of(config).planning
     steps = method.max_depth(config)
@@ -216,7 +219,7 @@ def preset_of_tasks(config: Any) -> Methods:
 
 
 def with_drafters(methods: Methods, drafters: dict[str, str]) -> Methods:
-    """The methods, and each of these drafters by name as the default has its own.
+    """The methods, and a further method for each of these drafters, in which `decode` chooses the tree.
 
     Raises:
       ValueError: if a name is taken.
@@ -228,12 +231,12 @@ def with_drafters(methods: Methods, drafters: dict[str, str]) -> Methods:
 
 
 def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tuple[Methods, dict[str, str]]:
-    """One change at a time around a drafter's default, at equal numbers of nodes, and the default each is divided by.
+    """Methods with one change each from a drafter's default, at equal numbers of nodes, and the reference of each.
 
-    `ahead`, which allows shallower trees only, is divided by fresh states in the same tree. So acceptance by depth of
-    the default is that of new states, of `ahead` that of states one round old, of `sum` that of both together. Forms of
-    reuse that this drafter and tree do not allow are left out, with a word on why. Another drafter's tree has as many
-    nodes, and is shallower where that was trained for fewer steps.
+    `ahead` allows only shallower trees, so its reference is fresh states in the same tree. The acceptance by depth of
+    the default is then that of new states, of `ahead` that of states one round old, and of `sum` that of both together.
+    Forms of reuse that this drafter and tree do not allow are left out, and the reason is printed. The tree of another
+    drafter has the same number of nodes; it is shallower if that drafter was trained for fewer steps.
     """
     methods, references = {}, {}
 
@@ -247,7 +250,7 @@ def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tu
         add(DEFAULT, nodes, tree, None)
         add("no token information", nodes, tree, DEFAULT, token_info=False)
         for form in method_of(config).reuses[1:]:
-            # States a round old must have been trained, which a shallower tree asks less of.
+            # States one round old must have been trained. A shallower tree needs fewer of them.
             own_tree = tree_of_size(nodes, max(1, (config.num_steps - 1) // 2)) if form == AHEAD else tree
             try:
                 check_reuse(ReuseConfig(form), config, own_tree)
@@ -266,10 +269,10 @@ def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tu
 
 
 def num_steps_of(folder: str, otherwise: int) -> int:
-    """Steps a drafter was trained for, so how deep its trees may be; `otherwise` for a folder of another kind.
+    """The steps that a drafter was trained for, which limit the depth of its trees; `otherwise` for other folders.
 
     Raises:
-      ValueError: naming the file, if it is no configuration of a drafter.
+      ValueError: naming the file, if it is not a configuration of a drafter.
     """
     if not (Path(folder) / drafter_files.DRAFTER_CONFIG).is_file():
         return otherwise

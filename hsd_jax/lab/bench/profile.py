@@ -1,6 +1,6 @@
-"""Seconds of a round, stage by stage: each timed alone, at the shapes of a real decode, inside one compiled loop.
+"""Times the stages of a round. Each is timed alone, at the shapes of a real decode, inside one compiled loop.
 
-Nothing here is part of a decode. Read first: `infer/step.py`.
+Decoding uses nothing of this module. Read first: `infer/step.py`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ from hsd_jax.types import DecodeState, DrawScheme, KVCache, Limits, RoundInputs,
 
 @dataclasses.dataclass(frozen=True)
 class RoundProfile:
-    """Seconds of one speculative round, measured; `rest` is the whole less the stages and may be negative.
+    """Measured seconds of one speculative round. `rest` is the round minus the stages; it may be negative.
 
-    The stages are timed alone, so what XLA overlaps or fuses across them in the real round ends up in `rest`.
+    The stages are timed alone. So `rest` includes the effect of what XLA overlaps or fuses across stages in a real
+    round.
     """
 
     whole: float
     trunk: float
-    """All of drafting for a drafter that cannot be taken apart; head and tree are then 0."""
+    """All of drafting if it cannot be divided into stages. Then head and tree are 0."""
     head: float
     tree: float
     verify: float
     commit: float
-    """Judge, cut, commit of both caches."""
+    """Judging, cutting the text, and the commit of both caches."""
 
     @property
     def rest(self) -> float:
         return self.whole - (self.trunk + self.head + self.tree + self.verify + self.commit)
 
     def seconds(self) -> dict[str, float]:
-        """By stage."""
+        """Seconds by stage."""
         return {name: getattr(self, name) for name in STAGES}
 
     def shares(self) -> dict[str, float]:
@@ -64,7 +65,7 @@ class RoundProfile:
 
 
 def profile_mode(mode: Mode, prompt: Prompt, max_new_tokens: int, temperature: float) -> RoundProfile:
-    """Times the stages of a round at the shapes of a decode of `prompt`, by a mode that has a tree."""
+    """Times the stages of a round at the shapes of a decode of `prompt`. The mode must have a tree."""
     params, asked = mode.params, Speculation(mode.tree, mode.accept, mode.draw)
     session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), asked)
     assert session.rows is not None, "the prompt is read"
@@ -102,15 +103,15 @@ def profile_round(
     iterations: int = 20,
     repeats: int = 5,
 ) -> RoundProfile:
-    """Measures a round and its stages, from a prefilled speculative state whose rows are not done.
+    """Measures a round and its stages, from a prefilled speculative state whose rows have not ended.
 
     Args:
-      decoder: of the same configuration; the whole round is the time of its loop over the rounds.
-      state: not consumed; it needs room for `iterations` rounds, of which the whole round uses what the rows allow.
+      decoder: a decoder of the same configuration. The time of the round is the time of its loop divided by the rounds.
+      state: not consumed. Its caches must have space for `iterations` rounds. The loop runs as many as the rows allow.
       accept, scheme: the rule and the draw scheme of the decoder.
-      precision, use_native: as `Decoder`.
+      precision, use_native: as in `Decoder`.
       iterations: runs of a stage inside one compiled loop.
-      repeats: timings of which the median counts.
+      repeats: timings, of which the median is taken.
     """
 
     def whole() -> float:
@@ -128,16 +129,16 @@ def profile_round(
 
 
 def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, scheme):
-    """For each stage `run(models, inputs) -> outputs` and its inputs, as they are in a real round.
+    """For each stage `run(models, inputs) -> outputs` and its inputs, as in a real round.
 
-    A stage that moves a cache puts the lengths back, so that every iteration does the same work. Verification only
-    reads the target's cache, which lies beside the weights: a timed loop writes its inputs, and would copy it.
+    A stage that advances a cache resets the lengths, so that every iteration does the same work. Verification only
+    reads the target's cache, so the cache is passed with the weights. As an input the timed loop would copy it.
     """
     drafter = make_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, scheme)
     rule = make_rule(accept, tree)
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
-    # Drawn once a round, for drafts and target: part of the rest, of no stage.
+    # Drawn once per round, for drafts and target. Its time belongs to `rest` and to no stage.
     noise = jax.jit(round_noise, static_argnums=(2, 3))(
         state.keys, root_position, tree.depth + 1, config.vocab_size, sampling
     )
@@ -190,5 +191,5 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
 
 
 def with_counts_of(new: Any, old: Any) -> Any:
-    """The drafter state `new` with the lengths and counts, one a row, of `old`."""
+    """The drafter state `new` with the lengths and counts of `old`, which have one number per row."""
     return jax.tree.map(lambda a, b: b if b.ndim == 1 else a, new, old)

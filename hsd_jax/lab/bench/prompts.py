@@ -1,8 +1,8 @@
-"""Benchmark prompts from files: dialogues, maths problems, chat questions, plain text.
+"""Reads the prompts of benchmarks from files: dialogues, maths problems, chat questions, plain text.
 
-Dialogues and questions go through the chat template of a checkpoint that has one; else they are lines. A prompt may
-know the text that really followed (`rest`), on which the target's bits per byte are measured. Read only: nothing here
-is training data. Read next: `experiment.py`.
+If the checkpoint has a chat template, dialogues and questions go through it. Otherwise they are lines. A prompt may
+have the text that follows in the data (`rest`), on which the target's bits per byte are measured. Nothing here is
+training data. Read next: `experiment.py`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from hsd_jax.train.documents import (
 )
 
 HALVES = ("tune", "report")
-"""Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
+"""Half h of a file holds the records with crc32(id) % 2 == h. Choose settings on the first, report on the second."""
 Half = Annotated[str, OneOf(HALVES)]
 IDS = ("id", "question_id", "task_id", "name")
-"""Fields of a record that name it."""
+"""Fields of a record that may hold its name."""
 MAX_PROMPT_TOKENS = 200
 ASSETS = Path(__file__).parents[2] / "assets"
 DEMO, QUESTIONS = ASSETS / "demo_prompts.jsonl", ASSETS / "demo_questions.jsonl"
@@ -47,44 +47,44 @@ class BenchPrompt:
 
     name: str
     text: str
-    """For the eye; `tokens` are what is decoded."""
+    """The text as it is shown. `tokens` gives the tokens that are decoded."""
     rest: str | None = None
-    """The text that follows in the data; behind a conversation of a chat template, what the assistant says next."""
+    """The text that follows in the data; after a conversation by a chat template, the next turn of the assistant."""
     is_templated: bool = False
-    """A chat template has put the start token and the ends of turns into the text."""
+    """Whether a chat template has written the start token and the ends of turns into the text."""
     question: str | None = None
-    """What was said last, without what a template puts around it."""
+    """The last turn, without the text that a template adds."""
     ids: tuple[int, ...] = ()
-    """Of a prompt that is cut to a length: the tokens in place of the text."""
+    """For a prompt that is cut to a length: its tokens, in place of the text."""
 
     def tokens(self, tokenizer: Tokenizer | None, with_rest: bool = False) -> list[int]:
-        """What `decode` takes: token ids, with one start token at most."""
+        """The token ids that `decode` takes, with at most one start token."""
         if self.ids:
             return list(self.ids)
-        assert tokenizer is not None, "who reads prompts has asked for one"
+        assert tokenizer is not None, "prompts are read only with a tokenizer"
         text = self.text + (self.rest or "") if with_rest else self.text
         return tokenizer.encode_rendered(text) if self.is_templated else tokenizer.encode(text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is decoded to be timed, and how often; the options of that name on the command line."""
+    """The prompts that are decoded and timed, and how often. The fields are options of the command line."""
 
     prompts: Sequence[str] | None
-    """Files; None: the demo's own."""
+    """Files; None: the prompts of the demo."""
     half: str | None
     limit: int | None
-    """Prompts of each file."""
+    """Most prompts of each file."""
     max_new_tokens: int
     seed: int
     repeats: int
     command_line: str
     chat_template: bool = True
-    """Conversations and questions through the target's chat template, if it has one."""
+    """Whether conversations and questions go through the target's chat template, if it has one."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Workload:
-        """Takes its fields from among more options."""
+        """Takes its fields from the options of a command."""
         return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls)})
 
     @property
@@ -98,7 +98,8 @@ class Workload:
 
 
 def joined_contexts(params, found: Sequence[BenchPrompt], length: int, num: int) -> list[list[int]]:
-    """`num` prompts of `length` tokens each: one prompt's last tokens, other texts before it where it is too short."""
+    """`num` prompts of `length` tokens each: the last tokens of a prompt, with other texts before it if it is too
+    short."""
     texts = [prompt.tokens(params.tokenizer, with_rest=True) for prompt in found]
     contexts = []
     for row in range(num):
@@ -118,13 +119,13 @@ def for_checkpoint(
     max_new_tokens: int,
     chat_template: bool = True,
 ) -> list[BenchPrompt]:
-    """The prompts of all files, or of the demo, that leave room for `max_new_tokens`.
+    """The prompts of all files, or of the demo, that are short enough for `max_new_tokens`.
 
     Args:
-      params: whose tokenizer counts; what they cannot decode is left out, with a word on stderr.
-      chat_template: False: lines, whatever the checkpoint has.
+      params: the models with the tokenizer. The number of prompts that are too long is printed on stderr.
+      chat_template: False: write conversations as lines, even if the checkpoint has a template.
     Raises:
-      FileNotFoundError, ValueError: as `read_prompts`, without a tokenizer, or if no prompt is left.
+      FileNotFoundError, ValueError: as `read_prompts`, if there is no tokenizer, or if no prompt is left.
     """
     tokenizer = params.tokenizer
     if tokenizer is None:
@@ -133,32 +134,33 @@ def for_checkpoint(
         chat = tokenizer if chat_template and is_chat(tokenizer) else None
         found = read_prompts(files, lambda text: len(tokenizer.encode(text)), half, limit, chat=chat)
     elif half is not None:
-        raise ValueError(f"--half {half}: splits the prompts of files; give --prompts")
+        raise ValueError(f"--half {half}: needs prompts of files; give --prompts")
     else:
         found = demo_prompts(tokenizer if chat_template else None)[:limit]
     return short_enough(found, tokenizer, params.max_len - max_new_tokens, say)
 
 
 def is_chat(tokenizer: Tokenizer) -> bool:
-    """Whether the checkpoint has a chat template that writes more than `render_turns`.
+    """Whether the checkpoint has a chat template that writes other text than `render_turns`.
 
-    That of the bundled target, and of every target of `hsd train target`, writes the same lines: such a target was
-    trained on lines, those of questions among them, and is asked in them.
+    The templates of the bundled target and of every target of `hsd train target` write the same lines. Such a target
+    was trained on lines, including lines of questions, so its prompts are lines.
     """
     if not tokenizer.has_chat_template:
         return False
     try:
         asked = tokenizer.encode_chat([{"role": "user", "content": "Now?"}])
     except ValueError:
-        return True  # the prompt that it refuses will be named
+        return True  # a later error names the prompt that it refuses
     return asked != tokenizer.encode(render_turns([("User", "Now?")], open_for="Assistant"))
 
 
 def demo_prompts(tokenizer: Tokenizer | None = None) -> list[BenchPrompt]:
-    """The dozen prompts of the demo, written by hand, in no training file.
+    """The dozen prompts of the demo. They were written by hand and are in no training file.
 
-    For a chat model questions: chat, maths, code, a summary, a list, a letter and six more. For the bundled pair, or
-    None, in the style of its data: eight dialogues open for the assistant, four maths problems open for the answer.
+    For a chat model they are questions: chat, maths, code, a summary, a list, a letter and six more. For the bundled
+    pair, or None, they have the style of its data: eight dialogues that end before a turn of the assistant, and four
+    maths problems that end before the answer.
 
     Raises:
       FileNotFoundError: if the installation is incomplete.
@@ -176,16 +178,16 @@ def demo_prompts(tokenizer: Tokenizer | None = None) -> list[BenchPrompt]:
 def short_enough(
     found: Sequence[BenchPrompt], tokenizer: Tokenizer, room: int, report: Callable[[str], None]
 ) -> list[BenchPrompt]:
-    """The prompts of at most `room` tokens, with a word on how many are left out.
+    """The prompts of at most `room` tokens. Reports how many are left out.
 
     Raises:
-      ValueError: if none is.
+      ValueError: if all are longer.
     """
     fitting = [prompt for prompt in found if len(prompt.tokens(tokenizer)) <= room]
     if len(fitting) < len(found):
         report(f"{len(found) - len(fitting)} prompts left out: longer than {room} tokens")
     if not fitting:
-        raise ValueError(f"no prompt has at most {room} tokens (max_len less --max-new-tokens)")
+        raise ValueError(f"no prompt has at most {room} tokens (max_len minus --max-new-tokens)")
     return fitting
 
 
@@ -200,9 +202,9 @@ def read_prompts(
     """The prompts of all files, at most `limit` of each.
 
     Args:
-      count: tokens of a text, to cut dialogues.
+      count: returns the number of tokens of a text, to cut dialogues.
       half: "tune" or "report"; None: all.
-      chat: renders conversations and questions by its chat template; None: lines, as in `render_turns`.
+      chat: the tokenizer whose chat template renders conversations and questions; None: lines, as in `render_turns`.
     Raises:
       FileNotFoundError, ValueError: naming file and line.
     """
@@ -222,7 +224,7 @@ def read_prompts(
 
 
 def records_of(path: Path, keys: Sequence[str] = IDS) -> Iterator[tuple[str, str, dict]]:
-    """(where, id, record) of every line, its id under one of `keys`; a line of plain text is its own record."""
+    """(where, id, record) of every line. The id is the value of one of `keys`. A line of plain text is one record."""
     records = read_records(path)
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
         [(_, whole)] = records
@@ -244,7 +246,7 @@ def prompt_of(
     """The prompt of one record.
 
     Raises:
-      ValueError: naming the place and the fields that would do, or why the chat template refuses the conversation.
+      ValueError: naming the line and the allowed fields, or why the chat template refuses the conversation.
     """
     if (first := first_question(record.get("turns"))) is not None:
         return BenchPrompt(name, first) if chat is None else asked(chat, [("User", first)], "", name, where)
@@ -274,9 +276,9 @@ def dialogue_prompt(
     max_tokens: int,
     chat: Tokenizer | None = None,
 ) -> BenchPrompt:
-    """The first half of the turns at most, and at most `max_tokens`, open for the assistant's next turn.
+    """The beginning of a dialogue, cut before a turn of the assistant: at most half of the turns and `max_tokens`.
 
-    Where the assistant says nothing the whole, which ends with the user.
+    If it has no turn of the assistant after the first turn, it is taken as it is; then it must end with the user.
     """
     full = render_turns(turns)
     cuts = [i for i, (speaker, _) in enumerate(turns) if i and speaker_of(speaker) == "Assistant"]
@@ -302,13 +304,13 @@ def dialogue_prompt(
 
 
 def asked(chat: Tokenizer, turns: Turns, said: str, name: str, where: str) -> BenchPrompt:
-    """A conversation in the words of the chat template, open for the assistant.
+    """The prompt of a conversation, rendered by the chat template up to the assistant's turn.
 
     Args:
-      said: what the assistant answers in the data, "" if that is not known. Some templates refuse an answer at the end,
-        or write it so that what follows the prompt cannot be told; then there is no `rest`.
+      said: the assistant's answer in the data, or "" if it is not known. Some templates refuse an answer at the end, or
+        render it in such a way that the text after the prompt cannot be found. Then there is no `rest`.
     Raises:
-      ValueError: naming the place, if the template refuses the conversation.
+      ValueError: naming the line, if the template refuses the conversation.
     """
     template, said = chat_template_of(chat.render), said.strip()
     try:
@@ -326,7 +328,8 @@ def asked(chat: Tokenizer, turns: Turns, said: str, name: str, where: str) -> Be
 
 
 def text_prompt(text: str, name: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:
-    """The first words of a text: half of them, or as many as fit. The cut is before a space, never inside a word."""
+    """The beginning of a text: at most half of it and about `max_tokens`. The cut is before a space, never inside a
+    word."""
     spaces = [i for i, c in enumerate(text) if c == " " and 0 < i <= len(text) / 2]
     while len(spaces) > 1 and count(text[: spaces[-1]]) > max_tokens:
         spaces = spaces[: max(1, int(len(spaces) * 0.8))]

@@ -1,4 +1,4 @@
-"""What the models and the texts of a benchmark are like: sizes, repetition, bits per byte."""
+"""Describes the models and the texts of a benchmark: sizes, repetition, bits per byte."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hsd_jax.models.target import forward_sequence
 
 
 def model_record(weights) -> dict[str, int]:
-    """Size of a model's weights as they are held in memory."""
+    """The size of a model's weights in memory."""
     leaves = jax.tree.leaves(weights)
     return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}
 
 
 def held_out_bits_per_byte(params, found: Sequence[BenchPrompt], limit: int = 64) -> dict | None:
-    """The target's bits per byte on the texts that really follow the first prompts; None without such texts."""
+    """The target's bits per byte on the texts that follow the first prompts in the data; None if there are none."""
     nats, num_bytes, num_texts = 0.0, 0, 0
     for prompt in found:
         if not prompt.rest or num_texts == limit:
@@ -44,23 +44,24 @@ def held_out_bits_per_byte(params, found: Sequence[BenchPrompt], limit: int = 64
 
 
 def repeated_ngram_share(tokens: Sequence[int], n: int = 4) -> float:
-    """The share of n-grams that occurred earlier in the same text, in [0, 1]; looping text comes near 1.
+    """The share of n-grams that occurred earlier in the same text, in [0, 1]. It is near 1 for text that repeats
+    itself.
 
-    0 for a text of fewer than n tokens.
+    It is 0 for a text of fewer than n tokens.
     """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def pooled_repeated_ngram_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """The share over all n-grams of several texts; each text is compared with itself only."""
+    """The share over all n-grams of several texts. Each text is compared only with itself."""
     weights = Counter({i: max(len(t) - n + 1, 0) for i, t in enumerate(texts)})
     total = weights.total()
     return sum(repeated_ngram_share(texts[i], n) * w for i, w in weights.items()) / total if total else 0.0
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """Bits per UTF-8 byte of a text whose negative log-likelihood is `nats`; comparable between tokenizers.
+    """Bits per UTF-8 byte of a text with the negative log-likelihood `nats`. It can be compared between tokenizers.
 
     Raises:
       ValueError: if there are no bytes.
@@ -80,23 +81,23 @@ def _nats(weights, config: ModelConfig, tokens: Int[Array, "1 T"], first: Array,
 
 
 _MARK = "####"
-"""Before the answer of a GSM8K solution."""
+"""The mark before the answer of a GSM8K solution."""
 
 
 def final_answer(text: str) -> str | None:
-    """The number a GSM8K solution ends in, without commas and a closing point; None if it has none."""
+    """The number at the end of a GSM8K solution, without commas and a final point; None if there is none."""
     _, mark, after = text.partition(_MARK)
     found = re.match(r"\s*\$?(-?[\d,]*\.?\d+)", after) if mark else None
     return found.group(1).replace(",", "") if found else None
 
 
 def task_score(params, found: Sequence[BenchPrompt], texts: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    """How good texts are, for a table beside their speed.
+    """Scores of texts, which a table shows beside their speed.
 
     Returns:
-      exact_match: the share of maths problems (those whose solution is known and ends in a GSM8K answer) whose text
-        ends in the same number; None without such problems.
-      logp: the target's own mean log-likelihood of a token of the texts, in nats, at temperature 1.
+      exact_match: the share of maths problems whose text ends in the same number as the known GSM8K solution; None if
+        there are no such problems.
+      logp: the target's mean log-likelihood per token of the texts, in nats, at temperature 1.
     """
     nats, num_tokens, hits = 0.0, 0, []
     for prompt, text in zip(found, texts, strict=True):

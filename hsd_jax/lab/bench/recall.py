@@ -1,7 +1,7 @@
-"""How often the token that follows is among a drafter's best: recall by depth, without training and without drafting.
+"""Counts how often the next token is among a drafter's likeliest tokens: recall by depth.
 
-High recall and a tau far below the oracle's say that the choice among the best tokens is weak; recall that falls with
-depth says that the states are. Read first: `lattice.py`.
+If recall is high but tau is far below the oracle's, the choice among the likeliest tokens is weak. If recall falls with
+depth, the states are weak. Read first: `lattice.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ STATES, INFORMED = "states alone", "with token information"
 
 
 def recall(rank: np.ndarray, texts: Texts) -> dict[str, list[float]]:
-    """By number of tokens and depth: how often the one that follows is among the best, where a text goes on so far."""
+    """By number of tokens and depth: how often the next token is among the likeliest ones. Counts depths within the
+    text."""
     written, (roots, depth) = texts.length - texts.prompt_length, rank.shape[1:]
     goes_on = np.arange(roots)[:, None] + np.arange(depth) < written[:, None, None]
     found = {k: ((rank < k) & goes_on).sum((0, 1)) / np.maximum(goes_on.sum((0, 1)), 1) for k in ORACLES}
@@ -31,10 +32,10 @@ def recall(rank: np.ndarray, texts: Texts) -> dict[str, list[float]]:
 
 
 def recall_by_depth(params: Params, work: Workload, temperatures: Sequence[float]) -> dict[str, Any]:
-    """The whole record, on text that the target writes at each temperature.
+    """Measures recall on text that the target writes at each temperature, and returns the record.
 
     Raises:
-      ValueError: if the drafter has no token-free states, before anything is written.
+      ValueError: if the drafter has no token-free states, before any text is written.
     """
     check_token_free(params)
     drafter, depth = params.drafter, params.drafter_config.num_steps
@@ -68,7 +69,7 @@ def recall_by_depth(params: Params, work: Workload, temperatures: Sequence[float
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Prints what `recall_by_depth` returned: a row for each number of tokens, depth by depth."""
+    """Prints the record of `recall_by_depth`: one row for each number of tokens, one column for each depth."""
     depth = len(record["rows"][0]["recall"]["1"])
     for row in record["rows"]:
         title = f"temperature {row['temperature']:g}, {row['logits']}, {record['num_prompts']} prompts"

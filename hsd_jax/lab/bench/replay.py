@@ -1,7 +1,8 @@
-"""A decode round by round: every draft tree, its verdict and what was committed, for pictures and for debugging.
+"""Decodes round by round and returns every draft tree, its verdict and the committed tokens, for pictures and
+debugging.
 
-The rounds are those of `step.py`, compiled one at a time, with the tree and the verdict returned beside the new state.
-The compiled loop of `decode.py` stays as it is. `replay_logits` gives the logits of a text once more. Read first:
+The rounds are those of `step.py`. Each is compiled alone and returns the tree and the verdict beside the new state. The
+compiled loop of `decode.py` is not changed. `replay_logits` computes the logits of a text again. Read first:
 `infer/step.py`.
 """
 
@@ -31,7 +32,7 @@ from hsd_jax.types import AcceptRule, Costs, DecodeState, DraftTree, Limits, Sam
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round of one row, on the host: a draft tree and what became of it."""
+    """One round of one row, on the host: the draft tree and the result of its verification."""
 
     tokens: np.ndarray
     """[N], the root first."""
@@ -40,19 +41,20 @@ class Round:
     depth: np.ndarray
     valid: np.ndarray
     logp: np.ndarray | None
-    """[N]: the drafter's log-probability of each node given its parent, 0 for the root; None where it has none."""
+    """[N]: the drafter's log-probability of each node given its parent, 0 for the root; None if the drafter has
+    none."""
     path: list[int]
     """Nodes of the accepted path, the root first."""
     next_token: int
-    """What the target gave after the accepted path."""
+    """The target's token after the accepted path."""
     emitted: list[int]
-    """Tokens committed: the accepted drafts and `next_token`, cut at an end token and at the length limit."""
+    """The committed tokens: the accepted drafts and `next_token`, cut at an end token and at the length limit."""
     origins: np.ndarray | None = None
-    """[N]: FRESH, KEPT or MIXED (`reuse.py`), what each node grew from; None where nothing is reused."""
+    """[N]: FRESH, KEPT or MIXED (`reuse.py`), the states that each node was drafted from; None without reuse."""
     spare_age: int = 0
-    """Tokens committed since the trunk run of what was reused."""
+    """Tokens committed since the trunk pass of the reused states."""
     has_own_run: bool = True
-    """Whether the tree waited for a trunk run of its own round."""
+    """Whether the trunk ran in this round before the tree was drafted."""
 
     @property
     def num_kept(self) -> int:
@@ -61,28 +63,29 @@ class Round:
 
     @property
     def has_next(self) -> bool:
-        """Whether `next_token` was committed: the cut may fall before it."""
+        """Whether `next_token` was committed. It is not if the text was cut before it."""
         return len(self.emitted) == len(self.path)
 
 
 class JudgedRound(NamedTuple):
-    """What a round decided, of tracers."""
+    """The trees and the verdict of a round, as tracers."""
 
     drafted: DraftTree
-    """As the drafter made it."""
+    """The tree that the drafter made."""
     tree: DraftTree
-    """What was kept of it, and verified."""
+    """The part of it that was verified."""
     logits: Float[Array, "B N V"]
     verdict: Verdict
 
 
 def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, see: Callable) -> Callable:
-    """A step that also says what it saw, compiled as the loop of the decoder is:
-    `watched(models, sampling, limits, state, costs=None) -> (state, seen)`.
+    """A step that also returns what `see` observes, compiled like the decoder's loop.
+
+    Its form is `watched(models, sampling, limits, state, costs=None) -> (state, seen)`.
 
     Args:
-      rule: that of the decoder's step.
-      see: `see(models, sampling, state, judged) -> seen`, of the state before the round and a `JudgedRound`.
+      rule: the rule of the decoder's step.
+      see: `see(models, sampling, state, judged) -> seen`, called with the state before the round and a `JudgedRound`.
     """
     drafter = decoder.drafter
     assert drafter is not None
@@ -109,8 +112,10 @@ def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, see: C
 
 
 def pictured(pictures: Pictures) -> Callable:
-    """As `see`: the tree, the verdict, `logp` [B, N], None for drafters that know none of their trees, and `Origins`,
-    None for those without reuse."""
+    """Returns a `see` for pictures: the tree, the verdict, `logp` [B, N] and `Origins`.
+
+    `logp` is None for drafters that have no probabilities. `Origins` is None for drafters without reuse.
+    """
 
     def see(models: dict, sampling: SamplingParams, state: DecodeState, judged: JudgedRound):
         tree = judged.drafted
@@ -123,7 +128,7 @@ def pictured(pictures: Pictures) -> Callable:
 def tree_logp(
     pictures: Pictures, models: dict, state: DecodeState, tree: DraftTree, sampling: SamplingParams
 ) -> Float[Array, "B N"] | None:
-    """Log-probability of each node given its parent, under the distribution by which the tree was grown; None:
+    """Log-probability of each node given its parent, in the distribution from which the tree was drafted; None:
     unknown."""
     if tree.draft_logp is None:
         return None if pictures.node_logp is None else pictures.node_logp(models, state.drafter, tree, sampling)
@@ -133,10 +138,12 @@ def tree_logp(
 
 
 def watched_rounds(session: Session, watched: Callable) -> Iterator[Any]:
-    """Runs a session on, a round whenever the next item is asked for, until no row is left; yields what each round saw.
+    """Runs a session round by round until no row is left, and yields the observation of each round.
+
+    A round runs when the next item is requested.
 
     Args:
-      watched: as `watched_step` makes it.
+      watched: a step made by `watched_step`.
     """
     seen = []
 
@@ -157,13 +164,13 @@ def replay(
     pictures: Pictures,
     watched: Callable | None = None,
 ) -> list[Round]:
-    """Decodes the first row of a session to its end, round by round; uses the session up.
+    """Decodes the first row of a session to its end, round by round. The session cannot be used afterwards.
 
     Args:
-      session: as `prepare` returns it, of a decoder that has a drafter; nothing was taken yet.
-      rule: that of the decoder's step.
-      pictures: of the decoder's drafter.
-      watched: `watched_step` of all these, for several texts by one program; None: made here.
+      session: a session of `prepare` with a drafter, of which nothing was taken yet.
+      rule: the rule of the decoder's step.
+      pictures: the `Pictures` of the decoder's drafter.
+      watched: a `watched_step` of these arguments, so that several texts can share one program; None: it is made here.
     """
     watched = watched or watched_step(session.setup.decoder, config, rule, pictured(pictures))
     rounds = []
@@ -200,15 +207,17 @@ def replay_logits(
 ) -> Float[np.ndarray, "T V"]:
     """The logits that predict each of `tokens`, from passes of `num_nodes` nodes against a cache.
 
-    With 1 node these are plain decoding's own passes, with more those of verification (as a chain): the difference
-    of the two is the noise of the arithmetic.
+    With 1 node the passes are those of plain decoding. With more nodes they are those of verification, as a chain. The
+    difference of the two is the noise of the arithmetic.
 
     Args:
-      dtype: of the cache; None: as in `decode`.
-      use_native: as `Decoder`.
+      dtype: dtype of the cache; None: as in `decode`.
+      use_native: as in `Decoder`.
+    Raises:
+      ValueError: if there is no token of the prompt or of the text.
     """
     if not len(prompt) or not len(tokens):
-        raise ValueError("replay_logits wants at least one token of prompt and one of text")
+        raise ValueError("replay_logits needs at least one token of prompt and one of text")
     text = np.asarray([*prompt, *tokens], np.int32)
     num_chunks = bucket(-(-len(tokens) // num_nodes))
     padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)

@@ -1,4 +1,4 @@
-"""What an experiment prints and writes: columns by name, tables of them, Markdown, CSV and the foot of a page.
+"""Prints and writes the results of an experiment: tables of named columns, Markdown, CSV and the footer of a page.
 
 Read first: `experiment.py`.
 """
@@ -20,13 +20,13 @@ from hsd_jax.lab.bench.experiment import Setting
 from hsd_jax.lab.bench.tables import Table, gap_lines, make_console, print_table, range_of, same_text, say, stage_line
 
 NOTE = (
-    "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts, of 8 and more], else"
-    " (range of the repeats); whole call: over plain with prefill"
+    "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts] with 8 batches or more,"
+    " else (range of the repeats); whole call: ratio to plain decoding, prefill included"
 )
 
 
 def ratio(value: dict[str, Any] | None) -> str:
-    """A ratio of speeds with its interval, for a table; with the range of the repeats where it has none."""
+    """A ratio of speeds with its interval, or with the range of the repeats if it has none, for a table."""
     if value is None:
         return ""
     if value["low"] is not None:
@@ -52,7 +52,7 @@ def _rule(row: dict[str, Any]) -> str:
 
 
 def _score(row: dict[str, Any]) -> str:
-    """Exact match of maths problems, if there are any, and the target's own log-likelihood."""
+    """The share of exact matches of maths problems, if there are any, and the target's own log-likelihood."""
     found = row["task_score"]
     match = "" if found["exact_match"] is None else f"{found['exact_match']:.0%} exact, "
     return f"{match}{found['logp']:.3f} nats/token"
@@ -83,7 +83,7 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "by depth": lambda row: _shares(row["conditional_acceptance"]),
     "by sibling": lambda row: _shares(rates(row["siblings"])),
 }
-"""What each column says of a row; the names are the heads of the tables."""
+"""The columns: each maps a row to the text of its cell. The names are the heads of the tables."""
 COMPARED = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "whole call", "over reference", "same text")
 BENCHED = ("method", "tokens", "tau", "tokens/s", "over plain", "over fastest plain", "same text")
 CHOICES = ("method", "tau", "tokens/s", "over plain", "same text", "drafts in", "plan")
@@ -97,10 +97,10 @@ def by_setting(record: dict[str, Any]) -> Iterator[tuple[Setting, list[dict[str,
 
 
 def table_of(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], has_details: bool = False) -> Table:
-    """A table of rows; the score of their texts is a column more where it is known.
+    """A table of rows. If the score of their texts is known, it is a further column.
 
     Args:
-      has_details: whether lines below say of every method how deep its drafts were accepted.
+      has_details: whether lines below the table give acceptance by depth for every method.
     """
     heads = [*columns, *(["task score"] if "task_score" in rows[0] else [])]
     cells = [[COLUMNS[head](row) for head in heads] for row in rows]
@@ -109,12 +109,12 @@ def table_of(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]],
 
 
 def tables_by_setting(record: dict[str, Any], columns: Sequence[str], has_details: bool = False) -> list[Table]:
-    """A table a setting."""
+    """One table per setting."""
     return [table_of(setting.title, columns, rows, has_details) for setting, rows in by_setting(record)]
 
 
 def tables_by_group(record: dict[str, Any], columns: Sequence[str]) -> list[Table]:
-    """A table for each setting and each of the groups of methods that the record names."""
+    """One table for each setting and each group of methods in the record."""
     found = []
     for setting, rows in by_setting(record):
         by_name = {row["method"]: row for row in rows}
@@ -124,7 +124,7 @@ def tables_by_group(record: dict[str, Any], columns: Sequence[str]) -> list[Tabl
 
 
 def details(row: dict[str, Any], has_details: bool) -> list[str]:
-    """Acceptance by depth, beside the most that any rule would accept where trees were drawn, and stages of a round."""
+    """Lines with acceptance by depth and the stages of a round; for drawn trees also the optimum of any rule."""
     if row["kind"] != "speculative" or not has_details:
         return gap_lines(row.get("gap", ()), row["method"])
     shown = {
@@ -140,7 +140,7 @@ def details(row: dict[str, Any], has_details: bool) -> list[str]:
 
 
 def footer(record: dict[str, Any], *notes: str) -> list[str]:
-    """What was measured, on what, for the foot of a page, and what else is to be said of the figures."""
+    """The footer of a page: models, machine, sizes of the run, quality of the texts, `notes` and the command."""
     machine, sizes = record["hardware"], {}
     for name, size in record["drafters"].items():
         sizes.setdefault(f"{size['parameters'] / 1e6:.2f}M ({size['bytes'] / 1e6:.1f} MB)", []).append(name)
@@ -159,17 +159,17 @@ def footer(record: dict[str, Any], *notes: str) -> list[str]:
 
 
 def _quality(record: dict[str, Any]) -> list[str]:
-    """What the texts are like, where known: looping text inflates tau."""
+    """Lines about the quality of the texts, as far as it is known. Repetitive text inflates tau."""
     bits = [f"{task} {found['value']:.3f}" for task, found in record["bits_per_byte"].items() if found]
     repeats = [f"{task} {share:.1%}" for task, share in record["repeated_4gram_share"].items()]
-    lines = [f"bits per byte of the target on what really follows: {', '.join(bits)}"] if bits else []
+    lines = [f"bits per byte of the target on the text that follows in the data: {', '.join(bits)}"] if bits else []
     return lines + (
         [f"repeated 4-grams in plain text, at the lowest temperature: {', '.join(repeats)}"] if repeats else []
     )
 
 
 def show(tables: Sequence[Table], foot: Sequence[str]) -> None:
-    """Prints tables and what stands below all of them."""
+    """Prints tables and the footer below them."""
     for table in tables:
         print_table(table)
     for line in foot:
@@ -177,7 +177,7 @@ def show(tables: Sequence[Table], foot: Sequence[str]) -> None:
 
 
 def write(record: dict[str, Any], tables: Sequence[Table], foot: Sequence[str], out: Path, name: str) -> None:
-    """Prints the tables, and writes them into the folder `out`, beside the record, as .csv and .md."""
+    """Prints the tables, and writes the record as .csv and the tables as .md into the folder `out`."""
     write_csv(record, out / f"{name}.csv")
     write_pages(tables, foot, out, name)
 
@@ -200,7 +200,7 @@ def markdown(tables: Sequence[Table], foot: Sequence[str]) -> str:
 
 
 def write_csv(record: dict[str, Any], path: Path) -> None:
-    """A line a setting and method, numbers only."""
+    """Writes one line per setting and method."""
     names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "lossy", "adaptive"]
     names += ["nodes", "depth", "width", "branching", "tau", "num_tokens", "tokens_per_second"]
     rivals = ("over_plain", "over_plain_whole", "over_reference")

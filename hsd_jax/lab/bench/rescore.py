@@ -1,8 +1,8 @@
-"""What transition scorers are worth to a drafter with token-free states: tokens a pass at equal verified nodes.
+"""Measures how much transition scorers help a drafter with token-free states: tokens per pass at equal nodes.
 
-Nothing is decoded but the texts, by the target alone: under `match` a text is known beforehand, so that a scorer's tau
-on it is a count (`planning/simulate.py`), equal to that of decoding. alpha is chosen on the prompts of the tuning half;
-all figures are of the other half. Read next: `drafters/rescored/draft.py`.
+Only the target decodes, to write the texts. Under `match` these texts are known beforehand, so the tau of a scorer is a
+count on them (`planning/simulate.py`) and equals that of decoding. alpha is chosen on the prompts of the tuning half.
+All figures are of the other half. Read next: `drafters/rescored/draft.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NONE, OWN = "none", "its own"
 
 
 def with_alpha(params: Params, alpha: float) -> Params:
-    """Rescored drafts with another weight of their scorer."""
+    """The same models with another weight of the scorer."""
     assert params.drafter is not None
     rescorer = params.drafter["rescorer"] | {"alpha": jnp.full(1, alpha, jnp.float32)}
     return dataclasses.replace(params, drafter=params.drafter | {"rescorer": rescorer})
@@ -43,7 +43,7 @@ def rows_of_states(
     temperature: float,
     alphas: Sequence[float],
 ) -> list[dict[str, Any]]:
-    """tau of one tree without scorer, by the heads' likeliest paths, and by each scorer with its best alpha."""
+    """tau of one tree without a scorer, with the heads' likeliest paths, and with each scorer at its best alpha."""
     heads = rescore(params, ZERO_GRAM, 0.0)
     found = [(NONE, heads, TreeConfig.chain(tree.depth), {}), (OWN, params, tree, {}), (ZERO_GRAM, heads, tree, {})]
     for name, folder in scorers.items():
@@ -74,10 +74,12 @@ def worth_of_scorers(
     temperature: float,
     alphas: Sequence[float] = ALPHAS,
 ) -> dict[str, Any]:
-    """The whole record. A drafter with token information is measured without it, too: it is the low-rank scorer.
+    """Measures all scorers and returns the record.
+
+    A drafter with token information is also measured without it, because token information is the low-rank scorer.
 
     Raises:
-      FileNotFoundError, ValueError: naming what is wrong with drafter, scorers or prompts, before anything is decoded.
+      FileNotFoundError, ValueError: naming the wrong drafter, scorer or prompt, before anything is decoded.
     """
     for folder in (ZERO_GRAM, *scorers.values()):
         rescore(params, folder)
@@ -105,7 +107,7 @@ def worth_of_scorers(
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Prints what `worth_of_scorers` returned."""
+    """Prints the record of `worth_of_scorers`."""
     lattice = record["lattice"]
     title = f"{record['num_prompts']} prompts of the reporting half, temperature {record['temperature']:g}, simulated"
     heads = "states", "scorer", "tree", "alpha", "tau", "over 0-gram"

@@ -1,9 +1,10 @@
-"""What rounds of models that draft for each other take and add, each part measured by itself.
+"""Measures the parts of a round for models that draft for each other: seconds and tokens.
 
-Seconds: passes of each model alone, rounds of two neighbours decoding as a pair, what following takes a drafter.
-Tokens: how many a verification of n drafts adds, for every n, from a walk over text that the verifying model wrote; and
-the chance of acceptance as the formula has it, one for all places. No stack is run here: `lab/bench/hierarchy.py`
-puts one together of these parts (`hierarchy.expected_cost`) and measures it then.
+The seconds are those of passes of each model alone, of rounds of two neighbours as a pair, and of following in a
+drafter. The tokens are those that a verification of n drafts adds, for every n. They are counted on text that the
+verifying model wrote. The formula uses one probability of acceptance for all positions, which is measured here, too. No
+stack is run here: `lab/bench/hierarchy.py` predicts a stack from these parts (`hierarchy.expected_cost`) and then
+measures it.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ from hsd_jax.session import prepare
 from hsd_jax.types import SamplingParams
 
 TIMED_DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-"""Drafts of the passes that are timed; between them costs are taken to lie on lines."""
+"""Drafts of the passes that are timed. Costs between them are interpolated linearly."""
 PASSES, TIMES = 20, 9
-"""Passes of a timing, one after another, and timings of each kind of pass."""
+"""Consecutive passes of a timing, and timings of each kind of pass."""
 CALIBRATION, CALIBRATIONS, CALIBRATION_PROMPTS = 2, 3, 4
-"""Drafts of the rounds that tell what a round takes besides passes; how often such rounds are timed, and on how many
-prompts."""
+"""For the rounds that measure the time of a round beyond its passes: drafts, number of timings, and prompts."""
 
 
 def timed_passes(model: Params, drafts: int, context: int) -> Callable[[], float]:
-    """Compiled: seconds of a pass over a root and so many drafts behind `context` tokens, of choosing their tokens and
-    of committing them."""
+    """Compiles a pass and returns its timer.
+
+    The pass reads a root and `drafts` drafts after `context` tokens, chooses their tokens and commits them.
+    """
     config, num = model.target_config, drafts + 1
     capacity = -(-(context + num) // 256) * 256
 
@@ -69,8 +71,10 @@ def timed_passes(model: Params, drafts: int, context: int) -> Callable[[], float
 
 
 def cost_tables(models: Sequence[Params], context: int, most: int) -> list[list[float]]:
-    """Seconds of passes of each model over 0, 1, ... `most` drafts: the least of timings that take turns, as what else
-    runs on the machine can only add."""
+    """Seconds of passes of each model over 0, 1, ... `most` drafts.
+
+    Each value is the smallest of timings in turns, because other work on the machine can only add time.
+    """
     drafts = [n for n in TIMED_DRAFTS if n < most] + [most]
     timed = [[timed_passes(model, n, context) for n in drafts] for model in models]
     seconds = np.array([[[one() for one in row] for row in timed] for _ in range(TIMES)]).min(0)
@@ -78,21 +82,21 @@ def cost_tables(models: Sequence[Params], context: int, most: int) -> list[list[
 
 
 def seconds_a_round(mode: Mode, runs: Runs) -> float:
-    """Of a mode that was timed."""
+    """Median seconds of a round of a mode that was timed."""
     return mode_record(mode, runs, mode.name)["seconds_per_round"]["median"]
 
 
 def round_seconds(
     pair: Params, prompts: Sequence[Sequence[int]], num_tokens: int, drafts: int, temperature: float
 ) -> float:
-    """Seconds of a round that drafts and verifies a chain, as whole decodes of all prompts have it."""
+    """Seconds of a round that drafts and verifies a chain, measured by decoding all prompts."""
     mode = Mode("a pair", pair, TreeConfig.chain(drafts))
     asked = {"max_new_tokens": num_tokens, "temperature": temperature, "repeats": CALIBRATIONS}
     return seconds_a_round(mode, time_modes([mode], prompts, **asked))
 
 
 def follow_seconds(pair: Params, prompt: Sequence[int], drafts: int) -> float:
-    """Seconds that following a chain of so many drafts, and the token behind it, takes the drafter of a pair."""
+    """Seconds in which the drafter of a pair follows a chain of `drafts` drafts and the token after it."""
     session = prepare(pair, [prompt], Sampling(), Speculation(TreeConfig.chain(drafts)))
     drafter, hidden = session.setup.decoder.drafter, jnp.zeros((1, drafts + 1, pair.target_config.hidden_size))
     assert drafter is not None and session.rows is not None, "of a pair, the prompt read"
@@ -107,10 +111,10 @@ def follow_seconds(pair: Params, prompt: Sequence[int], drafts: int) -> float:
 
 
 def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[Law]:
-    """What a verification of 1, 2, ... `most` drafts adds, counted over text that the target of the pair wrote.
+    """The distributions of tokens that a verification of 1, 2, ... `most` drafts adds, on text of the pair's target.
 
-    Under `match` a walk over the text is the decode, round by round: acceptance may differ from place to place, and
-    the rounds that the end of a text cuts count as they do there.
+    Under `match` a walk over the text has the rounds of the decode. So acceptance may differ between positions, and
+    rounds that the end of a text cuts count as in the decode.
     """
     assert pair.drafter is not None, "of a pair"
     if method_of(pair.drafter_config).is_language_model:
@@ -121,17 +125,17 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[L
 
 
 def laws_along(counts: Int[np.ndarray, "texts ages roots"], texts: Texts, most: int) -> list[Law]:
-    """As `laws_of`, from what `count_accepted` found."""
+    """As `laws_of`, from the counts of `count_accepted`."""
     return [accepted_along(np.minimum(counts, n), texts, n).law for n in range(1, most + 1)]
 
 
 def count_accepted(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarray, "texts ages roots"], float]:
-    """A language model beside the target of its pair, which wrote some text: one pass a text says it.
+    """Compares a language model with the target of its pair on text that the target wrote, with one pass per text.
 
     Returns:
-      How many tokens the model would get right behind every token, from the last one of the prompt on, as
-        `simulate.accepted_along` takes it, of one age: a draft that counts has the text before it.
-      1 - E[TV] of the two models behind the tokens that were written.
+      The number of tokens that the model would draft correctly after every token, from the last one of the prompt on.
+      The form is that of `simulate.accepted_along`, with one age: a counted draft has the text before it.
+      1 - E[TV] of the two models after the tokens that were written.
     """
     sampling, (num, length) = sampling_of_row(temperature), texts.tokens.shape
     models, right, common = (pair.drafter, pair.target), np.zeros((num, length), int), []
@@ -156,8 +160,10 @@ def drafts_and_overlap(
     keys: jax.Array,
     sampling: SamplingParams,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """What the first of two models says behind every token of some text, with the noise that the text was drawn with,
-    and 1 - TV of both there."""
+    """The first model's draft after every token of some text, and 1 - TV of both models there.
+
+    The drafts use the noise with which the text was drawn.
+    """
     logits = [forward_sequence(w, config, tokens).logits for w, config in zip(weights, configs, strict=True)]
     positions = jnp.broadcast_to(1 + jnp.arange(tokens.shape[1]), tokens.shape)
     one, other = (jnp.exp(target_distribution(x, sampling)) for x in logits)
@@ -165,11 +171,11 @@ def drafts_and_overlap(
 
 
 def with_round(passes: Sequence[float], one: float, taken: float) -> list[float]:
-    """Seconds of passes of a model, those that verify drafts with what its round takes besides passes.
+    """Seconds of passes of a model. Those that verify drafts include the rest of a round.
 
     Args:
-      one: seconds of a pass of what drafts for it.
-      taken: of a round with CALIBRATION drafts.
+      one: seconds of a pass of the model that drafts for it.
+      taken: seconds of a round with CALIBRATION drafts.
     """
     besides = max(taken - passes[CALIBRATION] - CALIBRATION * one, 0.0)
     return [passes[0], *(cost + besides for cost in passes[1:])]

@@ -1,8 +1,8 @@
-"""The size of the model as an axis: passes over 1 to 32 rows, drafting, and the speed that a given tau would give.
+"""Times models of several sizes: passes over 1 to 32 rows, drafting, and the speed that a given tau would give.
 
-Models are random, of the shapes of the bundled pair, of SmolLM2 and of public models; nothing is downloaded. Every
-timing is of a compiled loop, in turns with the others of its model. Read first: `planning/rates.py`, whose measurement
-says what the machine can do.
+The models have random weights and the shapes of the bundled pair, of SmolLM2 and of public models. Nothing is
+downloaded. Every timing runs a compiled loop, in turns with the other loops of its model. Read first:
+`planning/rates.py`, which measures the rates of the machine.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ SHAPES = ("demo", "smollm2", "qwen3-0.6b", "llama-3.2-1b", "llama-3.2-3b")
 ROWS = (1, 2, 4, 8, 16, 32)
 TAUS = (1.5, 2.0, 3.0, 4.0)
 TREE = TreeConfig(8, 4, 2)
-"""What is drafted, for one row: 8 rows of a pass."""
+"""The tree that is drafted for one row. Its verification is a pass over 8 rows."""
 SLOTS, FILLED = 512, 128
-"""Of the caches of every row, and how many of them it reads."""
+"""Slots in the cache of every row, and the number of them that a pass reads."""
 ITERATIONS, REPEATS = 8, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What one shape costs."""
+    """The measured times of one shape."""
 
     name: str
     num_weights: int
-    """That a pass reads; of an embedding that is not the head, a row."""
+    """Weights that a pass reads. An embedding that is not also the head counts as one row."""
     pass_seconds: dict[int, float]
-    """By rows."""
+    """Seconds of a pass by its number of rows."""
     draft_seconds: float
-    """Of TREE, for one row."""
+    """Seconds of drafting TREE for one row."""
 
     def gigabytes(self) -> float:
-        """A second, read by a pass over one row; weights have two bytes."""
+        """Gigabytes per second that a pass over one row reads, at two bytes per weight."""
         return 2e-9 * self.num_weights / self.pass_seconds[1]
 
     def gigaflops(self) -> float:
-        """A second, of the pass with the most rows."""
+        """GFLOP per second of the pass with the most rows."""
         rows, seconds = max(self.pass_seconds.items())
         return 2e-9 * self.num_weights * rows / seconds
 
     def round_seconds(self) -> float:
-        """Of drafting TREE and verifying it, without what lies between them."""
+        """Seconds of drafting TREE and of one pass over its nodes, without judging and committing."""
         return self.draft_seconds + self.pass_seconds[TREE.nodes]
 
 
 def measure_size(name: str, rows: Sequence[int]) -> Size:
-    """Times passes of plain rows, and drafting, of random weights of this shape in bfloat16.
+    """Times passes over plain rows, and drafting, for random weights of this shape in bfloat16.
 
-    Rows are rows of a batch: nodes of lookup's chains that find nothing are skipped, and would cost nothing.
+    The rows are rows of a batch and not nodes of a chain of lookup, because lookup skips nodes without a match.
     """
     config = read_target(name)
     target = random_weights(init_target, config)
@@ -86,8 +86,10 @@ def measure_size(name: str, rows: Sequence[int]) -> Size:
 
 
 def _a_pass(models: dict, config: ModelConfig, num: int) -> tuple[Any, dict, Any]:
-    """A token for each of so many rows. Their caches lie beside the weights: as inputs of a timed loop they would be
-    written, and copied."""
+    """A pass over one token of each of `num` rows.
+
+    The caches are passed with the weights. As inputs of the timed loop they would be written and copied.
+    """
     cache = cache_of(config, num, SLOTS, fastest_dtype(True))
     cache = dataclasses.replace(cache, length=jnp.full(num, FILLED, jnp.int32))
     tokens = jnp.arange(num, dtype=jnp.int32)[:, None] % config.vocab_size
@@ -116,10 +118,11 @@ def _drafting(models: dict, config: ModelConfig, own: Any) -> tuple[Any, dict, A
 
 
 def run(names: Sequence[str], rows: Sequence[int], taus: Sequence[float], path: Path) -> dict[str, Any]:
-    """The record of all shapes, written after each: a model that does not fit loses none of the others.
+    """Measures all shapes and returns the record. It is written after each shape, so that a later failure loses
+    nothing.
 
     Raises:
-      ValueError: naming a shape that is none, before anything is measured.
+      ValueError: naming an unknown shape, before anything is measured.
     """
     for name in names:
         read_target(name)
@@ -138,7 +141,7 @@ def run(names: Sequence[str], rows: Sequence[int], taus: Sequence[float], path: 
 
 
 def tables_of(record: dict[str, Any]) -> Iterator[Table]:
-    """Milliseconds of passes, how well they use the machine, and speeds by tau: a row a shape."""
+    """Three tables with one row per shape: milliseconds of passes, use of the machine, and speeds by tau."""
     rows, sizes = record["rows"], [(size["name"], size["pass_seconds"], size) for size in record["sizes"]]
     yield Table(
         "ms of a pass by rows, and of drafting",
@@ -183,6 +186,6 @@ def tables_of(record: dict[str, Any]) -> Iterator[Table]:
 
 
 NOTE = (
-    "random weights in bfloat16, one compiled loop a timing, medians in turns, 128 tokens of context; a round is"
-    " drafting and one pass over its nodes, without judging and committing"
+    "random weights in bfloat16; each timing is one compiled loop; medians of timings in turns; 128 tokens of context;"
+    " a round is drafting and one pass over its nodes, without judging and committing"
 )

@@ -1,4 +1,4 @@
-"""What the benchmarks print: rich tables on stdout, a line of progress on stderr."""
+"""Prints the results of the benchmarks: rich tables on stdout, lines of progress on stderr."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any, NamedTuple
 from hsd_jax.host.files import is_writer
 
 STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify", "commit", "rest")}
-"""Of a round, as `lab/bench/profile.py` calls them and as they are shown."""
+"""The stages of a round: their names in `lab/bench/profile.py` and in tables."""
 
 
 class Table(NamedTuple):
-    """A table, for the screen or a page."""
+    """A table for the screen or a page."""
 
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     lines: Sequence[str] = ()
-    """What stands below it."""
+    """Lines below the table."""
     left: int = 1
-    """Columns of text; the others are numbers."""
+    """The number of first columns that hold text. The others hold numbers."""
     bold: Collection[str] = ()
-    """The first cells of rows that stand out."""
+    """The first cells of rows that are printed bold."""
 
 
 def say(text: str) -> None:
-    """One line of progress, on stderr: stdout carries results only. Of several processes one speaks."""
+    """Prints one line of progress on stderr, because stdout carries only results. Only one process of a run prints."""
     if is_writer():
         print(text, file=sys.stderr, flush=True)
 
 
 def make_console():
-    """A rich console on stdout, as wide as the terminal, or 120 columns in a file."""
+    """A rich console on stdout. It is as wide as the terminal, or 120 columns wide in a file."""
     from rich.console import Console
 
     console = Console()
@@ -41,7 +41,7 @@ def make_console():
 
 
 def make_table(title: str, left: int, *columns: str):
-    """A rich table whose first `left` columns are texts and the others numbers."""
+    """A rich table. Its first `left` columns hold text, the others numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -61,7 +61,7 @@ def print_table(table: Table) -> None:
 
 
 def range_of(value: dict[str, float] | None, form: str) -> str:
-    """A median and its range, for a table; nothing of None."""
+    """A median and its range, for a table; an empty text for None."""
     return "" if value is None else f"{value['median']:{form}} ({value['min']:{form}}-{value['max']:{form}})"
 
 
@@ -70,9 +70,10 @@ def _number(value: float | None, form: str) -> str:
 
 
 def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
-    """How many texts of a mode are those of plain decoding, for a table.
+    """The number of texts of a mode that equal those of plain decoding, for a table.
 
-    Under another rule than match sampled text is as likely as plain text, not the same; lossy text not even that.
+    Under other rules than match sampled text has the distribution of plain text but is not the same. Lossy text has
+    another distribution.
     """
     if mode.get("lossy") and temperature > 0:
         return "lossy"
@@ -81,7 +82,8 @@ def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
 
 
 def gap_lines(gap: Sequence[dict[str, Any]], title: str) -> list[str]:
-    """The records of `gap.gap_by_depth` in words, a line for each of three acceptances by depth; none of none."""
+    """The records of `gap.gap_by_depth` as lines: a title, one for each acceptance, and the nodes; none for no
+    records."""
     if not gap:
         return []
     rows = {
@@ -100,7 +102,7 @@ def stage_line(shares: dict[str, float], whole: float) -> str:
 
 
 def print_tuned(tuned) -> None:
-    """Prints a table for each choice of a `hsd_jax.Tuned`; the row that was chosen is bold."""
+    """Prints a table for each choice of a `hsd_jax.Tuned`. The chosen row is bold."""
     heads = "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain"
     for choice in tuned.choices:
         rows = [
@@ -119,7 +121,7 @@ def print_tuned(tuned) -> None:
 
 
 def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], profile: Any) -> None:
-    """Prints a row a prompt, their medians, and where a round's time goes by its `RoundProfile`, if there is one."""
+    """Prints one row per prompt, their medians and, if there is a `RoundProfile`, the time of each stage of a round."""
     heads = "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
     cells = [
         (
@@ -138,13 +140,13 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], profile: Any) 
     shares = profile.shares()
     merged = {"draft (trunk)": shares["trunk"], "head and tree": shares["head"] + shares["tree"]}
     merged |= {name: shares[name] for name in ("verify", "commit", "rest") if name != "rest" or shares[name] >= 0}
-    apart = "" if "rest" in merged else "; timed apart they took longer than together: the machine was not quiet"
+    apart = "" if "rest" in merged else "; the stages alone took longer than the round, so the machine was busy"
     parts = ", ".join(f"{name} {share:.0%}" for name, share in merged.items())
-    make_console().print(f"A round of a whole tree takes {profile.whole * 1e3:.2f} ms: {parts}{apart}")
+    make_console().print(f"A round of a complete tree takes {profile.whole * 1e3:.2f} ms: {parts}{apart}")
 
 
 def print_identity(record: dict[str, Any]) -> None:
-    """Prints a row a setting, and every difference."""
+    """Prints one row per setting, and every difference."""
     size = f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens"
     heads = "setting", "tokens compared", "rows differing", "per 1,000", "excused", "chi-square p", "tau", "drafts in"
     rows, lines = [], []

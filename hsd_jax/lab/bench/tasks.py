@@ -1,8 +1,8 @@
-"""Spec-Bench's six tasks, HumanEval and GSM8K: what is asked, and the tables.
+"""The tasks of Spec-Bench, HumanEval and GSM8K: their prompts, and the tables of their results.
 
-Files are the user's, in the form their authors published them in. Every prompt is one message of a user, put through
-the target's chat template. Here are what is asked, and a table a figure: a row a task, a column a method, one number a
-cell. Read first: `experiment.py`.
+The user gives the files in the form in which their authors published them. Every prompt is one message of a user,
+rendered by the target's chat template. There is one table per figure, with one row per task and one column per method.
+Read first: `experiment.py`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ SPEC_BENCH = {"mt_bench": MT_BENCH} | SPEC_BENCH
 HUMANEVAL, GSM8K = "humaneval", "gsm8k"
 COMPLETE = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}\n```"
 FIGURES = {
-    "tau": "tau, tokens a target pass",
+    "tau": "tau, tokens per target pass",
     "over_plain": "times plain, decode clock",
     "over_plain_whole": "times plain, whole calls",
 }
-"""What a row holds of a method, a table each."""
+"""The figures of a row, each with the title of its table."""
 MEAN = "mean"
-"""The rows of means: of Spec-Bench's tasks, as its authors count, or of all that were measured."""
+"""The name of the rows of means: over Spec-Bench's tasks, as its authors count them, or over all measured tasks."""
 
 Question = tuple[str, str, str]
-"""Where it is written, its name, and what the user says."""
+"""File and line, name, and the user's text."""
 
 
 def spec_bench(path: str | Path) -> dict[str, list[Question]]:
-    """The first turns of Spec-Bench by task, in the order of SPEC_BENCH; tasks that the file lacks are left out.
+    """The first turns of Spec-Bench by task, in the order of SPEC_BENCH. Tasks that the file lacks are left out.
 
     Raises:
-      FileNotFoundError, ValueError: naming file, line, and the category or field that is wrong.
+      FileNotFoundError, ValueError: naming file, line, and the wrong category or field.
     """
     task_of = {category: task for task, names in SPEC_BENCH.items() for category in names}
     tasks: dict[str, list[Question]] = {task: [] for task in SPEC_BENCH}
@@ -56,7 +56,7 @@ def spec_bench(path: str | Path) -> dict[str, list[Question]]:
 
 
 def humaneval(path: str | Path) -> dict[str, list[Question]]:
-    """The functions of HumanEval, each to be completed. Raises as `spec_bench`."""
+    """The functions of HumanEval, each as a request to complete it. Raises as `spec_bench`."""
 
     def asks(record: dict, where: str) -> str:
         return COMPLETE.format(text_of(record, "prompt", where).strip())
@@ -65,7 +65,7 @@ def humaneval(path: str | Path) -> dict[str, list[Question]]:
 
 
 def gsm8k(path: str | Path) -> dict[str, list[Question]]:
-    """The problems of GSM8K as they are. Raises as `spec_bench`."""
+    """The problems of GSM8K without changes. Raises as `spec_bench`."""
     return {GSM8K: _questions(path, "id", "question", lambda record, where: text_of(record, "question", where).strip())}
 
 
@@ -73,7 +73,7 @@ def _records(path: str | Path, key: str) -> Iterator[tuple[str, str, dict]]:
     """(where, name, record) of every line.
 
     Raises:
-      ValueError: naming the file, if it is no JSON lines, or empty.
+      ValueError: naming the file, if it is not JSON lines or is empty.
     """
     path, where = Path(path), None
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
@@ -94,7 +94,7 @@ def _questions(path: str | Path, key: str, field: str, asks: Callable[[dict, str
 
 
 def spread_evenly(found: Sequence[Any], num: int) -> list[Any]:
-    """So many of them at equal distances, the first included, or all: of a file sorted by category some of each."""
+    """`num` items at equal distances, from the first on, or all. So a file sorted by category gives some of each."""
     num = min(num, len(found))
     return [found[i * len(found) // num] for i in range(num)]
 
@@ -102,21 +102,21 @@ def spread_evenly(found: Sequence[Any], num: int) -> list[Any]:
 def read(
     files: dict[str, str | None], per_task: int, tokenizer: Tokenizer | None, room: int
 ) -> dict[str, list[BenchPrompt]]:
-    """The prompts of every task, whole, through the chat template.
+    """The complete prompts of every task, rendered by the chat template.
 
     Args:
       files: a path, or None, for each of READERS.
-      room: most tokens of a prompt; longer ones are left out, with a word on stderr.
+      room: most tokens of a prompt. Longer ones are left out, and their number is printed on stderr.
     Raises:
-      FileNotFoundError, ValueError: for files that say nonsense, without a file, without a chat template, or for a task
-        of which no prompt is short enough.
+      FileNotFoundError, ValueError: if a file is not valid, if no file is given, if there is no chat template, or if no
+        prompt of a task is short enough.
     """
     given = {name: path for name, path in files.items() if path is not None}
     if not given:
         raise ValueError(f"no task: give {', '.join('--' + name.replace('_', '-') + ' FILE' for name in READERS)}")
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError(
-            "this target has no chat template, and the tasks are messages to an assistant; --tokenizer NAME takes the"
+            "this target has no chat template, and the tasks are messages to an assistant; --tokenizer NAME uses the"
             " one of another checkpoint"
         )
     tasks = {}
@@ -132,14 +132,14 @@ def read(
 
 
 READERS = {"spec_bench": spec_bench, HUMANEVAL: humaneval, GSM8K: gsm8k}
-"""What reads the file of each option."""
+"""The functions that read the files, by option."""
 
 
 def figures(record: dict[str, Any], temperature: float, key: str) -> dict[str, dict[str, float]]:
-    """`figures[task][method]` of one temperature, behind Spec-Bench's tasks and behind all a row of means.
+    """`figures[task][method]` of one temperature. Rows of means follow Spec-Bench's tasks and all tasks.
 
     Args:
-      key: "tau", "over_plain", "over_plain_whole", or "tokens_per_second", which plain decoding alone has.
+      key: "tau", "over_plain" or "over_plain_whole"; or "tokens_per_second", which is for plain decoding only.
     """
     rows: dict[str, dict[str, float]] = {}
     for row in record["rows"]:
@@ -162,7 +162,7 @@ def figures(record: dict[str, Any], temperature: float, key: str) -> dict[str, d
 
 
 def tables_of(record: dict[str, Any]) -> Iterator[Table]:
-    """A table for each temperature and figure."""
+    """One table for each temperature and figure."""
     methods = [name for name in record["methods"] if name != PLAIN]
     for temperature in dict.fromkeys(row["temperature"] for row in record["rows"]):
         plain = figures(record, temperature, "tokens_per_second")
@@ -179,7 +179,7 @@ def tables_of(record: dict[str, Any]) -> Iterator[Table]:
 
 
 def texts_of(record: dict[str, Any]) -> list[str]:
-    """How many texts were compared with plain decoding, and a line for each that is another: a bug."""
+    """The number of texts that equal those of plain decoding, and a line for each other text, which is a bug."""
     rows = [row for row in record["rows"] if row["task"] != ALL and row["method"] != PLAIN]
     num = sum(row["num_texts"] for row in rows)
     wrong = [
@@ -193,6 +193,6 @@ def texts_of(record: dict[str, Any]) -> list[str]:
 
 
 NOTE = (
-    "tau: tokens of all prompts of a task over their target passes. Times plain: tokens over seconds of all prompts"
-    " of a task, over the same of plain decoding, prompt by prompt in turns; means: of the figures above them"
+    "tau: tokens of all prompts of a task divided by their target passes. Times plain: tokens divided by seconds of"
+    " all prompts of a task, divided by the same of plain decoding, prompt by prompt in turns. Means are of these"
 )

@@ -1,1 +1,1 @@
-"""Pictures: of a decode, round by round, and of what was measured."""
+"""Pictures of a decode, round by round, and plots of measurements."""

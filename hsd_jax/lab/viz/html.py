@@ -1,7 +1,7 @@
-"""The page of `hsd show` as HTML: one file, its style inside, its trees as SVG, no script and nothing to load.
+"""Renders the page of `hsd show` as one HTML file, with its style inside, trees as SVG, and no script.
 
-It is also well-formed XML, so that a test can read it. Its looks are in `page.html.jinja`. Read first:
-`layout.py`.
+The file loads nothing. It is also well-formed XML, so that a test can read it. The layout and style are in
+`page.html.jinja`. Read first: `layout.py`.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ def _template() -> jinja2.Template:
 
 
 def render(page: Page) -> str:
-    """The whole page."""
+    """The page as HTML."""
     most = max(page.rounds_by_count, default=1)
     return _template().render(page=page, marks=marks_of(page.drawings), tint=functools.partial(tint, most=most))
 
 
 def tint(count: int, most: int) -> str:
-    """The background of what a pass gave, as CSS: the more tokens the stronger."""
+    """The background of the tokens of a pass, as CSS. It is stronger for more tokens."""
     return f"background: rgba(var(--scale), {opacity(count, most):.2f})"
 
 
 def escaped(value: Any) -> Markup:
-    """Escaped, and without the characters that no HTML may hold; what is markup already stays."""
+    """The value as escaped HTML, without characters that HTML may not hold. Markup is not changed."""
     if isinstance(value, Markup):
         return value
     return Markup(html.escape("".join(c if is_legal(c) else escape_of(c) for c in str(value))))
 
 
 def is_legal(char: str) -> bool:
-    """Whether HTML and XML may hold the character: no controls, lone surrogates or noncharacters."""
+    """Whether HTML and XML may hold the character. Controls, lone surrogates and noncharacters are not allowed."""
     code = ord(char)
     is_nonchar = 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE
     return char in "\t\n" or not (unicodedata.category(char) in ("Cc", "Cs") or is_nonchar)
 
 
 def _shown(text: str) -> Markup:
-    """Escaped running text, with a mark before every line break."""
+    """Text as escaped HTML, with a mark before every line break."""
     return Markup(str(escaped(text)).replace("\n", '<span class="mark" aria-hidden="true">\u21b5</span>\n'))

@@ -1,6 +1,6 @@
-"""Where the nodes of a round are in its picture, and what they are called; the page itself is drawn elsewhere.
+"""Lays out the nodes of a round in its picture, and labels them.
 
-Lengths are in CSS pixels, for a monospaced font. Read next: `html.py`, which draws these boxes.
+Lengths are in CSS pixels, for a monospaced font. Read next: `html.py`, which draws the boxes.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ KINDS = {
     "cut": "accepted, after the end",
     "target": "token of the target",
 }
-"""What a node may be, with its words in the legend; each kind has its colours in `page.html.jinja`."""
+"""The kinds of nodes, with their text in the legend. `page.html.jinja` has the colours of each kind."""
 MARKS = {KEPT: "inner line: from a kept state", MIXED: "inner dashes: kept and fresh logits mixed"}
-"""What a node may have reused, with its words in the legend; the picture has a line inside the box."""
+"""The kinds of reuse of a node, with their text in the legend. The picture shows them by a line inside the box."""
 INSET = 2.0
-"""From the outline of a box to that line: outside, the lines of neighbours would touch."""
+"""Distance from the outline of a box to that line. It is inside, because lines of neighbours would touch outside."""
 
 MAX_LABEL = 14
-"""Columns of a label; the rest of a long token is in its tooltip."""
+"""Columns of a label. The tooltip shows the rest of a long token."""
 FONT, CHAR = 12.0, 7.3
 """Size of a label and the width of one of its columns."""
 NOTE_CHAR = 6.1
-"""The same for probabilities, which are set smaller."""
+"""Width of a column of a probability, which has a smaller font."""
 HEIGHT, PITCH, GAP, PAD = 21.0, 27.0, 20.0, 6.0
-"""Of a box: height, distance of rows, distance of columns, inner margin."""
+"""Height of a box, distance of rows, distance of columns, and inner margin."""
 SHOWN = {" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5"}
-"""How whitespace is written in a label."""
+"""The characters that replace white space in a label."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A node of a tree: `note` is its probability, `title` its tooltip."""
+    """The box of a node. `note` is its probability, `title` its tooltip."""
 
     x: float
     y: float
@@ -55,12 +55,12 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """From the right side of a parent to the left side of a child."""
+    """A line from the right side of a parent to the left side of a child."""
 
     start: tuple[float, float]
     end: tuple[float, float]
     is_taken: bool
-    """Whether it lies on the way the text took."""
+    """Whether it is on the path of the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +72,17 @@ class Drawing:
     width: float
     height: float
     reused: str = ""
-    """What the round reused, in words; empty where a decode reuses nothing."""
+    """A description of what the round reused; empty if the decode reuses nothing."""
 
 
 def marks_of(drawings: Sequence[Drawing]) -> dict[int, str]:
-    """The entries of MARKS that some box bears: a legend names no others."""
+    """The entries of MARKS that some box has. The legend shows only these."""
     borne = {box.mark for drawing in drawings for box in drawing.boxes}
     return {mark: words for mark, words in MARKS.items() if mark in borne}
 
 
 def visible(text: str) -> str:
-    """`text` with marks for whitespace and escapes for what has no glyph."""
+    """`text` with marks for white space and escapes for characters that cannot be printed."""
     return "".join(SHOWN.get(c, c) if c in SHOWN or c.isprintable() else escape_of(c) for c in text)
 
 
@@ -92,14 +92,14 @@ def escape_of(char: str) -> str:
 
 
 def columns(text: str) -> int:
-    """Columns of a monospaced font: East Asian wide characters take two, combining ones none."""
+    """Columns in a monospaced font. East Asian wide characters take two, and combining characters none."""
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in ("W", "F") else 1 for c in text
     )
 
 
 def shortened(label: str, limit: int = MAX_LABEL) -> str:
-    """The beginning of a label, with an ellipsis where it was cut."""
+    """A label of at most `limit` columns. If it is cut, it ends in an ellipsis."""
     if columns(label) <= limit:
         return label
     while columns(label) > limit - 1:
@@ -108,7 +108,7 @@ def shortened(label: str, limit: int = MAX_LABEL) -> str:
 
 
 def percent(logp: float) -> str:
-    """A probability as written beside a node."""
+    """A probability as it is written beside a node."""
     if not math.isfinite(logp):
         return "?" if math.isnan(logp) else "0%"
     share = 100.0 * math.exp(logp)
@@ -122,7 +122,7 @@ def counted(number: int, word: str) -> str:
 
 
 def opacity(count: int, most: int) -> float:
-    """Of the colour behind what a pass gave: from 0.1 for one token to 0.6 for the `most` any pass gave."""
+    """The opacity of the colour behind the tokens of a pass: from 0.1 for one token to 0.6 for `most` tokens."""
     return 0.1 + 0.5 * (count - 1) / max(most - 1, 1)
 
 
@@ -136,16 +136,17 @@ def node_kind(drafted: Round, node: int) -> str:
 
 
 def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
-    """Lays out a round from left to right: what the text took runs along the top, what was rejected hangs below.
+    """Lays out a round from left to right. The path of the text is at the top, rejected nodes are below it.
 
     Args:
-      labels: visible text of every node; `next_label` that of the target's token.
+      labels: visible text of every node.
+      next_label: visible text of the target's token.
     """
     children: dict[int, list[int]] = {}
     for node in range(1, len(drafted.tokens)):
         if drafted.valid[node]:
             children.setdefault(int(drafted.parents[node]), []).append(node)
-    target = len(drafted.tokens)  # the target's token is one more node after the end of the path
+    target = len(drafted.tokens)  # the target's token is a further node after the end of the path
     if drafted.has_next:
         children.setdefault(drafted.path[-1], []).append(target)
     on_way = {*drafted.path, target}
@@ -158,7 +159,7 @@ def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
         depths[node] = depth
         below = sorted(children.get(node, []), key=lambda n: n not in on_way)
         waiting.extend((child, depth + 1) for child in reversed(below))
-        if not below:  # a leaf opens a row; every node is in the row of its first leaf
+        if not below:  # a leaf starts a row; every other node is in the row of its first leaf
             rows[node], num_rows = num_rows, num_rows + 1
     for node in sorted(depths, key=lambda n: -depths[n]):
         if node in children:
@@ -194,17 +195,17 @@ def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
                     node in on_way and child in on_way,
                 )
             )
-    edges.sort(key=lambda edge: edge.is_taken)  # the way is drawn over the others
+    edges.sort(key=lambda edge: edge.is_taken)  # the path of the text is drawn last, over the other edges
     return Drawing(boxes, edges, x - GAP + 1.0, num_rows * PITCH - (PITCH - HEIGHT) + 2.0, reused_words(drafted))
 
 
 def mark_of(drafted: Round, node: int) -> int:
-    """FRESH, KEPT or MIXED; the target's token, which comes after the nodes, grew from no state."""
+    """FRESH, KEPT or MIXED. The target's token, which comes after the nodes, is FRESH."""
     return FRESH if drafted.origins is None or node == len(drafted.tokens) else int(drafted.origins[node])
 
 
 def reused_words(drafted: Round) -> str:
-    """What a round reused, in a line; empty if the decode reuses nothing."""
+    """One line about what a round reused; empty if the decode reuses nothing."""
     if drafted.origins is None:
         return ""
     run = "Own trunk run" if drafted.has_own_run else "No trunk run of its own"

@@ -1,7 +1,7 @@
-"""One decode as a page: every draft tree, what was accepted, what each pass gave.
+"""Makes the page of one decode: every draft tree, the accepted paths, and the tokens of each pass.
 
-It decodes twice: with `decode`, and round by round with `lab/bench/replay.py`, whose trees are drawn. Read next:
-`layout.py`, then `html.py` and `png.py`.
+The prompt is decoded twice: with `decode`, and round by round with `lab/bench/replay.py`, whose trees are drawn. Read
+next: `layout.py`, then `html.py` and `png.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hsd_jax.session import prepare
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
 
 CONTEXT = 16
-"""Tokens in front of one whose text is wanted: what a tokenizer writes for it may depend on them."""
+"""Number of tokens that are decoded before a token to get its text, which may depend on them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PageToken:
-    """One token of the text; `origin` says where it comes from.
+    """One token of the text. `origin` says where it comes from.
 
-    `text` is empty inside a UTF-8 character, and for a special token, whose spelling is then the `mark`.
+    `text` is empty inside a UTF-8 character and for a special token. `mark` is the spelling of a special token.
     """
 
     text: str
@@ -41,7 +41,7 @@ class PageToken:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """Everything a picture shows; `drawings` may be fewer than the rounds, `pieces` are all, round by round."""
+    """Everything that a picture shows. `pieces` has all rounds; `drawings` may have only the first ones."""
 
     facts: dict[str, str]
     prompt: str
@@ -51,17 +51,17 @@ class Page:
 
     @property
     def rounds_by_count(self) -> dict[int, int]:
-        """How many rounds gave 1, 2, ... tokens, up to the most that one gave."""
+        """The number of rounds that gave 1, 2, ... tokens, up to the largest number of a round."""
         counts = [len(pieces) for pieces in self.pieces]
         return {count: counts.count(count) for count in range(1, max(counts, default=0) + 1)}
 
     def first(self, num_rounds: int | None) -> Page:
-        """The same page with the trees of the first rounds only; None: all."""
+        """The same page with only the trees of the first rounds; None: all."""
         return dataclasses.replace(self, drawings=self.drawings[:num_rounds])
 
 
 def make_page(params, prompt, settings: dict, command: str) -> Page:
-    """Decodes `prompt` with the settings of `decode`, once at full speed and once to watch."""
+    """Decodes `prompt` with the settings of `decode`, once at full speed and once round by round."""
     out = api.decode(params, prompt, **settings)
     rule = make_rule(settings["accept"], settings["tree"], Lossy.parse(settings.get("lossy"), settings["accept"]))
     with prepare(params, prompt, *records(settings)) as session:
@@ -72,8 +72,8 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
     shown = [token for drafted in rounds for token in drafted.emitted]
     if shown != out.tokens[0].tolist():
         say(
-            "the picture shows another text than decode gave: two logits nearly tie on this device;"
-            " with --precision exact they do not"
+            "the picture shows another text than decode gave, because two logits nearly tie on this device;"
+            " use --precision exact to avoid this"
         )
     drawings, text = [], list(ids)
     for drafted in rounds:
@@ -102,7 +102,7 @@ def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[s
 
 
 def _labels(tokenizer: Tokenizer | None, text: Sequence[int], drafted: Round) -> tuple[list[str], str]:
-    """Visible text of every node of a round, and of the target's token; `text` are the tokens up to the root."""
+    """Visible text of every node of a round, and of the target's token. `text` holds the tokens up to the root."""
     before: dict[int, list[int]] = {0: list(text[-CONTEXT:-1])}
     labels = []
     for node, token in enumerate(drafted.tokens.tolist()):
@@ -115,7 +115,7 @@ def _labels(tokenizer: Tokenizer | None, text: Sequence[int], drafted: Round) ->
 
 
 def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> str:
-    """Visible text of one token after others; its spelling where it has no text, its id without a tokenizer."""
+    """Visible text of one token after others: its spelling if it has no text, its id if there is no tokenizer."""
     if tokenizer is None:
         return str(token)
     text = IncrementalDecoder(tokenizer, before).push([token], is_last=True)
@@ -123,7 +123,7 @@ def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> 
 
 
 def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence[Round]) -> list[list[PageToken]]:
-    """The tokens of each round; their texts join to that of `decode`."""
+    """The tokens of each round. Their joined texts are the text of `decode`."""
     decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt)
     pieces: list[list[PageToken]] = []
     for index, drafted in enumerate(rounds):

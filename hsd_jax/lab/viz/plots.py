@@ -1,4 +1,4 @@
-"""Figures of what was measured, where matplotlib is installed."""
+"""Plots of measurements. Without matplotlib nothing is plotted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hsd_jax.lab.bench.tasks import figures
 
 OVER_PLAIN = "tokens/s over plain decoding"
 PLAIN_LINE = {"color": "black", "linewidth": 1.0, "linestyle": "--", "label": "plain decoding"}
-"""At a ratio of 1."""
+"""Style of the line at a ratio of 1."""
 BESIDE = {"textcoords": "offset points", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
 
 
 def make_figure(panels: int, height: float = 4.2):
-    """A matplotlib figure and its axes, three in a row of this height; None where it is not installed."""
+    """A matplotlib figure and its axes, three per row of this height; None if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -37,7 +37,7 @@ def make_figure(panels: int, height: float = 4.2):
 
 
 def save_figure(figure, path: str | Path) -> None:
-    """Writes a figure of `make_figure`, closes it and says so."""
+    """Writes a figure of `make_figure`, closes it and prints the path."""
     import matplotlib.pyplot as plt
 
     try:
@@ -49,13 +49,13 @@ def save_figure(figure, path: str | Path) -> None:
 
 
 def _draw_stages(axis, stages: dict[str, dict[str, float]]) -> None:
-    """Stacked bars in ms per round, one a tree."""
+    """Stacked bars in ms per round, one for each tree."""
     bottom = [0.0] * len(stages)
     for stage in STAGES:
         heights = [max(seconds[stage], 0.0) * 1e3 for seconds in stages.values()]
         axis.bar(list(stages), heights, bottom=bottom, label=STAGES[stage], width=0.6)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axis.set(title="Where a round goes", ylabel="ms per round")
+    axis.set(title="Time of a round by stage", ylabel="ms per round")
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
@@ -81,8 +81,11 @@ def plot_demo(rows: list[dict[str, Any]], profile: Any, path: str | Path) -> Non
 
 
 def plot_methods(record: dict[str, Any], path: Path) -> None:
-    """Speed over plain decoding, a panel a setting; of the last one also acceptance by depth and speed by nodes, and
-    the stages of a round where they were timed."""
+    """Plots speed over plain decoding, one panel per setting.
+
+    Two more panels show acceptance by depth and speed by nodes for the last setting. If the stages of a round were
+    timed, another panel shows them.
+    """
     settings = list(by_setting(record))
     drafting = [row for row in record["rows"] if row["kind"] == "speculative"]
     methods = list(dict.fromkeys(row["method"] for row in drafting))
@@ -96,12 +99,12 @@ def plot_methods(record: dict[str, Any], path: Path) -> None:
         _draw_ratios(axis, setting.title, rows, colors)
     widest = 1.15 * max(axis.get_xlim()[1] for axis in axes[: len(settings)])
     for axis in axes[: len(settings)]:
-        axis.set_xlim(0, widest)  # the same in all, so that bars of two settings can be compared
+        axis.set_xlim(0, widest)  # the same limit in all panels, so that bars of two settings can be compared
     depth, nodes, *stage = axes[len(settings) :]
     setting, last = settings[-1]
     last = [row for row in last if row["kind"] == "speculative"]
     _draw_depths(depth, f"Acceptance by depth\n{setting.title}", {row["method"]: row for row in last}, colors)
-    for row in (row for row in last if row["tree"] is not None):  # else chosen call by call
+    for row in (row for row in last if row["tree"] is not None):  # without a tree, `decode` chose it for each call
         place, color = row["over_plain"], colors[row["method"]]
         how = {"yerr": _whiskers([place]), "fmt": "o", "color": color, "capsize": 3}
         nodes.errorbar(row["tree"]["nodes"], place["value"], **how)
@@ -112,7 +115,7 @@ def plot_methods(record: dict[str, Any], path: Path) -> None:
     if stages:
         _draw_stages(stage[0], stages)
     figure.suptitle(
-        f"Decoding speed against plain decoding: {record['dtype']} target of"
+        f"Decoding speed over plain decoding: {record['dtype']} target of"
         f" {record['target']['parameters'] / 1e6:.2f}M parameters, {record['hardware']['cpu']},"
         f" {record['max_new_tokens']} new tokens, median of {record['repeats']} repeats.\n"
         "Whiskers: 95 % interval over batches of prompts, where there are 8 or more."
@@ -123,7 +126,7 @@ def plot_methods(record: dict[str, Any], path: Path) -> None:
 
 
 def _draw_depths(axis, title: str, rows: dict[str, dict[str, Any]], colors: dict[str, str]) -> None:
-    """A line a method, by its label: how many drafts of a depth were accepted where all before were."""
+    """Draws one line per method: the share of drafts accepted at each depth, if all drafts before were accepted."""
     for label, row in rows.items():
         acceptance, color = row["conditional_acceptance"], colors.get(label)
         axis.plot(range(1, len(acceptance) + 1), acceptance, marker="o", color=color, label=label)
@@ -132,7 +135,7 @@ def _draw_depths(axis, title: str, rows: dict[str, dict[str, Any]], colors: dict
 
 
 def plot_tasks(record: dict[str, Any], path: Path) -> None:
-    """Speed over plain decoding without prefill: a group of bars a task, a panel a temperature."""
+    """Plots speed over plain decoding without prefill: one group of bars per task, one panel per temperature."""
     temperatures = list(dict.fromkeys(row["temperature"] for row in record["rows"]))
     made = make_figure(len(temperatures))
     if made is None:
@@ -152,7 +155,10 @@ def plot_tasks(record: dict[str, Any], path: Path) -> None:
 
 
 def plot_budget(record: dict[str, Any], path: Path) -> None:
-    """tau against draft tokens, a line a method and a panel a setting; dashed, the most its draws allow."""
+    """Plots tau over draft tokens, one line per method and one panel per setting.
+
+    A dashed line shows the largest tau that any lossless rule could reach with the method's draws.
+    """
     settings = list(by_setting(record))
     made = make_figure(len(settings), height=4.8)
     if made is None:
@@ -170,15 +176,15 @@ def plot_budget(record: dict[str, Any], path: Path) -> None:
             if all(row.get("gap") for row in found):
                 most = [best_tau(row["gap"]) for row in found]
                 axis.plot(tokens, most, linestyle="--", linewidth=0.8, color=color)
-        axis.set(title=setting.title, xlabel="draft tokens a round", ylabel="tau, tokens a target pass")
+        axis.set(title=setting.title, xlabel="draft tokens per round", ylabel="tau, tokens per target pass")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    figure.suptitle("Equal budgets. Dashed: if every node accepted as often as any lossless rule can for such draws.")
+    figure.suptitle("Equal budgets. Dashed: tau if every node had the optimal acceptance for its draws.")
     figure.legend(handles=[x for x in axes[0].lines if x.get_linestyle() == "-"], loc="outside lower center", ncols=6)
     save_figure(figure, path)
 
 
 def best_tau(gap: list[dict[str, Any]]) -> float:
-    """tau if at every depth of a `gap.gap_by_depth` the optimum were accepted: 1 + the sum of the products."""
+    """tau if acceptance at every depth were the optimum of `gap.gap_by_depth`: 1 + the sum of the running products."""
     reached, total = 1.0, 1.0
     for one in gap:
         reached *= one["optimum"]
@@ -187,7 +193,7 @@ def best_tau(gap: list[dict[str, Any]]) -> float:
 
 
 def _draw_ratios(axis, title: str, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
-    """Bars of one setting, the fastest on top, with tokens/s beside their names."""
+    """Draws the bars of one setting, the fastest on top, with tokens/s beside their names."""
     plain = next(row for row in rows if row["kind"] == "plain")
     rows = sorted((row for row in rows if row["over_plain"] is not None), key=lambda row: -row["over_plain"]["value"])
     ratios = [row["over_plain"] for row in rows]
@@ -204,14 +210,14 @@ def _draw_ratios(axis, title: str, rows: list[dict[str, Any]], colors: dict[str,
 
 
 def _whiskers(ratios: list[dict[str, Any]]) -> list[list[float]] | None:
-    """Lengths of the intervals below and above; None where there are none."""
+    """Lengths of the intervals below and above; None if there are none."""
     if any(ratio["low"] is None for ratio in ratios):
         return None
     return [[r["value"] - r["low"] for r in ratios], [r["high"] - r["value"] for r in ratios]]
 
 
 def plot_ablate(record: dict[str, Any], path: Path) -> None:
-    """Over all tasks: ratio to the default with intervals, tau against nodes, acceptance by depth."""
+    """Plots three panels over all tasks: the ratio to the default with intervals, tau by nodes, acceptance by depth."""
     made = make_figure(3)
     if made is None:
         return

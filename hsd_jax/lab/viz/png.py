@@ -1,4 +1,4 @@
-"""The page of `hsd show` as an image: the HTML of `html.py`, drawn by the library plutoprint (extra `picture`)."""
+"""Writes the page of `hsd show` as an image. The library plutoprint (extra `picture`) draws the HTML of `html.py`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hsd_jax.lab.viz import html
 from hsd_jax.lab.viz.page import Page
 
 WIDTH, MARGIN = 1200, 56
-"""Of the image in CSS pixels, unless a tree with the margins around it is wider."""
+"""Width and margin of the image in CSS pixels. A tree that is wider with its margins makes the image wider."""
 MAX_HEIGHT = 20000
-"""In CSS pixels: the library draws no more than 32,767 pixels."""
+"""Largest height in CSS pixels, because the library draws at most 32,767 pixels."""
 PIXELS = 1.6
-"""Of the image for one CSS pixel."""
+"""Pixels of the image per CSS pixel."""
 FACES = {"DejaVuSans": "DejaVu Sans", "DejaVuSansMono": "DejaVu Sans Mono"}
-"""Fonts that matplotlib brings, by their files: a machine without a screen may have none."""
+"""Fonts of matplotlib by their files. They are used because a machine without a screen may have no fonts."""
 
 
 def write(page: Page, path: Path) -> None:
@@ -24,12 +24,12 @@ def write(page: Page, path: Path) -> None:
 
     Raises:
       ValueError: if it would be too tall.
-      OSError: if it cannot be written; no part of it stays.
+      OSError: if it cannot be written. No part of the file stays.
     """
     import plutoprint as pluto  # pyright: ignore[reportMissingImports]
 
     width = max([WIDTH, *(drawing.width + 2 * MARGIN for drawing in page.drawings)])
-    size = pluto.PageSize(width * pluto.UNITS_PX, WIDTH * pluto.UNITS_PX)  # in points; the height is that of the text
+    size = pluto.PageSize(width * pluto.UNITS_PX, WIDTH * pluto.UNITS_PX)  # in points; the height follows from the text
     book = pluto.Book(size, pluto.PAGE_MARGINS_NONE, pluto.MEDIA_TYPE_SCREEN)
     book.load_html(html.render(page), user_style=_style(), base_url="about:blank")
     height = book.get_document_height()
@@ -45,7 +45,7 @@ def write(page: Page, path: Path) -> None:
 
 
 def _style() -> str:
-    """As wide as the image, in fonts that are certainly there."""
+    """CSS that makes the page as wide as the image and uses the fonts of matplotlib."""
     import matplotlib
 
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")

@@ -107,7 +107,7 @@ def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch
     accept = record["acceptance"]
     assert accept[0][2] == 0 and 0 < accept[0][1] <= 1 and accept[1][2] == pytest.approx(1.0)
     assert rows[hierarchy.SINGLE]["predicted_tau"] == pytest.approx(rows[hierarchy.SINGLE]["tau"])
-    assert "of a drafter, ms a draft" in printed
+    assert "for a drafter, ms per draft" in printed
 
 
 COSTS = [[0.02], [0.15], [1.0]]

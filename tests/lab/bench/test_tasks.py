@@ -163,7 +163,7 @@ def record():
 
 def test_a_table_has_one_number_a_cell_and_two_means(record):
     tables = {table.title: (table.heads, table.rows) for table in tasks.tables_of(record)}
-    columns, cells = tables["tau, tokens a target pass, temperature 0"]
+    columns, cells = tables["tau, tokens per target pass, temperature 0"]
     assert columns == ["task", "fast"]
     # tau is 2, 1 and 2/3; the mean of Spec-Bench's tasks stands below them
     names = ["qa", "rag", "mean of Spec-Bench", "gsm8k", "mean of all"]
