@@ -34,7 +34,7 @@ from hsd_jax.types import Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """The number of slots of the smallest caches (each next size has GROWTH times as many), and a divisor of the number of
-slots of the largest caches."""
+slots of all caches."""
 MOST_LOOKAHEAD = 16
 """Slots that are kept free after a row for what a round may write. It is the same for all chosen trees, so that their
 caches have one size."""
