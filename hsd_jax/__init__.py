@@ -1,11 +1,11 @@
-"""hsd_jax: hidden-state speculative decoding in JAX. `decode` and `load` are where to start.
+"""hsd_jax: hidden-state speculative decoding in JAX. Start with `load` and `decode`.
 
-The names are imported when they are first used, so that `hsd --help` does not wait for jax.
+Each public name is imported when it is first used, so `hsd --help` does not wait for jax.
 """
 
 import importlib
 
-TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would have to wait for
+TYPE_CHECKING = False  # as in `typing`, which is not imported here, because Ctrl-C would have to wait for it
 if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig

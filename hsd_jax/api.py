@@ -1,7 +1,7 @@
-"""What users call: `decode` and `stream`, and the records they return.
+"""The functions that users call, `decode` and `stream`, and the records they return.
 
-Each is a `Session` of one batch: its rows come in together, and nobody after them. Read next: `session.py`; or
-`infer/step.py`, one round.
+Each call opens a `Session` for one batch: all rows start together, and no row is added later. Read next: `session.py`,
+or `infer/step.py` for one round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hsd_jax.types import NO_TOKEN
 
 @dataclasses.dataclass(frozen=True)
 class RowStats:
-    """Statistics per row; each array has the shape [B], the histogram [B, D+1]."""
+    """Statistics per row. The histogram has the shape [B, D+1], the other arrays have the shape [B]."""
 
     tau: np.ndarray
     num_target_passes: np.ndarray
@@ -36,55 +36,60 @@ class RowStats:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a decode did. `tau`: tokens emitted per target pass of the loop, prefill excluded."""
+    """Statistics of one decode."""
 
     tau: float
+    """Tokens emitted per target pass of the loop, without the prefill."""
     num_target_passes: int
-    """Passes summed over rows."""
+    """The sum over rows of their target passes."""
     accepted_histogram: np.ndarray
-    """[D+1]: rounds by accepted draft tokens that were kept, over all rows."""
+    """[D+1]: the number of rounds for each number of accepted drafts that were kept, over all rows."""
     per_row: RowStats
     prefill_seconds: float
     decode_seconds: float
-    """Wall time of the loop; the first call of a shape includes its compilation."""
+    """Wall time of the loop. The first call of a shape includes its compilation."""
     plan: Plan | None = None
-    """The tree that was chosen or asked for, or plain decoding, and why."""
+    """The tree that was chosen or requested, or plain decoding, and the reason."""
     drafted_share: float = 0.0
-    """Of the target passes, counted a row, those that verified at least one draft of the row."""
+    """The share of the target passes, counted per row, that verified at least one draft of the row."""
     lossy: str | None = None
-    """The lossy acceptance that drafts met, as in "linear:0.5"; None: the text follows the target's distribution."""
+    """The lossy acceptance that was used, as in "linear:0.5". None: the text follows the target's distribution."""
     drafter: dict[str, int] = dataclasses.field(default_factory=dict)
-    """What the drafter counted of its own, all rows together, by name; nothing where it counts nothing."""
+    """The drafter's own counts by name, summed over rows. Empty if it counts nothing."""
     drafts: tuple[int, int] | None = None
-    """Drafts that were made, and those of them that were verified; None unless chains may end early."""
+    """The number of drafts made, and how many of them were verified. None unless chains may end early."""
 
     @property
     def mean_accepted(self) -> float:
-        """Draft tokens kept per target pass: tau - 1."""
+        """Drafts kept per target pass: tau - 1."""
         return self.tau - 1.0
 
     @property
     def conditional_acceptance(self) -> np.ndarray:
-        """[D]: of the rounds that kept depth d - 1, the share that kept depth d; the last round counts as cut."""
+        """[D]: the share of the rounds that kept a draft at depth d, among those that kept one at depth d - 1.
+
+        The last round of a row counts only the drafts that fitted into its text.
+        """
         return conditional_acceptance(self.accepted_histogram)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeResult:
-    """`tokens` [B, T_out] without the prompt, padded with NO_TOKEN; `num_tokens` [B] counts the end token.
-
-    `text` continues the text of the prompts: joined they read right, a space between them is the first of `text`.
-    """
+    """The result of `decode`."""
 
     tokens: np.ndarray
+    """[B, T_out], without the prompts, padded with NO_TOKEN."""
     num_tokens: np.ndarray
+    """[B]: the length of each row of `tokens`. It counts the end token."""
     text: list[str] | None
+    """The continuation of each prompt: prompt + text is the full text, so a space between them begins `text`. None
+    without a tokenizer."""
     stats: Stats
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a stream adds to one row: whole UTF-8 characters, or None without a tokenizer."""
+    """What a stream adds to one row. `text` holds complete UTF-8 characters; it is None without a tokenizer."""
 
     row: int
     tokens: np.ndarray
@@ -92,7 +97,11 @@ class Piece:
 
 
 def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
-    """[D], of a histogram [D+1] of accepted lengths: of rounds that kept depth d - 1, the share that kept d."""
+    """The share of rounds that kept depth d among those that kept depth d - 1, [D].
+
+    Args:
+      histogram: [D+1], the number of rounds for each accepted length.
+    """
     reached = np.cumsum(np.asarray(histogram)[::-1])[::-1]
     return reached[1:] / np.maximum(reached[:-1], 1)
 
@@ -116,54 +125,58 @@ def decode(
     lossy: tuple[str, float] | str | None = None,
     adaptive: bool | None = None,
 ) -> DecodeResult:
-    """Continues prompts; with speculation the text is that of plain decoding, sooner.
+    """Continues prompts. Speculation changes the speed and not the text.
 
-    Every setting of the text may be one value or one per row. A program is compiled for each number of rows (a power of
-    two), size of the caches (512 slots, or that times 4, 16, .., up to what `max_len` takes; the longest prompt with
-    its `max_new_tokens` decides) and plan. Where the tree is chosen, the plan depends on these sizes and on whether any
-    row has a temperature of 0.3 or more. Off the CPU, calls whose rows are all greedy have programs of their own. Other
-    settings of the text compile nothing, up to 4 end tokens. A row's tokens depend on its prompt, settings and seed
-    alone: not on the other rows, and, greedy or sampled, not on the tree, nor on whether there is one. Under rules
-    other than `match` sampled text depends on the tree, too; it is as likely as under plain decoding.
+    Each setting of the text may be one value or one value per row. The tokens of a row depend only on its prompt, its
+    settings and its seed. They do not depend on the other rows or on the tree, nor on whether the call speculates. This
+    holds for greedy and for sampled text. Under rules other than `match`, sampled text also depends on the tree, but
+    its distribution is that of plain decoding.
+
+    jax compiles one program for each number of rows (a power of two), each size of the caches and each plan. The caches
+    have 512 slots, or that times 4, 16, .., up to what `max_len` needs. The longest prompt with its `max_new_tokens`
+    decides. Where the tree is chosen, the plan depends on these sizes and on whether any row has a temperature of 0.3
+    or more. Off the CPU, calls whose rows are all greedy have their own programs. Other settings of the text compile
+    nothing, up to 4 end tokens.
 
     Args:
-      prompt: a text, token ids, a conversation, or a list of these, also of different kinds and lengths. A list that
-        holds a mapping is one conversation: of messages with the keys role and content alone, both texts; the role is
-        system (of the first), user or assistant, and the user's is last. It goes through the checkpoint's chat
-        template, open for the answer, and gets no other start token.
-      max_new_tokens: per row; the end token counts.
+      prompt: a text, token ids, a conversation, or a list of these. The items of a list may differ in kind and length.
+        A list that holds a mapping is one conversation. Its messages have the keys role and content only, and both
+        values are texts. The role is system (first message only), user or assistant. The last message is the user's.
+        The checkpoint's chat template renders the conversation, ready for the answer. No other start token is added.
+      max_new_tokens: per row. The end token counts.
       temperature: 0 is greedy.
       top_k, top_p: None switches the filter off.
-      seed: one number, or one per row. With one number, row i draws with the key `fold_in(key(seed), i)`; with a list,
+      seed: one number, or one per row. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list,
         row i draws with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone.
-      tree: shape of the draft tree, which is then verified whole in every round. None: `params.tree`; and if that is
-        None too, what should be the fastest for so many rows, such lengths and temperatures is chosen, plain decoding
-        included; `stats.plan` says what. Of a chosen tree only the drafts that pay are verified, and where none do, the
-        call goes on plainly and tries again later.
+      tree: shape of the draft tree. All its nodes are then verified in every round. None: `params.tree`. If that is
+        None too, the fastest plan for this number of rows and these lengths and temperatures is chosen. That plan may
+        be plain decoding. `stats.plan` names it. In a chosen tree only the drafts that pay are verified. If none pays,
+        the call continues without drafts and tries them again later.
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
-      pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
-      accept: rule that judges drafts: "match", which "auto" stands for, or for drawn trees alone "recursive",
-        "optimal", "kseq" and, for chains, "block_verification" (methods.md 6).
-      draw: how trees choose their tokens: "coupled" (the likeliest to be what the target draws, given the noise that
-        it draws with; at temperature 0 the likeliest), "arbitrary" (the likeliest), "independent",
-        "without_replacement" (drawn with noise of their own) or "top_then_random" (one child of a node drawn, the
-        others the likeliest); None: what suits the rule: "coupled" for "match", "top_then_random" for "optimal",
-        "independent" for "kseq", "without_replacement" for the others.
-      reuse: what becomes of trunk states that a round did not use: "none", "sum", "skip" or "skip:N", "ahead" or
-        "unfused" (docs/design.md, "Reuse"). Like the tree it changes speed alone.
-      tuned: how the tree is chosen where `tree` is None. True: by the record that `tune` kept for this pair and
-        machine. A `Tuned`: by that record. False: by the shipped model of costs, as also where the record has no choice
-        for calls of this size.
-      lossy: off, None, or a function and an epsilon in (0, 1], as in ("linear", 0.5), "square" or "exponential": with
-        `accept="recursive"` more drafts are accepted, and sampled text no longer follows the target's distribution
-        (`infer/lossy.py` says what it follows). `stats.lossy` says so. An epsilon of 1 changes nothing.
-      adaptive: True: drafts that do not pay are left out of the tree, chosen or asked for, and chains of a small
-        language model end early (methods.md 8.1); `stats.drafts` counts. False: every tree is verified whole. None:
-        what does not pay is left out of trees that were chosen.
+      pad_rows: number of rows to which a plain pass is padded (see `infer/plain.py`).
+      accept: rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal" and "kseq";
+        drawn chains also "block_verification" (methods.md 6).
+      draw: how trees choose their tokens. "coupled": the tokens that the target most likely draws, given the noise
+        that it draws with (at temperature 0, the likeliest tokens). "arbitrary": the likeliest tokens. "independent"
+        and "without_replacement": tokens drawn with their own noise. "top_then_random": one child of a node is drawn,
+        the others are the likeliest. None: the scheme that suits the rule. This is "coupled" for "match",
+        "top_then_random" for "optimal", "independent" for "kseq" and "without_replacement" for the others.
+      reuse: how later rounds use trunk states that a round did not use: "none", "sum", "skip" or "skip:N", "ahead" or
+        "unfused" (docs/design.md, "Reuse"). Like the tree, it changes only the speed.
+      tuned: how the tree is chosen if `tree` is None. True: by the record that `tune` stored for this pair and
+        machine. A `Tuned`: by that record. False: by the cost model that comes with the package. The cost model also
+        decides if the record has no choice for calls of this size.
+      lossy: None switches it off. Else a function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
+        functions are "linear", "square" and "exponential". With `accept="recursive"` more drafts are accepted, and
+        sampled text no longer follows the target's distribution. `infer/lossy.py` defines the distribution that it
+        follows. `stats.lossy` reports the setting. An epsilon of 1 changes nothing.
+      adaptive: True: drafts that do not pay are left out of every tree, and chains of a small language model end early
+        (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts that do
+        not pay are left out only if the tree was chosen.
     Raises:
-      ValueError: naming the wrong value and the allowed ones, before anything compiles; and naming the row, if the
-        target gives NaN logits, or none but -inf.
+      ValueError: for a wrong argument, before anything compiles; it names the value and the allowed ones. Also if all
+        logits of the target are -inf or one is NaN; it names the row.
     References:
       Coupled drafts: Daliri et al., "Coupling without communication and drafter-invariant speculative decoding"
       (arXiv:2408.07978).
@@ -202,14 +215,16 @@ def stream(
     lossy: tuple[str, float] | str | None = None,
     adaptive: bool | None = None,
 ) -> Generator[Piece, None, Stats]:
-    """Like `decode`, in pieces: the same compiled loop runs some rounds at a time.
+    """Decodes as `decode` does, and yields the text in pieces.
 
-    The pieces of a row join to the text of `decode`. Bad arguments raise at the call, not at the first piece. The
-    generator returns the `Stats` (the value of its StopIteration).
+    The same compiled loop runs a few rounds at a time. The joined pieces of a row are the text of `decode`. Wrong
+    arguments raise an error at the call and not at the first piece. The generator returns the `Stats` (the value of its
+    StopIteration).
 
     Args:
-      rounds: of the loop between two pieces. None: one for the first piece, then as many as fit into 90 ms: so a piece
-        comes every 100 ms, unless a round takes longer, and what a call costs stays below 3 %.
+      rounds: rounds of the loop between two pieces. None: one round for the first piece, then as many as fit into
+        90 ms. A piece then comes about every 100 ms, unless a round takes longer, and the calls of the loop cost less
+        than 3 %.
     Raises:
       ValueError: as `decode`.
     """
@@ -221,7 +236,7 @@ def stream(
 
 
 def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:
-    with session:  # one that is not read to its end is closed, too
+    with session:  # closes it also if the caller stops early
         pace, ended = Pace(rounds), dict[int, RequestStats]()
         while len(ended) < session.slots:
             start = time.perf_counter()
@@ -239,7 +254,7 @@ def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stat
 
 
 def check_valid(rows: Mapping[int, Taken] | Sequence[Taken]) -> None:
-    """Refuses texts that end where the target gave no distribution for a token.
+    """Raises an error if a row ended because the target gave no distribution for a token.
 
     Raises:
       ValueError: naming the first such row.

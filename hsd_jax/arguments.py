@@ -1,6 +1,6 @@
-"""The arguments of a call, checked row by row: prompts, lengths, settings, seeds and end tokens.
+"""Checks the arguments of a call row by row: prompts, lengths, settings, seeds and end tokens.
 
-Nothing here knows a drafter. Read next: `request.py`, which says how they are decoded.
+Nothing here depends on the drafter. Read next: `request.py`, which decides how the rows are decoded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Prompt = str | Sequence[int] | np.ndarray | jax.Array | Messages
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the text of a call is drawn: the arguments of `decode` of the same names, a value or one a row."""
+    """How the text of a call is drawn: the arguments of `decode` with the same names, one value or one per row."""
 
     max_new_tokens: Any = 128
     temperature: Any = 0.0
@@ -39,27 +39,29 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is asked of one row, checked: all that its text depends on besides the models."""
+    """The checked arguments of one row. Apart from the models, its text depends on nothing else."""
 
     tokens: list[int]
-    """Of its prompt."""
+    """The token ids of its prompt."""
     max_new_tokens: int
     temperature: float
+    """0 is greedy."""
     top_k: int
+    """0 switches the filter off, as in `SamplingParams`."""
     top_p: float
-    """0, 0 and 1: greedy, and filters that are off, as in `SamplingParams`."""
+    """1 switches the filter off."""
     seed: tuple[int, int]
-    """What makes its key: a seed, and its number under that."""
+    """The seed, and the number that is folded into its key (`seeds_of_rows`)."""
     eos: tuple[int, ...]
 
     @property
     def longest(self) -> int:
-        """Tokens that it may have in all."""
+        """The largest length of the row, prompt included, in tokens."""
         return len(self.tokens) + self.max_new_tokens
 
 
 NOTHING = Row([0], 0, 0.0, 0, 1.0, (0, 0), ())
-"""Fills a place: born finished, one token and no room for another."""
+"""Fills an unused row: it has one token, may get no other, and so is finished from the start."""
 
 
 def rows_of(
@@ -68,7 +70,7 @@ def rows_of(
     """The rows of a call.
 
     Args:
-      max_len: tokens that a row may have, if less than the models allow.
+      max_len: largest length of a row in tokens, if less than the models allow.
     Raises:
       ValueError: naming the wrong value and the allowed ones.
     """
@@ -84,8 +86,10 @@ def rows_of(
 def arrays_of(
     rows: Sequence[Row], num_rows: int, num_places: int
 ) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]], Limits, SamplingParams]:
-    """Tokens [B, P], lengths [B], what makes keys, limits and settings of B = `num_rows` rows, P = `num_places`; those
-    after `rows` are NOTHING."""
+    """Tokens [B, P], lengths [B], seeds of the keys, limits and settings, with B = `num_rows` and P = `num_places`.
+
+    The rows after `rows` are NOTHING.
+    """
     filled = [*rows, *[NOTHING] * (num_rows - len(rows))]
     tokens, num_ends = np.zeros((num_rows, num_places), np.int32), bucket(max(len(row.eos) for row in filled), 4)
     for place, row in zip(tokens, filled, strict=True):
@@ -101,10 +105,10 @@ def arrays_of(
 def checked_new_tokens(
     params: Params, prompts: list[list[int]], max_new_tokens: Any, max_len: int | None = None
 ) -> list[int]:
-    """How many tokens each row may get.
+    """The number of new tokens that each row may get.
 
     Raises:
-      ValueError: for what is no such number, or more than fit after a prompt.
+      ValueError: for a wrong number, or if the new tokens do not fit after a prompt.
     """
     values = _per_row("max_new_tokens", max_new_tokens, len(prompts), Whole)
     for row, (ids, new) in enumerate(zip(prompts, values, strict=True)):
@@ -113,33 +117,34 @@ def checked_new_tokens(
 
 
 def check_length(params: Params, row: int, num_tokens: int, new: int, max_len: int | None = None) -> None:
-    """Refuses a prompt of so many tokens whose `new` ones would not fit after it.
+    """Checks that `new` tokens fit after a prompt of `num_tokens`.
 
     Raises:
       ValueError: naming the row.
     """
     if max_len is not None and num_tokens + new > max_len:
         raise ValueError(
-            f"the prompt has {num_tokens} tokens and max_new_tokens is {shown(new)}: together more than the session's"
+            f"the prompt has {num_tokens} tokens and max_new_tokens is {shown(new)}: the sum exceeds the session's"
             f" max_len={max_len}; shorten one, or open a session with a larger max_len (at most {params.max_len})"
         )
     if num_tokens + new > params.max_len:
         raise ValueError(
-            f"prompt {row} has {num_tokens} tokens and max_new_tokens is {shown(new)}: together more than"
-            f" max_len={params.max_len}; shorten one or load with a larger max_len (at most"
+            f"prompt {row} has {num_tokens} tokens and max_new_tokens is {shown(new)}: the sum exceeds"
+            f" max_len={params.max_len}; shorten one, or load with a larger max_len (at most"
             f" {params.target_config.max_position})"
         )
 
 
 def encode(params: Params, prompt) -> list[list[int]]:
-    """Prompts as lists of token ids.
+    """Converts prompts to lists of token ids.
 
-    A sequence that holds a mapping is one conversation, one of integers alone is one prompt of ids, any other is a
-    batch, whose items may be of different kinds.
+    A sequence that holds a mapping is one conversation. A sequence that holds only integers is one prompt of ids. Any
+    other sequence is a batch, whose items may be of different kinds.
 
     Raises:
-      ValueError: for empty prompts, text or a conversation without a tokenizer, text that is not UTF-8, ids outside the
-        vocabulary, and conversations as `Tokenizer.encode_chat`; it names the prompt, and the message.
+      ValueError: for an empty prompt, a text or conversation without a tokenizer, a text that is not UTF-8, ids outside
+        the vocabulary, and a conversation that `Tokenizer.encode_chat` refuses. It names the prompt, and the message of
+        a conversation.
     """
     if isinstance(prompt, (str, bytes)):
         prompts: list = [prompt]
@@ -159,7 +164,7 @@ def encode(params: Params, prompt) -> list[list[int]]:
 
 
 def _is_conversation(prompt: Any) -> bool:
-    """Whether it is meant as one: its other items may be wrong."""
+    """Whether the caller means a conversation. Its other items may still be wrong."""
     return isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt)
 
 
@@ -196,30 +201,33 @@ def _encode_one(params: Params, prompt, row: int) -> list[int]:
 
 
 def _per_row(name: str, value, batch: int, hint: Any) -> list:
-    """A value that an annotation allows for each row, of one or a list of them."""
+    """One value per row, each checked against `hint`; a single value is repeated."""
     try:
         values = list(value) if np.ndim(value) else [value] * batch
     except ValueError:  # lists of several lengths
-        raise ValueError(f"{name}={shown(value)}: expected one value, or one a row") from None
+        raise ValueError(f"{name}={shown(value)}: expected one value, or one value per row") from None
     if len(values) != batch:
         raise ValueError(f"{name} has {len(values)} values for {batch} rows")
     return [take(hint, _plain(v), name) for v in values]
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy or jax as one of Python."""
+    """Converts a number of numpy or jax to one of Python."""
     return value.item() if isinstance(value, (np.ndarray, np.generic, jax.Array)) and value.ndim == 0 else value
 
 
 def seeds_of_rows(seed, batch: int) -> list[tuple[int, int]]:
-    """What makes the key of each row: its seed, and its number under a single seed, 0 under a list."""
+    """The seed of each row, and the number that is folded into its key.
+
+    That number is the row's under a single seed, and 0 under a list of seeds.
+    """
     is_single = np.ndim(seed) == 0
     seeds = _per_row("seed", seed, 1 if is_single else batch, Seed)
     return [(seeds[0], row) for row in range(batch)] if is_single else [(seed, 0) for seed in seeds]
 
 
 def sampling_of_rows(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The fields of `SamplingParams`, a value a row."""
+    """The fields of `SamplingParams`, each [B], one value per row."""
     temperatures = [t if t >= COLDEST else 0.0 for t in _per_row("temperature", temperature, batch, Temperature)]
     ks = [0 if k is None else min(k, MOST) for k in _per_row("top_k", top_k, batch, TopK | None)]
     ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, TopP | None)]
@@ -227,13 +235,13 @@ def sampling_of_rows(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray,
 
 
 def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float | None = None) -> SamplingParams:
-    """The settings of one row alone, on the device; raises as `sampling_of_rows`."""
+    """The settings of a single row, on the device. Raises a ValueError for a wrong value."""
     temperatures, ks, ps = jax.device_put(sampling_of_rows(1, temperature, top_k, top_p))
     return SamplingParams(temperatures, ks, ps)
 
 
 def end_tokens_of(params: Params, eos) -> tuple[int, ...]:
-    """The end tokens; None: those of the checkpoint."""
+    """The checked end tokens. None: the end tokens of the checkpoint."""
     eos = params.eos if eos is None else _plain(eos)
     ids = eos if isinstance(eos, Iterable) and not isinstance(eos, (str, bytes, dict)) else [eos]
     return tuple(take(int, _plain(token), "eos", ge=0, lt=params.target_config.vocab_size) for token in ids)

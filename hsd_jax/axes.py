@@ -1,8 +1,8 @@
-"""Names for the axes of a state: which of them are rows, heads and cache slots, whatever the state holds.
+"""Names the axes of a state's arrays: rows, key/value heads and cache slots.
 
-A field of a state names the axes of its arrays: `flax.struct.field(metadata=named(ROWS, SLOTS))`. Where it says
-nothing, the first axis is rows. So a row can be copied (`infer/rows.py`), a state split over devices
-(`host/sharding.py`) and a cache told from other arrays (`models/cache.py`) without knowing the drafter.
+A field of a state names the axes of its arrays: `flax.struct.field(metadata=named(ROWS, SLOTS))`. Without such names
+the first axis is rows. The names let code handle a state without knowing the drafter: `infer/rows.py` copies rows,
+`host/sharding.py` splits states over devices, and `models/cache.py` distinguishes caches from other arrays.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Axes = tuple[str | None, ...]
 
 
 def named(*axes: str | None) -> dict[str, Axes]:
-    """What the field of a state says of its arrays, all of which have these axes."""
+    """Metadata for a field of a state whose arrays all have these axes."""
     return {"axes": axes}
 
 
 def axes_of(tree: Any) -> list[Axes]:
-    """The axes of every leaf, in the order of `jax.tree.leaves`; () of scalars."""
+    """The axes of every leaf, in the order of `jax.tree.leaves`; () for a scalar."""
     return [_axes_at(tree, path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
@@ -47,7 +47,10 @@ def _axes_at(node: Any, path: tuple[Any, ...], leaf: Any) -> Axes:
 
 
 def map_named(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """`function(axes, leaf, *leaves of the others)` of every leaf; the others have as many, in the same order."""
+    """Applies `function(axes, leaf, *other_leaves)` to every leaf of `tree`.
+
+    The other trees have the same number of leaves in the same order.
+    """
     leaves, structure = jax.tree.flatten(tree)
     rest = [jax.tree.leaves(other) for other in others]
     named_leaves = zip(axes_of(tree), leaves, *rest, strict=True)

@@ -1,7 +1,7 @@
-"""Frozen, hashable configuration: what is static in every compiled function.
+"""Frozen, hashable configurations, which are static in every compiled function.
 
-No array is touched here. A field's annotation says what it may hold (`settings.py`). Read next:
-`models/target.py` for what the fields of `ModelConfig` switch.
+This module uses no arrays. The annotation of a field gives its allowed values (`settings.py`). Read next:
+`models/target.py`, where the fields of `ModelConfig` take effect.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FULL = "full_attention"
 RECURRENT, PARALLEL = TRUNKS = ("recurrent", "parallel")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
 LARGEST_TREE = 256
-"""Nodes of a tree."""
+"""The largest number of nodes of a tree."""
 NONE, SUM, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "skip", "ahead", "unfused")
-"""What becomes of the states a round leaves over (`drafters/hidden/reuse.py` says what each form does)."""
+"""How later rounds use the trunk states that a round did not use (`drafters/hidden/reuse.py`)."""
 Reuse = Annotated[str, OneOf(REUSES)]
 
 
@@ -31,10 +31,10 @@ HeadDim = Annotated[int, Field(ge=1, le=65_536)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Theta = Annotated[float, Field(ge=1e-6, le=1e30)]
 PRECISIONS = ("fast", "exact")
-"""Of the arithmetic: see `params.load`."""
+"""Allowed values of `precision`, see `params.load`."""
 Precision = Annotated[str, OneOf(PRECISIONS)]
 QUANTIZED = ("int8",)
-"""What weights may be quantized to."""
+"""Types to which weights may be quantized."""
 Quantized = Annotated[str, OneOf(QUANTIZED)]
 ROPE_KINDS = ("default", "linear", "llama3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -91,10 +91,10 @@ class ModelConfig:
     logit_softcap: Positive | None = None
     sliding_window: Count | None = None
     layer_types: tuple[LayerType, ...] = ()
-    """One of SLIDING or FULL a layer; empty: all FULL."""
+    """SLIDING or FULL for each layer. Empty: all are FULL."""
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None
-    """Rotary embedding of SLIDING layers, if another than `rope` (Gemma 3)."""
+    """Rotary embedding of SLIDING layers if it differs from `rope` (Gemma 3)."""
     model_type: str = "llama"
 
     def __post_init__(self):
@@ -109,43 +109,43 @@ class ModelConfig:
 
 
 def model_of(config: ModelConfig) -> ModelConfig:
-    """A language model in whatever role, without it."""
+    """The fields of a language model alone, without those that its role as a drafter adds."""
     return ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
 
 
 @settings.dataclass
 class DrafterConfig:
-    """A drafter that is trained on its target's features; each kind is a subclass, in its room under `drafters/`."""
+    """A drafter that is trained on its target's features. Each kind is a subclass in its own folder of `drafters/`."""
 
     kind: ClassVar[str]
     rank: ClassVar[int] = 0
-    """Of the token-information factors; 0: the drafter has none."""
+    """Rank of the token-information factors. 0: the drafter has none."""
     committed_embeddings: ClassVar[bool] = False
-    """Embeddings of committed tokens beside the target's features (methods.md, A1)."""
+    """Whether it reads the embeddings of committed tokens with the target's features (methods.md, A1)."""
 
     _: dataclasses.KW_ONLY
     hidden_size: Count
     vocab_size: Count
     num_steps: Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)] = 6
-    """States per round K, as trained; a tree may be shallower, never deeper."""
+    """The number of states per round K, as trained. A tree may be shallower but not deeper."""
     norm_eps: Epsilon = 1e-5
     max_position: Count = 2048
     target_hash: str = ""
     """Fingerprint of the target the drafter was trained for."""
     vocabulary_hash: str = dataclasses.field(default="", repr=False)
-    """Fingerprint of that target's vocabulary, which a fine-tune of it shares; empty: unknown. Left out of `repr`, by
-    which records of `tune` know a drafter."""
+    """Fingerprint of that target's vocabulary. A fine-tuned version of the target shares it. Empty: unknown. It is not
+    part of `repr`, by which records of `tune` identify a drafter."""
     feature_layers: tuple[Whole, ...] = ()
     """Layers of the target, counted from 0 and ascending, after which the drafter reads the residual stream
-    (methods.md, A2); empty: the final hidden state."""
+    (methods.md, A2). Empty: it reads the final hidden state."""
     reduced_vocab_size: Count | None = None
-    """Size of the reduced draft vocabulary, the tokens that may be drafted; None: all. `draft_to_target` of the
-    drafter's weights lists them."""
+    """Size of the reduced draft vocabulary, the tokens that may be drafted. None: all tokens may be drafted.
+    `draft_to_target` in the drafter's weights lists them."""
     profile: tuple[Number, ...] = ()
-    """Of held-out greedy text: the share of a chain's drafts that the target accepts, by depth, where all before were.
-    Empty: never measured. It decides how calls are decoded (`planning/plan.py`), never what comes out."""
+    """Acceptance probabilities of a chain by depth, measured on held-out greedy text. Empty: not measured. They decide
+    how a call is decoded (`planning/plan.py`) and never change its text."""
     sampled_profile: tuple[Number, ...] = ()
-    """The same at temperature 1, with COUPLED drafts."""
+    """The acceptance probabilities at temperature 1 with COUPLED drafts."""
 
     def __post_init__(self):
         if not self.are_layers(self.feature_layers):
@@ -154,18 +154,18 @@ class DrafterConfig:
             )
         if self.reduced_vocab_size is not None and self.reduced_vocab_size > self.vocab_size:
             raise ValueError(
-                f"DrafterConfig.reduced_vocab_size={self.reduced_vocab_size!r}: allowed are 1 to the vocabulary,"
-                f" {self.vocab_size}, and None for all"
+                f"DrafterConfig.reduced_vocab_size={self.reduced_vocab_size!r}: allowed are 1 to"
+                f" {self.vocab_size} (the vocabulary size), and None for all tokens"
             )
 
     @property
     def draft_vocab_size(self) -> int:
-        """Columns of the drafter's logits: tokens that may be drafted."""
+        """The number of columns of the drafter's logits: one for each token that may be drafted."""
         return self.vocab_size if self.reduced_vocab_size is None else self.reduced_vocab_size
 
     @staticmethod
     def are_layers(layers: tuple[int, ...]) -> bool:
-        """Whether these are layer numbers, ascending and each once."""
+        """Whether these are distinct, ascending layer numbers."""
         return list(layers) == sorted(set(layers)) and all(layer >= 0 for layer in layers)
 
     def check_feature_layers(self, num_layers: int) -> None:
@@ -183,7 +183,7 @@ class TrunkConfig(DrafterConfig):
     trunk: ClassVar[str] = RECURRENT
     committed_embeddings: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = False
-    """Whether its states depend on drafted tokens, so that a tree costs a pass for each level."""
+    """Whether its states depend on drafted tokens. If so, a tree costs one pass per level."""
 
     _: dataclasses.KW_ONLY
     num_layers: Layers
@@ -193,8 +193,8 @@ class TrunkConfig(DrafterConfig):
     intermediate_size: Count
     rope: RopeConfig = RopeConfig()
     window: Count | None = None
-    """Positions the trunk sees, its own included; None: all. Rotary positions are relative, so within a window no
-    context is longer than those of training."""
+    """The number of positions that the trunk sees, its own included. None: all. Rotary positions are relative, so with
+    a window no context is longer than in training."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -203,28 +203,28 @@ class TrunkConfig(DrafterConfig):
 
 
 def check_window(window: int | None, num_steps: int, where: str) -> None:
-    """Raises a ValueError for a window in which a round would not see all it reads and computes itself."""
+    """Raises a ValueError for a window so small that a round would not see all states it reads and computes."""
     if window is not None and window < 2 * num_steps:
         raise ValueError(
             f"{where}.window={window!r}: allowed are 2 * num_steps = {2 * num_steps} and more, so that a round sees"
-            " all it reads and computes itself, and null for no window"
+            " all states it reads and computes, and null for no window"
         )
 
 
 _FILLED_IN: Any = None
-"""Of a field that was left out."""
+"""The default of a field whose value `__post_init__` computes."""
 
 
 @settings.dataclass
 class TreeConfig:
-    """Shape of the draft tree; a chain is `width=1` with `nodes=depth + 1`.
+    """Shape of the draft tree. A chain has `width=1` and `nodes=depth + 1`.
 
     Args:
-      nodes: nodes of the tree, the root included (N); 8 if left out.
-      depth: longest path, in edges (D); 5 if left out.
-      width: nodes expanded at each level, and most children of a node; 3 if left out.
-      branching: children of every node of each level, the root's first, in place of the three: (3, 2, 1) has 3 nodes
-        below the root, then 6, then 6. `width` is then the largest of them.
+      nodes: number of nodes of the tree, the root included (N). The default is 8.
+      depth: length of the longest path, in edges (D). The default is 5.
+      width: number of nodes expanded per level, and the largest number of children of a node. The default is 3.
+      branching: number of children of every node of a level, level by level from the root. It replaces the other three:
+        (3, 2, 1) gives 3 nodes below the root, then 6, then 6. `width` is then the largest of these numbers.
     Raises:
       ValueError: naming the wrong value and the allowed ones.
     """
@@ -240,7 +240,7 @@ class TreeConfig:
             self._fill_in({"nodes": 8, "depth": 5, "width": 3} | given)
         else:
             shape = shape_of_branching(self.branching)
-            if given and given != shape:  # a record names all three, as they are
+            if given and given != shape:  # a record stores all four fields
                 raise ValueError(
                     f"TreeConfig({', '.join(f'{name}={value!r}' for name, value in given.items())}) with"
                     f" branching={self.branching!r}: leave out nodes, depth and width, or branching"
@@ -266,12 +266,13 @@ class TreeConfig:
 
     @classmethod
     def chain(cls, depth: int) -> TreeConfig:
-        """The tree of one path of so many draft tokens."""
+        """The tree that is a single path of `depth` draft tokens."""
         return cls(depth + 1, depth, 1)
 
     @property
     def name(self) -> str:
-        """As the command line writes it: "8x5x2" is nodes x depth x width; "3.2.1" and "3." are branchings."""
+        """The shape as the command line writes it: nodes x depth x width, as in "8x5x2", or a branching, as in "3.2.1"
+        or "3."."""
         if self.branching is not None:
             return ".".join(map(str, self.branching)) + "." * (self.depth == 1)
         return f"{self.nodes}x{self.depth}x{self.width}"
@@ -284,13 +285,14 @@ class TreeConfig:
 
     @property
     def most_expanded(self) -> int:
-        """Nodes of a level that get children, where these are most."""
+        """The largest number of nodes of one level that get children."""
         return self.width if self.branching is None else math.prod(self.branching[:-1])
 
     def level_widths(self) -> tuple[int, ...]:
-        """Nodes of each level where the layout is fixed before anything is chosen: if drawn, or of `branching`.
+        """The number of nodes of each level, for trees whose layout is fixed before any token is chosen.
 
-        Without `branching` at least one a level; what is left widens the first levels, which most rounds reach.
+        These are drawn trees and trees with a `branching`. Without `branching` each level has at least one node, and
+        the remaining nodes widen the first levels, because most rounds reach those.
 
         Raises:
           ValueError: if `depth` levels of `width` nodes do not use up `nodes`.
@@ -299,8 +301,8 @@ class TreeConfig:
             return tuple(math.prod(self.branching[: level + 1]) for level in range(self.depth))
         if self.nodes - 1 > self.depth * self.width:
             raise ValueError(
-                f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): a sampled tree has at most"
-                f" width nodes a level; lower nodes to {self.depth * self.width + 1} or raise width"
+                f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): a drawn tree has at most"
+                f" width nodes per level; lower nodes to {self.depth * self.width + 1} or raise width"
             )
         spare, widths = self.nodes - 1 - self.depth, []
         for _ in range(self.depth):
@@ -322,8 +324,8 @@ def shape_of_branching(branching: tuple[int, ...]) -> dict[str, int]:
         nodes += level
         if nodes > LARGEST_TREE:
             raise ValueError(
-                f"TreeConfig.branching={settings.shown(branching)}: at most {LARGEST_TREE} nodes are allowed, 1 + the"
-                " sum of products"
+                f"TreeConfig.branching={settings.shown(branching)}: allowed are at most {LARGEST_TREE} nodes, the root"
+                " included"
             )
     return {"nodes": nodes, "depth": len(branching), "width": max(branching)}
 
@@ -335,12 +337,13 @@ def most_nodes(depth: int, width: int) -> int:
 
 @settings.dataclass
 class ReuseConfig:
-    """What becomes of the states a round leaves over, and under SKIP how many of them a row may draft from alone.
+    """How later rounds use the trunk states that a round did not use.
 
     Args:
       form: one of REUSES.
-      min_spares: SKIP only: spare states with which a row drafts without a trunk run; None: as many as the tree is
-        deep, or as a round without any accepted token leaves, if these are fewer.
+      min_spares: for SKIP only: a row with at least this number of spare states drafts from them without running the
+        trunk. None: the depth of the tree, or the number of states that a round without an accepted token leaves,
+        whichever is smaller.
     Raises:
       ValueError: naming the wrong value and the allowed ones.
     """
@@ -350,14 +353,14 @@ class ReuseConfig:
 
     def __post_init__(self):
         if self.min_spares is not None and self.form != SKIP:
-            raise ValueError(f"reuse={self}: allowed is {SKIP}:N; no other form takes a number")
+            raise ValueError(f"reuse={self}: allowed with a number is only {SKIP}:N")
 
     @classmethod
     def parse(cls, text: str) -> ReuseConfig:
         """From "none", "sum", ..., "skip" or "skip:2".
 
         Raises:
-          ValueError: as the class, and for anything that is not of this form.
+          ValueError: for any other text, or if a form other than SKIP has a number.
         """
         form, colon, number = text.partition(":") if isinstance(text, str) else (text, "", "")
         settings.take(Reuse, form, "reuse")
@@ -371,9 +374,10 @@ class ReuseConfig:
         return self.form if self.min_spares is None else f"{self.form}:{self.min_spares}"
 
     def num_states(self, depth: int, num_steps: int) -> int:
-        """Trunk states of a run (K) for a tree of `depth`: more than the tree is deep where the next rounds need them.
+        """The number of trunk states of a run (K) for a tree of `depth`.
 
-        AHEAD drafts from states that are up to `depth` + 1 tokens old; SKIP takes what the trunk was trained for.
+        It exceeds `depth` if later rounds need more states. AHEAD drafts from states that are up to `depth` + 1 tokens
+        old. SKIP computes all states that the trunk was trained for.
         """
         return {SKIP: num_steps, AHEAD: 2 * depth + 1}.get(self.form, depth)
 
@@ -382,11 +386,11 @@ NO_REUSE = ReuseConfig()
 
 
 def layer_numbers(config: Any) -> int:
-    """Weights of a decoder layer, norms left out."""
+    """The number of weights of a decoder layer, without its norms."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 
 
 def bucket(n: int, smallest: int = 16) -> int:
-    """The next power of two at or above `n`, at least `smallest`: shapes come from few buckets."""
+    """The smallest power of two not below `n`, but at least `smallest`. Few sizes mean few compilations."""
     return max(smallest, 1 << max(0, math.ceil(math.log2(max(n, 1)))))

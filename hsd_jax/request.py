@@ -1,7 +1,7 @@
-"""How rows are decoded: the tree, the rule that judges, the compiled functions, and the sizes of their arrays.
+"""Decides how rows are decoded: the tree, the acceptance rule, the compiled functions and the sizes of their arrays.
 
-What can be wrong with that is found here, and in `arguments.py` what can be wrong with a row; nothing compiles before.
-Read next: `planning/plan.py`, which chooses the tree, and `session.py`, where rows are decoded.
+Wrong settings of speculation raise an error here, and wrong settings of a row in `arguments.py`, before anything
+compiles. Read next: `planning/plan.py`, which chooses the tree, and `session.py`, where rows are decoded.
 """
 
 from __future__ import annotations
@@ -33,26 +33,29 @@ from hsd_jax.settings import OneOf, dataclass, take
 from hsd_jax.types import Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
-"""Slots of the smallest caches, the next GROWTH times as many; and what every capacity is a multiple of."""
+"""The number of slots of the smallest caches (each next size has GROWTH times as many), and a divisor of the number of
+slots of all caches."""
 MOST_LOOKAHEAD = 16
-"""Slots that are kept free after a row for what a round may write, whatever tree it has: one size for all plans."""
+"""Slots that are kept free after a row for what a round may write. It is the same for all chosen trees, so that their
+caches have one size."""
 LARGEST_FIRST = 2048
-"""Caches up to this size are made for all tokens a call may give, larger ones for the prompt: they grow when full."""
+"""Caches of up to this number of slots have room for all tokens of a call from the start. Larger ones have room for the
+prompt and grow when they are full."""
 MOST_PAD_ROWS = 256
-"""Rows that plain decoding may be padded to: as many as a tree has nodes."""
+"""The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
 
 AUTO = "auto"
-"""The rule `match` for every row: a row's tokens depend on its prompt, settings and seed alone."""
+"""The rule `match`, under which the tokens of a row depend only on its prompt, settings and seed."""
 Rule = Annotated[str, OneOf((AUTO, *RULES))]
 Scheme = Annotated[str, OneOf(tuple(scheme.value for scheme in DrawScheme))]
 
 
 @dataclass
 class Speculation:
-    """How the call is decoded: the arguments of `decode` of the same names.
+    """How the call is decoded: the arguments of `decode` with the same names.
 
-    Under the rule `match` none of them changes a text; the other rules draw another one of the same distribution, with
-    `lossy` one of another distribution.
+    Under the rule `match` none of them changes a text. The other rules draw another text from the same distribution, or
+    from another distribution with `lossy`.
     """
 
     tree: TreeConfig | None = None
@@ -67,7 +70,7 @@ class Speculation:
 
 
 def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
-    """Keyword arguments of `decode` as the two records."""
+    """Splits keyword arguments of `decode` into the two records."""
     own = {field.name for field in dataclasses.fields(Sampling)}
     sampling = {name: value for name, value in settings.items() if name in own}
     return Sampling(**sampling), Speculation(**{name: settings[name] for name in settings if name not in own})
@@ -75,27 +78,27 @@ def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How rows are decoded: what is fixed for the life of a session."""
+    """The parts of decoding that are fixed for the life of a session."""
 
     decoder: Decoder
     models: dict[str, Any]
     """Weights of "target" and "drafter"."""
     costs: Costs | None
-    """By which drafts that do not pay are dropped; None: every tree is verified whole."""
+    """The costs by which drafts that do not pay are left out. None: all nodes of every tree are verified."""
     plan: Plan
     rule: str
     scheme: DrawScheme
     lossy: str | None
-    """The name of the lossy acceptance that drafts met; None: the text follows the target."""
+    """The name of the lossy acceptance. None: the text follows the target's distribution."""
 
     @functools.cached_property
     def held(self) -> Any:
-        """`models` as `Decoder.run` takes them the fastest."""
+        """`models` in the form with which `Decoder.run` starts fastest."""
         return self.decoder.hold(self.models)
 
     @property
     def lookahead(self) -> int:
-        """Slots that are kept free after a row."""
+        """The number of slots that are kept free after a row."""
         return max(self.decoder.lookahead, MOST_LOOKAHEAD)
 
 
@@ -113,7 +116,7 @@ def make_decoder(
     lossy: Lossy | None = None,
     drafter_mesh: Mesh | None = None,
 ) -> Decoder:
-    """The compiled functions of a static configuration; `_decoder` keeps those of this process."""
+    """The compiled functions of a static configuration. `_decoder` keeps those of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
@@ -133,20 +136,20 @@ def make_decoder(
 
 @functools.lru_cache(maxsize=64)
 def _decoder(level: str, *configuration, **more) -> Decoder:
-    """`make_decoder`, once for each level of the CPU kernels."""
+    """`make_decoder`, called once for each configuration and each instruction set of the CPU kernels (`level`)."""
     return make_decoder(*configuration, **more)
 
 
 def set_up(
     params: Params, asked: Speculation, num_rows: int, plan_rows: int, capacity: int, temperature: float
 ) -> Setup:
-    """Plans, and looks up the decoder of that plan, or makes it; nothing compiles yet.
+    """Makes the plan, and looks up or makes the decoder of that plan. Nothing compiles yet.
 
     Args:
-      num_rows: of the program.
-      plan_rows: for which the tree is chosen, where none is asked for.
-      capacity: slots of the caches.
-      temperature: the highest of all rows.
+      num_rows: number of rows of the program.
+      plan_rows: number of rows for which the tree is chosen if none is requested.
+      capacity: number of slots of the caches.
+      temperature: the highest temperature of all rows.
     Raises:
       ValueError: naming the wrong value and the allowed ones.
     """
@@ -181,21 +184,21 @@ def set_up(
 def _plan_and_rule(
     params: Params, asked: Speculation, rows: int, capacity: int, temperature: float
 ) -> tuple[Plan, str, DrawScheme]:
-    """How the call is decoded, and the rule and the scheme of its trees, if there are any.
+    """The plan of the call, and the rule and the scheme of its trees, if it has any.
 
     Args:
-      rows, capacity: of the program.
-      temperature: the highest of all rows.
+      rows, capacity: number of rows of the program and of slots of its caches.
+      temperature: the highest temperature of all rows.
     """
     tree = params.tree if asked.tree is None else asked.tree
     reuse = ReuseConfig.parse(asked.reuse)
     rule, scheme = rule_and_scheme(asked.accept, asked.draw)
     if not asked.speculate or params.drafter is None:
-        plan = Plan(None, "asked for" if params.drafter is not None else "no drafter is loaded", is_adaptive=False)
+        plan = Plan(None, "requested" if params.drafter is not None else "no drafter is loaded", is_adaptive=False)
     elif tree is not None:
-        plan = Plan(tree, "asked for", is_adaptive=False, reuse=reuse)
+        plan = Plan(tree, "requested", is_adaptive=False, reuse=reuse)
     elif not RULES[rule].trees_may_shrink or reuse != NO_REUSE:
-        why = "trees that are drawn, or grow from reused states, stay whole"
+        why = "trees that are drawn or grow from reused states keep all their nodes"
         plan = Plan(default_tree(params.drafter_config), why, is_adaptive=False, reuse=reuse)
     else:
         plan = plan_for(params, rows, capacity, temperature, asked.tuned)
@@ -203,46 +206,47 @@ def _plan_and_rule(
 
 
 def _adapted(params: Params, asked: Speculation, plan: Plan, rule: str) -> Plan:
-    """The plan as `Speculation.adaptive` wants it."""
+    """Applies `Speculation.adaptive` to the plan."""
     if asked.adaptive is None:
         return plan
     if asked.adaptive:
         if params.drafter is None or not asked.speculate:
-            raise ValueError(f"adaptive=True: this call has no drafts, {plan.reason}")
+            raise ValueError(f"adaptive=True: this call has no drafts ({plan.reason})")
         check_adaptive(params.drafter_config, rule, plan.tree or default_tree(params.drafter_config))
     return dataclasses.replace(plan, is_adaptive=asked.adaptive)
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:
-    """Rows that a batch is padded to: a power of two, and as many as the mesh divides."""
+    """The number of rows to which a batch is padded: the next power of two, rounded up to a multiple of `multiple`."""
     rows = bucket(batch, 1)
     return -(-rows // multiple) * multiple
 
 
 def first_capacity(prompt: int, total: int, lookahead: int, max_len: int) -> int:
-    """Slots of the caches of a call, from few sizes: a size is a program.
+    """The number of slots of a call's caches. It takes few values, because each value needs a program of its own.
 
     Args:
-      prompt, total: tokens of the longest prompt, and of the longest row with all it may be given.
-      lookahead: slots that a round may write after the committed ones.
-      max_len: tokens that no row exceeds.
+      prompt: length of the longest prompt, in tokens.
+      total: largest length that any row may reach, in tokens.
+      lookahead: number of slots that a round may write after the committed ones.
+      max_len: largest length of a row that the models allow.
     """
     most, capacity = largest_capacity(lookahead, max_len), SMALLEST_CAPACITY
     while capacity < min(total + lookahead, max(prompt + SMALLEST_CAPACITY // 2 + lookahead, LARGEST_FIRST)):
         capacity *= GROWTH
-    return most if 2 * capacity > most else capacity  # no size that is nearly the largest
+    return most if 2 * capacity > most else capacity  # a size close to the largest is not worth a program
 
 
 def largest_capacity(lookahead: int, max_len: int) -> int:
-    """Slots of the caches in which no row is ever full."""
+    """The number of slots of caches that every row fits into."""
     return -(-(max_len + lookahead) // CAPACITY_UNIT) * CAPACITY_UNIT
 
 
 def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
-    """The rule that judges and the scheme of the draft trees.
+    """The acceptance rule and the draw scheme of the trees.
 
     Args:
-      accept: "auto" is "match".
+      accept: name of a rule; "auto" means "match".
       draw: None: the scheme that suits the rule.
     Raises:
       ValueError: for an unknown rule or scheme, naming the allowed ones.

@@ -1,10 +1,11 @@
 """A session: a fixed number of slots, and rows that come and go while the compiled loop runs.
 
-`decode` and `stream` are sessions of one batch, `hsd generate-data` and evaluation sessions of many requests. The host
-repeats four steps. It puts a row whose prompt is read into its slot. It calls the loop. It queues a chunk of a waiting
-prompt, which the device reads into a state of its own. It fetches the new tokens. Only the last step waits for the
-device, in one process for the rounds alone: the chunk is read while answers are handed out and requests come in. Read
-next: `infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`, which says what a row is.
+`decode` and `stream` open a session for one batch. `hsd generate-data` and evaluation use sessions for many requests.
+The host repeats four steps. It puts a row whose prompt has been read into its slot. It calls the loop. It queues a
+chunk of a waiting prompt, which the device reads into a separate state. It fetches the new tokens. Only the last step
+waits for the device. In a single process it waits only for the rounds: the device reads the chunk while the host
+returns answers and admits requests. Read next: `infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`,
+which copies rows between states.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import INVALID_TOKEN, DecodeState, Limits, SamplingParams
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
-"""Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error that is named."""
+"""Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
 
 
 MOST_SLOTS = 4096
@@ -57,67 +58,69 @@ MOST_SLOTS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class RequestStats:
-    """What was done for one row, prefill excluded."""
+    """Statistics of one row, without the prefill."""
 
     num_tokens: int
     num_target_passes: int
     accepted_histogram: np.ndarray
-    """[D+1]: rounds by accepted draft tokens that were kept."""
+    """[D+1]: the number of rounds for each number of accepted drafts that were kept."""
     num_drafted: int
-    """Target passes that verified at least one draft."""
+    """The number of target passes that verified at least one draft."""
     drafts: tuple[int, int] | None = None
-    """Drafts that were made, and those of them that were verified; None unless chains may end early."""
+    """The number of drafts made, and how many of them were verified. None unless chains may end early."""
     drafter: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """What the drafter counted of its own, by name."""
+    """The drafter's own counts, by name."""
 
     @property
     def tau(self) -> float:
-        """Tokens a target pass."""
+        """Tokens per target pass."""
         return self.num_tokens / max(self.num_target_passes, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What `Session.take` gives: the tokens since the take before, int32, and their text, None without a tokenizer."""
+    """The result of `Session.take`."""
 
     tokens: np.ndarray
+    """The tokens since the previous take, int32."""
     text: str | None
+    """Their text. None without a tokenizer."""
     finish_reason: str | None = None
-    """None while the row runs; then "stop", "length", "cancelled" or "failed"."""
+    """None while the row runs, then "stop", "length", "cancelled" or "failed"."""
     stats: RequestStats | None = None
-    """Once the row has ended, if it ever ran."""
+    """None until the row has ended, and for a row that never ran."""
     error: str | None = None
-    """Why it failed."""
+    """The reason if the row failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Generated(Taken):
-    """A whole answer of `Session.generate`."""
+    """A complete answer of `Session.generate`."""
 
     index: int = 0
-    """Of the request, as they came."""
+    """The number of the request, in the order of the requests."""
 
 
 @dataclasses.dataclass
 class _Open:
-    """A request from its admission to the take of its end, on the host."""
+    """The host's record of a request, from `admit` until its end is taken."""
 
     row: Row
     slot: int
     decoder: IncrementalDecoder | None
     is_running: bool = False
-    """Whether its row is in the state: its prompt was read, and it has not ended."""
+    """Whether its row is in the state: its prompt has been read, and it has not ended."""
     length: int = 0
-    """Tokens of it that are known here, its prompt included."""
+    """The number of its tokens that the host has fetched, prompt included."""
     new: list[np.ndarray] = dataclasses.field(default_factory=list)
-    """What was not taken yet."""
+    """Tokens that have not been taken yet."""
     finish_reason: str | None = None
     stats: RequestStats | None = None
     error: str | None = None
 
 
 class _Given(NamedTuple):
-    """What a prefill takes of its rows, on the device, in this order; the settings come in with them."""
+    """Inputs of a prefill, on the device. `Decoder.prefill` takes the first four in this order."""
 
     tokens: jax.Array
     """int32 [B, P]."""
@@ -129,47 +132,49 @@ class _Given(NamedTuple):
 
 @dataclasses.dataclass
 class _Reading:
-    """A prompt that is being read, in a state of its own."""
+    """A prompt that is being read into a separate state."""
 
     request: _Open
     given: _Given
-    """Its row is the first, the others fill a mesh."""
+    """The first row is that of the request. The others fill a mesh."""
     capacity: int
     num_left: int
-    """Chunks."""
+    """The number of chunks that have not been read yet."""
     state: DecodeState | None = None
 
 
 class Session:
     """A fixed number of slots for rows that come and go while one compiled loop runs.
 
-    The settings of speculation belong to the session and are those of `decode`; the settings of the text belong to each
-    request. The text of a row is that of `decode` for it alone: to the bit under the rule `match` with the CPU kernels,
-    whatever its slot, its neighbours and the rows before it. Elsewhere programs of other sizes may round otherwise.
-    Under the rules that draw, its distribution is the same. Used as a context manager, or closed by hand. Several
-    processes make the same calls in the same order.
+    The settings of speculation belong to the session and are those of `decode`. The settings of the text belong to each
+    request. The text of a row is that of `decode` for this row alone. Under the rule `match` with the CPU kernels it is
+    identical for every slot, every set of other rows and every earlier row. Elsewhere programs of different sizes may
+    round differently. Under the rules that draw, the text has the same distribution. Use a session as a context manager
+    or close it. If there are several processes, all must make the same calls in the same order.
 
-    In the words of JAX serving engines (JetStream, MaxText): `admit` and the reading that `step` does are *prefill*,
+    In the terms of JAX serving engines (JetStream, MaxText): `admit` and the reading that `step` does are *prefill*,
     the end of that reading is *insert*, a round of `step` is *generate*, and `take` reads a slot's *result tokens*.
 
         with hsd_jax.Session(params, slots=8) as session:
             for answer in session.generate(prompts):
                 print(answer.index, answer.text)
 
-    Programs are compiled for the number of slots and the size of the caches, which begin at 512 slots a row and grow by
-    four as longer rows come in; nothing else of a request compiles anything, up to 4 end tokens.
+    Programs are compiled for the number of slots and the size of the caches. The caches begin at 512 slots per row and
+    grow by a factor of four when longer rows come in. Other settings of a request compile nothing, up to 4 end tokens.
 
     Args:
-      slots: rows that may be there at once.
-      max_len: tokens that a row may have, prompt included; None: `params.max_len`. It bounds the caches, see
-        `most_bytes`.
-      tree: of every round, verified whole. None: `params.tree`. If that is None too, the tree that should pay where all
-        slots are busy, or else the one that should pay for one row: then drafts are made only while few rows are busy.
-        Of a chosen tree only the drafts that pay for these rows are verified.
-      accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. Records of `tune` do not count: they
-        are of whole batches.
+      slots: largest number of rows at the same time.
+      max_len: largest length of a row in tokens, prompt included. None: `params.max_len`. It bounds the size of the
+        caches, see `most_bytes`.
+      tree: tree of every round; all its nodes are verified. None: `params.tree`. If that is None too, a tree is chosen
+        that should pay while all slots are busy. If no tree does, one is chosen that should pay for a single row, and
+        drafts are then made only while few rows are busy. In a chosen tree only the drafts that pay for the current
+        rows are verified.
+      accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. A session does not use records of
+        `tune`, because they were measured on complete batches.
     Raises:
-      ValueError: naming the wrong value and the allowed ones; or the bytes, if the largest caches would not fit.
+      ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
+        into memory; it names their bytes.
     """
 
     def __init__(
@@ -194,7 +199,7 @@ class Session:
         num_rows = -(-slots // multiple) * multiple
         setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
         if setup.plan.tree is None and setup.plan.is_adaptive and rates_here(params.mesh is None).skips_rows:
-            # Where few slots are busy, drafts may pay.
+            # Drafts may still pay while few slots are busy.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
         known = params.pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
         check_same("models and settings of the session", repr(known))
@@ -210,10 +215,10 @@ class Session:
         self.params, self.setup, self.slots = params, setup, slots
         self.max_len = params.max_len if max_len is None else max_len
         self.rows: Rows | None = None
-        """State, settings and limits of all slots, on the device; None before the first row comes."""
+        """State, settings and limits of all slots, on the device. None before the first row comes."""
         self.prefill_seconds = self.decode_seconds = 0.0
-        """Wall time so far, compilations included: of prompts that were read together, as `decode` reads them; and of
-        calls of the loop with what was read beside them."""
+        """Wall time so far, compilations included. `prefill_seconds` covers prompts that are read together, as in
+        `decode`. `decode_seconds` covers calls of the loop, and the chunks of prompts that are read during them."""
         self._num_rows, self._lock = num_rows, threading.Lock()
         self._at: list[_Open | None] = [None] * slots
         self._open: dict[int, _Open] = {}
@@ -223,23 +228,25 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """The largest tree, or plain decoding, and why."""
+        """The largest tree, or plain decoding, and the reason."""
         return self.setup.plan
 
     @property
     def num_running(self) -> int:
-        """Rows whose prompts are read and which have not ended."""
+        """The number of rows whose prompts have been read and which have not ended."""
         return sum(request.is_running for request in self._requests())
 
     @property
     def num_free(self) -> int:
-        """Slots that `admit` may take."""
+        """The number of free slots."""
         return sum(request is None for request in self._at)
 
     @property
     def most_bytes(self) -> int:
-        """Bytes on each device that the state takes once a row has made the caches as large as `max_len` allows. While
-        one is read, and while caches grow, a row or a layer more."""
+        """The size of the state on each device with the largest caches that `max_len` allows, in bytes.
+
+        While a prompt is read the session needs one more row, and while caches grow it needs one more layer.
+        """
         given, costs = self._arrays([], self._num_rows, 1), self.setup.costs
         begin = functools.partial(self.setup.decoder.begin, **_sizes(self._largest))
         shapes = jax.eval_shape(begin, *given[:4], costs)
@@ -265,13 +272,14 @@ class Session:
         seed: int = 0,
         eos: int | Sequence[int] | None = None,
     ) -> int:
-        """Takes a free slot for a request and returns at once; `step` reads its prompt. The arguments are those of
-        `decode`; its text is that of `decode(prompt, ..., seed=[seed])`.
+        """Takes a free slot for a request and returns at once. `step` reads its prompt.
+
+        The arguments are those of `decode`. The text is that of `decode(prompt, ..., seed=[seed])`.
 
         Returns:
-          A handle, for `take` and `cancel`.
+          A handle for `take` and `cancel`.
         Raises:
-          ValueError: if no slot is free, the session is closed, or as `decode`. Rows that run are not disturbed.
+          ValueError: if no slot is free, if the session is closed, or as `decode`. Running rows are not affected.
         """
         with self._alone():
             self._check_open()
@@ -285,7 +293,7 @@ class Session:
             if not self.num_free:
                 raise ValueError(
                     f"no slot is free: all {self.slots} hold a row that runs or whose end was not taken; take or cancel"
-                    " one, or open a session with more slots"
+                    " a row, or open a session with more slots"
                 )
             if self.params.mesh is not None:
                 check_same("the request", repr(row))
@@ -294,29 +302,28 @@ class Session:
             return self._num_admitted - 1
 
     def reserve(self) -> None:
-        """Makes the caches as large as `max_len` allows, before rows come. All rounds then have programs of one size,
-        whatever rows come.
+        """Makes the caches as large as `max_len` allows before the first row. All rounds then run programs of one size.
 
         Raises:
-          ValueError: if the session is closed, or a row has come.
+          ValueError: if the session is closed, or if a row has been admitted and read.
         """
         with self._alone():
             self._check_open()
             if self.rows is not None:
-                raise ValueError("a row has come: its caches are there")
+                raise ValueError("reserve() must come before the first row: the caches exist already")
             with self._closes_on_error():
                 self.rows = self._empty(self._largest)
 
     def step(self, rounds: int | None = None) -> None:
-        """Runs rounds of the loop, and reads waiting prompts, a chunk between two rounds.
+        """Runs rounds of the loop, and reads waiting prompts, one chunk between two rounds.
 
-        It returns as soon as a row ends, and at once if nothing is there.
+        It returns as soon as a row ends, and at once if the session has no row and no waiting prompt.
 
         Args:
-          rounds: at most so many; None: until a row ends.
+          rounds: the largest number of rounds. None: no limit.
         Raises:
           ValueError: for a wrong number, or if the session is closed.
-          Exception: what a device raises. The session is then closed, and every open handle says "failed".
+          Exception: any error of the device. The session is then closed, and every open handle gives "failed".
         """
         take(Count | None, rounds, "rounds")
         with self._alone():
@@ -325,7 +332,9 @@ class Session:
                 self._step(UNBOUNDED if rounds is None else rounds)
 
     def take(self, handle: int) -> Taken:
-        """What is new of a row, once. When the row has ended, this take is the last: it frees the slot and the handle.
+        """Returns the new tokens of a row, each token once.
+
+        If the row has ended, this take is the last: it frees the slot and closes the handle.
 
         Raises:
           ValueError: for a handle that is not open.
@@ -343,7 +352,7 @@ class Session:
             return Taken(tokens, text, request.finish_reason, request.stats, request.error)
 
     def cancel(self, handle: int) -> None:
-        """Ends a row and frees its slot at once; the handle stays open for one more take, which has what is left.
+        """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens.
 
         Raises:
           ValueError: for a handle that is not open.
@@ -356,7 +365,8 @@ class Session:
             self._free(request)
 
     def close(self) -> None:
-        """Frees the caches. Rows that run are cancelled; what they had can be taken. To close twice is no error."""
+        """Frees the caches and cancels the running rows. Their tokens can still be taken. A second close does
+        nothing."""
         with self._alone():
             self._close()
 
@@ -369,26 +379,26 @@ class Session:
     def generate(
         self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False
     ) -> Generator[Generated, None, None]:
-        """Answers requests, as many as there are: each is admitted as soon as a slot is free.
+        """Answers any number of requests. Each is admitted as soon as a slot is free.
 
         Args:
-          requests: prompts, or mappings with "prompt" and the other arguments of `admit`. Of an iterator no more is
-            taken than there are slots.
-          ordered: whether answers come in the order of the requests, which keeps those that ended early; else as rows
-            end.
+          requests: prompts, or mappings with "prompt" and the other arguments of `admit`. From an iterator, a request
+            is read only when a slot is free.
+          ordered: True yields answers in the order of the requests and holds back those that end early. False yields
+            them as rows end.
         Yields:
-          Whole answers. One that failed says so: the others go on.
+          Complete answers. An answer that failed says so, and the others continue.
         Raises:
-          ValueError: as `admit`, when the request comes, also if others hold all slots. What runs of these requests
-            is cancelled then, and if the caller stops.
+          ValueError: as `admit`, when the request is read. Also if requests from elsewhere hold all slots. After an
+            error, or if the caller stops, the running requests of this call are cancelled.
         """
         if isinstance(requests, (str, bytes)):
-            raise ValueError(f"requests={shown(requests)}: expected a list of prompts; of one it is [prompt]")
+            raise ValueError(f"requests={shown(requests)}: expected a list of prompts; for one prompt give [prompt]")
         source, mine = enumerate(requests), dict[int, int]()
         kept, due = dict[int, Generated](), 0
         try:
             while True:
-                while self.num_free or not mine:  # where all slots are held by others, `admit` says so
+                while self.num_free or not mine:  # if others hold all slots, `admit` raises the error
                     if (following := next(source, None)) is None:
                         break
                     index, request = following
@@ -412,7 +422,7 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:  # waits for a step of another thread: an error must not be lost behind a second one
+        with self._lock:  # waits for a step of another thread: else a second error would hide the first
             self._close()
 
     # --- what they do -------------------------------------------------------------------------------------------------
@@ -433,12 +443,13 @@ class Session:
                 return
 
     def run(self, rounds: int, least_live: int = 1, loop: Any = None, beside: Callable[[], None] | None = None) -> bool:
-        """Rounds with the rows that are in the state, whoever waits: what `step` is made of, for benchmarks.
+        """Runs rounds with the rows that are in the state, and ignores waiting prompts. `step` and benchmarks use it.
 
         Args:
-          rounds: at most so many; UNBOUNDED: until fewer than `least_live` rows are left.
-          loop: in place of the compiled one, with its arguments: a round that is watched (`lab/bench/replay.py`).
-          beside: what the host does while the device runs the rounds; it must wait for nothing.
+          rounds: the largest number of rounds. UNBOUNDED: until fewer than `least_live` rows run.
+          loop: a function with the arguments of the compiled loop, which it replaces (`lab/bench/replay.py` records
+            rounds this way).
+          beside: called by the host while the device runs the rounds. It must not wait for the device.
         Returns:
           Whether a row has ended.
         """
@@ -460,7 +471,7 @@ class Session:
                 return has_ended
 
     def _look(self) -> bool:
-        """Takes down what rows have got; whether one has ended."""
+        """Fetches the new tokens of all rows. Returns whether a row has ended."""
         assert self.rows is not None
         state, tokens, ended = self.rows[0], None, []
         length, done = fetch(state.length), fetch(state.done)
@@ -468,7 +479,7 @@ class Session:
             last = int(length[request.slot])
             if last > request.length:
                 tokens = fetch(state.tokens) if tokens is None else tokens
-                request.new.append(np.array(tokens[request.slot, request.length : last]))  # the buffer is donated
+                request.new.append(np.array(tokens[request.slot, request.length : last]))  # a copy: `tokens` is donated
                 request.length = last
             if done[request.slot]:
                 ended.append(request)
@@ -476,7 +487,7 @@ class Session:
         return bool(ended)
 
     def _end(self, ended: Sequence[_Open]) -> None:
-        """Says why rows have ended, and what was done for them."""
+        """Records why rows have ended, and their statistics."""
         stats = self._stats_of([request.slot for request in ended])
         for request, request.stats in zip(ended, stats, strict=True):
             last = request.new[-1][-1] if request.new else None
@@ -492,13 +503,13 @@ class Session:
         num = len(request.row.tokens)
         request.finish_reason = FAILED
         request.error = (
-            f"the target gave NaN logits, or none but -inf, after {request.length - 1} tokens, {num} of them the"
-            " prompt; its weights are damaged, or too large for the dtype they are computed in"
+            f"the target gave NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt;"
+            " its weights are damaged, or too large for the dtype of the computation"
         )
         self._clear(request.slot)
 
     def _stats_of(self, slots: Sequence[int]) -> list[RequestStats]:
-        """Of rows in these slots."""
+        """The statistics of the rows in these slots."""
         if not slots:
             return []
         assert self.rows is not None
@@ -525,7 +536,7 @@ class Session:
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
     def _read_chunk(self) -> None:
-        """Lets the device read a chunk of the prompt whose turn it is, and does not wait for it."""
+        """Queues the next chunk of a prompt on the device and does not wait for it."""
         if self._reading is None:
             request = self._waiting.popleft()
             capacity = self._capacity_for([request.row], len(request.row.tokens))
@@ -535,7 +546,7 @@ class Session:
         now.state, now.num_left = self._read(now.given, now.capacity, now.state, 1), now.num_left - 1
 
     def _insert(self) -> bool:
-        """Puts the row whose prompt was read into its slot; whether it is at its end already."""
+        """Puts the row whose prompt has been read into its slot. Returns whether the row has ended already."""
         read, self._reading = self._reading, None
         assert read is not None and read.state is not None
         request, decoder = read.request, self.setup.decoder
@@ -554,11 +565,11 @@ class Session:
         if request.row.max_new_tokens > 0:
             return False
         has_ended = self._look()
-        self._clear(request.slot)  # no token was drawn that would have shown NaN in its caches
+        self._clear(request.slot)  # its caches may hold NaN: no token was drawn that would show it
         return has_ended
 
     def read_together(self, rows: Sequence[Row], capacity: int) -> None:
-        """Reads the prompts of the first rows of a session at once, each into the slot of its number."""
+        """Reads the prompts of the first rows of a session together. Row i takes slot i."""
         start = time.perf_counter()
         requests = [self._opened(row, slot) for slot, row in enumerate(rows)]
         with self._closes_on_error():
@@ -575,11 +586,14 @@ class Session:
         self.prefill_seconds += time.perf_counter() - start
 
     def _num_chunks(self, rows: Sequence[Row]) -> int:
-        """In how many chunks a prefill reads these prompts; at least one, since its first call also makes the state."""
+        """The number of chunks in which a prefill reads these prompts.
+
+        It is at least one, because the first call of the prefill also makes the state.
+        """
         return max(-(-(max(len(row.tokens) for row in rows) - 1) // self.setup.decoder.chunk), 1)
 
     def _read(self, given: _Given, capacity: int, state: DecodeState | None, num: int) -> DecodeState:
-        """So many chunks of prompts more, in one call."""
+        """Reads the next `num` chunks of the prompts in one call."""
         setup = self.setup
         return setup.decoder.prefill(setup.held, *given[:4], np.int32(num), state, setup.costs, **_sizes(capacity))
 
@@ -613,15 +627,15 @@ class Session:
     # --- arrays -------------------------------------------------------------------------------------------------------
 
     def _capacity_for(self, rows: Sequence[Row], longest: int) -> int:
-        """Slots of caches that have room for rows of so many tokens."""
+        """The number of slots of caches for these rows, of which the longest reaches `longest` tokens."""
         prompt = max(len(row.tokens) for row in rows)
         return first_capacity(prompt, longest, self.setup.lookahead, self.max_len)
 
     def _arrays(self, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False) -> _Given:
-        """Tokens [B, capacity], lengths, keys, limits and settings of B = `num_rows` rows, where they are to lie.
+        """Tokens [B, capacity], lengths, keys, limits and settings of B = `num_rows` rows, on their devices.
 
         Args:
-          is_all: whether no other row will come.
+          is_all: whether these are all rows of the session.
         """
         tokens, length, seeds, limits, sampling = arrays_of(rows, num_rows, capacity)
         is_greedy = is_all and traced_platform() != "cpu" and not sampling.temperature.any()
@@ -632,7 +646,7 @@ class Session:
         return put(given, sharding_lib.row_shardings(self.params.mesh, given, num_rows))
 
     def _empty(self, capacity: int) -> Rows:
-        """The slots before any row has come."""
+        """The state, settings and limits of empty slots."""
         given = self._arrays([], self._num_rows, 1)
         state = self.setup.decoder.begin(*given[:4], self.setup.costs, **_sizes(capacity))
         return state, given.sampling, given.limits
@@ -646,17 +660,17 @@ class Session:
         if not isinstance(handle, (int, np.integer)) or handle not in self._open:
             there = ", ".join(map(str, self._open)) or "none"
             was = " (it was taken to its end)" if isinstance(handle, int) and 0 <= handle < self._num_admitted else ""
-            raise ValueError(f"handle={shown(handle)} is not open{was}: open are {there}")
+            raise ValueError(f"handle={shown(handle)} is not open{was}: open handles are {there}")
         return self._open[int(handle)]
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError(f"{self._closed}: open another")
+            raise ValueError(f"{self._closed}: open another session")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("another call of this session is not done: one thread at a time, or a session for each")
+            raise RuntimeError("another call of this session still runs: use one thread, or one session per thread")
         try:
             yield
         finally:
@@ -667,7 +681,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            self._shut(FAILED, f"the session is closed, a step failed ({type(error).__name__}: {error})")
+            self._shut(FAILED, f"the session is closed because a step failed ({type(error).__name__}: {error})")
             raise
 
     def _shut(self, finish_reason: str, why: str) -> None:
@@ -682,7 +696,7 @@ class Session:
 
 
 def _sizes(capacity: int) -> dict[str, int]:
-    """Of caches, and of the tokens of a row, in a `Decoder`'s words."""
+    """The sizes of the caches and of the token buffers, as keyword arguments of a `Decoder`."""
     return {"capacity": capacity, "max_tokens": capacity + 1}
 
 
@@ -691,7 +705,7 @@ def _itemsize(x: Any) -> int:
 
 
 def _settings_of(request: Any, index: int) -> dict[str, Any]:
-    """The arguments of `admit`."""
+    """The arguments of `admit` for a request of `Session.generate`."""
     if not isinstance(request, Mapping):
         return {"prompt": request}
     allowed = ["prompt", *(field.name for field in dataclasses.fields(Sampling))]
@@ -719,13 +733,13 @@ def prepare(
     sampling: Sampling = AS_DECODE[0],
     speculation: Speculation = AS_DECODE[1],
 ) -> Session:
-    """A session of the rows of one call, each in the slot of its number, with their prompts read.
+    """Opens a session for the rows of one call and reads their prompts. Row i takes slot i.
 
-    1. Prompts become token ids; lengths and settings are checked, a value a row.
-    2. The call is planned: rows and slots of the program, the tree, the rule that judges.
-    3. The decoder of that plan is looked up, or made.
-    4. Rows are padded to those of the program, and put where the mesh wants them.
-    5. The prefill reads the prompts. Only here anything compiles.
+    1. It encodes the prompts and checks lengths and settings row by row.
+    2. It plans the call: the number of rows and slots of the program, the tree and the acceptance rule.
+    3. It looks up or makes the decoder of that plan.
+    4. It pads the rows to the number of the program and places them on the mesh.
+    5. It reads the prompts. Only this step compiles anything.
 
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
@@ -735,7 +749,7 @@ def prepare(
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)
     setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.temperature for row in rows))
-    if setup.lookahead > MOST_LOOKAHEAD:  # a tree that was asked for, deeper than any that is chosen
+    if setup.lookahead > MOST_LOOKAHEAD:  # a requested tree that is deeper than any chosen tree
         capacity = first_capacity(*lengths, setup.lookahead, params.max_len)
     known = params.pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.rule, setup.scheme, setup.lossy

@@ -1,9 +1,9 @@
-"""Types and ranges of settings, checked by pydantic in strict mode: for files, recipes, calls and the command line.
+"""Types and ranges of settings from files, recipes, calls and the command line. pydantic checks them in strict mode.
 
-A field says what it takes by its annotation: `steps: Count = 1000`, `trunk: Annotated[str, OneOf(TRUNKS)]`. A class of
-settings is a `dataclass` of this module: one that is made is right. `read` makes it of what a file holds, `take` checks
-an argument that is no field. Only what relates two fields is written out, in `__post_init__`. Knows no setting and
-imports no jax. Read next: `config.py`, whose fields are declared so.
+The annotation of a field gives its allowed values: `steps: Count = 1000`, `trunk: Annotated[str, OneOf(TRUNKS)]`. A
+class of settings is a `dataclass` of this module, and its fields are checked when an instance is made. `read` makes one
+from the contents of a file. `take` checks an argument that is not a field. `__post_init__` checks only conditions on
+two or more fields. This module defines no particular setting and does not import jax. Read next: `config.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import core_schema
 
 MOST = 2**31 - 1
-"""The largest whole number of a setting: what an int32 holds."""
+"""The largest integer setting: the largest int32."""
 LARGEST = 3.4e38
-"""The largest number of a setting: what is finite in float32."""
+"""The largest number of a setting: about the largest finite float32."""
 HOTTEST = 1e30
-"""From 1e38 on, logits over the temperature are too small for float32, and top-k would keep every token."""
+"""The highest temperature. From 1e38 on, logits divided by the temperature are too small for float32, and top-k would
+keep every token."""
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 Kind = TypeVar("Kind", bound=type)
 _NUMBER = re.compile(r"[+-]?\d+e[+-]?\d+")
@@ -33,7 +34,7 @@ _NUMBER = re.compile(r"[+-]?\d+e[+-]?\d+")
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """A few texts, as a table of the library has them."""
+    """Allows only the given strings, usually the keys of a table of the library."""
 
     allowed: tuple[str, ...]
 
@@ -54,20 +55,22 @@ Temperature = Annotated[float, Field(ge=0, le=HOTTEST)]
 
 
 def is_off(variable: str) -> bool:
-    """Whether this value of an environment variable switches something off."""
+    """Whether this value of an environment variable means "off"."""
     return variable.lower() in ("off", "0", "no")
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def dataclass(kind: Kind) -> Kind:
-    """Decorates a frozen dataclass whose fields are checked when it is made: a wrong one is a ValueError that names the
-    class, the field, the value and the allowed ones."""
+    """Makes a frozen dataclass whose fields are checked when an instance is made.
+
+    A wrong value raises a ValueError that names the class, the field, the value and the allowed values.
+    """
     made: Any = pydantic.dataclasses.dataclass(frozen=True, config=_CONFIG)(kind)
     plain, signature = made.__init__, inspect.signature(made)
 
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **values: Any) -> None:
-        named = signature.bind(*args, **values).arguments  # pydantic would call what has no name by its number
+        named = signature.bind(*args, **values).arguments  # else pydantic's errors name a field by its position
         try:
             plain(self, **named)
         except ValidationError as error:
@@ -78,29 +81,29 @@ def dataclass(kind: Kind) -> Kind:
 
 
 def read(kind: type, values: Any, where: str, section: str = "") -> Any:
-    """Makes a `dataclass` of what a file holds; dataclasses among its fields are made of the objects below.
+    """Makes a `dataclass` from the contents of a file. Nested objects become the dataclasses of its fields.
 
     Args:
-      values: an object of JSON or YAML; lists become tuples.
-      where: the file or recipe, for errors.
-      section: the place in it.
+      values: an object of JSON or YAML. Lists become tuples.
+      where: the file or recipe, for error messages.
+      section: the place in that file, for error messages.
     Raises:
-      ValueError: naming the place and the unknown or missing key with the valid ones, the value that its field's
-        annotation does not allow with those that it does, or what the dataclass itself refuses.
+      ValueError: for an unknown or missing key, with the valid keys; for a value that the annotation does not allow,
+        with the allowed values; or from the dataclass's own `__post_init__`. It names the place in the file.
     """
     try:
-        return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML makes dates of some texts
+        return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML reads some texts as dates
     except ValidationError as error:
         raise ValueError(f"{where}: {_text(error, kind, section)}") from None
-    except (TypeError, RecursionError) as error:  # a key that is no text, lists in lists in lists
-        raise ValueError(f"{where}: holds what is no JSON ({error})") from error
+    except (TypeError, RecursionError) as error:  # a key that is not a string, or very deep nesting
+        raise ValueError(f"{where}: cannot be written as JSON ({error})") from error
 
 
 def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
-    """An argument of a call, if it is what an annotation declares.
+    """Checks an argument of a call against an annotation and returns it.
 
     Args:
-      limits: of a number: `ge`, `gt`, `le` and `lt`, as of pydantic's `Field`.
+      limits: bounds of a number: `ge`, `gt`, `le` and `lt`, as in pydantic's `Field`.
     Raises:
       ValueError: naming the argument, its value and the allowed ones.
     """
@@ -111,7 +114,7 @@ def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
 
 
 def parse(hint: Any, text: str, name: str = "") -> Any:
-    """The value of a text, of the command line for example; raises as `take`."""
+    """Converts a string, for example from the command line, to the annotated type. Raises errors as `take` does."""
     try:
         return _adapter(hint).validate_strings(text)
     except ValidationError as error:
@@ -119,10 +122,10 @@ def parse(hint: Any, text: str, name: str = "") -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it, not too long; whatever it is."""
+    """Any value as an error message shows it, shortened to about 80 characters."""
     try:
         text = " ".join(repr(list(value) if isinstance(value, tuple) else value).split())
-    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError):  # a number with thousands of digits, or very deep nesting
         return f"({type(value).__name__})"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -134,15 +137,15 @@ def _adapter(hint: Any, **limits: Any) -> TypeAdapter[Any]:
 
 
 def _text(error: ValidationError, kind: Any, place: str) -> str:
-    """What is wrong first, in a line; an unknown key goes before all others.
+    """One line about the first error. An unknown key comes before all other errors.
 
     Args:
-      kind: the dataclass that was to be made, if one was.
-      place: where its keys are.
+      kind: the dataclass that was being made, or None.
+      place: the place of its keys, for the message.
     """
     found: list[Any] = error.errors(include_url=False)  # type: ignore[assignment]
     wrong = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
-    if wrong["type"] == "value_error":  # of a `__post_init__`, which names the place itself
+    if wrong["type"] == "value_error":  # raised by a `__post_init__`, whose message names the place
         return str(wrong["ctx"]["error"])
     keys = _keys(wrong)
     if wrong["type"] in ("unexpected_keyword_argument", "missing"):
@@ -159,12 +162,12 @@ def _text(error: ValidationError, kind: Any, place: str) -> str:
 
 
 def _keys(wrong: Any) -> list[str]:
-    """The place of an error of pydantic, without the names that it gives to the parts of a union."""
+    """The place of a pydantic error, without pydantic's names for the members of a union."""
     return [str(key) for key in wrong["loc"] if re.fullmatch(r"\w+", str(key))]
 
 
 def _fields(kind: Any, keys: list[str]) -> dict[str, Any]:
-    """The fields of the dataclass at a place below another one."""
+    """The fields of the dataclass that is nested in `kind` under these keys."""
     for key in keys:
         if key in kind.__pydantic_fields__:
             kind = _dataclass_in(kind.__pydantic_fields__[key].annotation)

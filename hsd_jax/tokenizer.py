@@ -1,7 +1,7 @@
-"""Text in and out: a Hugging Face tokenizer, its chat template, and incremental decoding for streams.
+"""Converts between text and tokens: a Hugging Face tokenizer, its chat template, and incremental decoding for streams.
 
-A checkpoint without tokenizer works with token ids; only text needs this. Conversations are checked and rendered here
-and nowhere else. Torch is never imported.
+A checkpoint without a tokenizer works with token ids. Only this module checks and renders conversations. It never
+imports torch. Read next: `arguments.py`, which encodes the prompts of a call.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from hsd_jax.settings import shown
 
 Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""What a tokenizer is, where it is copied from one folder into another."""
+"""The files of a tokenizer that are copied from one folder to another."""
 Messages = Sequence[Mapping[str, str]]
-"""A conversation: `role` and `content` of each message."""
+"""A conversation: a list of messages with the keys `role` and `content`."""
 
 ROLES = ("system", "user", "assistant")
 MESSAGE_KEYS = ("role", "content")
 
 UNFINISHED = "\ufffd"
-"""What a byte-level decoder prints for bytes that are no whole UTF-8 character yet."""
+"""The character that a byte-level decoder prints for an incomplete UTF-8 character."""
 
 
 TEMPLATE_SECONDS = 20.0
-"""Of a chat template: one that loops for ever is a program that came with a checkpoint."""
+"""The time limit of a chat template. It is a program that comes with a checkpoint, and it may loop for ever."""
 
 
 def hash_of(vocabulary: Mapping[str, int]) -> str:
-    """Fingerprint of which token has which number, whatever reads the tokenizer's files."""
+    """Fingerprint of the tokens and their numbers. It does not depend on the format of the tokenizer's files."""
     return sha256(*(f"{number} {token}\n" for token, number in sorted(vocabulary.items(), key=lambda item: item[1])))
 
 
 def read_pretrained(folder: str | Path) -> Any:
-    """What transformers makes of the tokenizer files in `folder`; it raises many kinds of error for bad files."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
-    from transformers import AutoTokenizer  # seconds of import time that token-id users need not pay
+    """Reads the tokenizer files in `folder` with transformers, which raises many kinds of error for bad files."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install torch
+    from transformers import AutoTokenizer  # imported here because it takes seconds, and token ids do not need it
 
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
 def check_messages(messages: Messages, where: str) -> None:
-    """Refuses what is no conversation that an assistant can answer.
+    """Checks that `messages` are a conversation that an assistant can answer.
 
     Args:
-      where: begins the error, as in "prompt 0".
+      where: the start of the error message, as in "prompt 0".
     Raises:
       ValueError: naming the message, the wrong value and the allowed ones.
     """
@@ -62,16 +62,16 @@ def check_messages(messages: Messages, where: str) -> None:
         _check_message(message, f"{where}, message {index}", is_first=index == 0)
     if (role := messages[-1]["role"]) != "user":
         raise ValueError(
-            f"{where}, message {len(messages) - 1}: role {role!r} is the last: allowed is 'user', whom the assistant"
-            " answers"
+            f"{where}, message {len(messages) - 1}: the last role is {role!r}: allowed is 'user', because the assistant"
+            " answers the user"
         )
 
 
 def _check_message(message: Any, where: str, is_first: bool) -> None:
     if not isinstance(message, Mapping):
         raise ValueError(
-            f"{where} is {shown(message)}: expected a mapping with role and content, for a list that holds one mapping"
-            " is a conversation and holds nothing else"
+            f"{where} is {shown(message)}: expected a mapping with role and content, because a list that holds a"
+            " mapping is a conversation"
         )
     for key in MESSAGE_KEYS:
         if key not in message:
@@ -83,16 +83,16 @@ def _check_message(message: Any, where: str, is_first: bool) -> None:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{where}: role {shown(role)}; allowed are {', '.join(map(repr, ROLES))}")
     if role == "system" and not is_first:
-        raise ValueError(f"{where}: role 'system' is allowed in message 0 alone; here 'user' and 'assistant' are")
+        raise ValueError(f"{where}: role 'system' is allowed only in message 0; allowed here are 'user', 'assistant'")
     if isinstance(content, (list, tuple)):
-        raise ValueError(f"{where}: content is a list of {len(content)} parts: expected one text, theirs joined")
+        raise ValueError(f"{where}: content is a list of {len(content)} parts: expected one text that joins them")
     if not isinstance(content, str):
         raise ValueError(f"{where}: content is {shown(content)}: expected a text")
     check_unicode(content, f"{where}: content")
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Raises a ValueError for a text that no UTF-8 can hold."""
+    """Raises a ValueError for a text that UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -100,13 +100,14 @@ def check_unicode(text: str, where: str) -> None:
 
 
 class Tokenizer:
-    """Encodes prompts, decodes tokens. Two are equal if they were read from the same bytes.
+    """Encodes prompts and decodes tokens.
 
-    So it can be a static field of a pytree: what was compiled for one load of a folder serves the next.
+    Two tokenizers are equal if their fingerprints are. A tokenizer can therefore be a static field of a pytree:
+    programs compiled for one load of a folder also serve the next load.
 
     Args:
       inner: a tokenizer of transformers.
-      fingerprint: of all that `inner` was read from.
+      fingerprint: hash of all files from which `inner` was read.
     """
 
     def __init__(self, inner: Any, fingerprint: str):
@@ -121,22 +122,22 @@ class Tokenizer:
 
     @classmethod
     def read(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a folder that has one; raises what transformers raises for files it cannot read."""
+        """Reads the tokenizer of a folder that has one. For unreadable files it raises what transformers raises."""
         return cls(read_pretrained(folder), _fingerprint(Path(folder)))
 
     @staticmethod
     def find(folder: str | Path) -> Tokenizer | None:
-        """The tokenizer of a checkpoint folder, None if it has none.
+        """The tokenizer of a checkpoint folder, or None if it has none.
 
         Raises:
-          ValueError: if tokenizer files are there but cannot be read.
+          ValueError: if the folder has tokenizer files that cannot be read.
         """
         folder = Path(folder)
         if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return None
         try:
             return Tokenizer.read(folder)
-        except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
+        except Exception as error:  # transformers raises many kinds of error for a file that it cannot read
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"{folder}: the tokenizer cannot be read ({reason}); restore tokenizer.json") from error
 
@@ -149,7 +150,7 @@ class Tokenizer:
         return self._inner.eos_token_id
 
     def has_vocabulary_of(self, other: Tokenizer) -> bool:
-        """Whether every token of either is the same token of the other."""
+        """Whether both tokenizers have the same tokens with the same numbers."""
         return self._inner.get_vocab() == other._inner.get_vocab()
 
     @property
@@ -158,7 +159,7 @@ class Tokenizer:
         return hash_of(self._inner.get_vocab())
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens the checkpoint puts around a text."""
+        """Token ids, with the special tokens that the checkpoint adds to a text."""
         return list(self._inner(text)["input_ids"])
 
     def decode(self, tokens: Tokens) -> str:
@@ -170,39 +171,41 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint says how a conversation is written."""
+        """Whether the checkpoint has a chat template."""
         return bool(getattr(self._inner, "chat_template", None))
 
     def render(self, messages: Messages, is_open: bool = True) -> str:
-        """A conversation as the checkpoint's chat template writes it, start token included, any roles in any order.
+        """Renders a conversation with the checkpoint's chat template, start token included.
+
+        It accepts any roles in any order.
 
         Args:
-          is_open: the text ends where the assistant is to answer.
+          is_open: whether the text ends where the assistant's answer begins.
         Raises:
-          ValueError: if there is no chat template, or it fails or does not end.
+          ValueError: if the checkpoint has no chat template, or if the template fails or exceeds TEMPLATE_SECONDS.
         """
         if not self.has_chat_template:
             raise ValueError(
-                "this checkpoint has no chat template: give the prompt as text, or take a checkpoint that has one"
+                "this checkpoint has no chat template: give the prompt as text, or use a checkpoint with a template"
                 " (chat_template in tokenizer_config.json, or chat_template.jinja)"
             )
         plain = [dict(message) for message in messages]
         apply = functools.partial(self._inner.apply_chat_template, plain, add_generation_prompt=is_open, tokenize=False)
         try:
             return within(TEMPLATE_SECONDS, apply)
-        except Exception as error:  # a template is a program, in jinja's sandbox: of its errors and of Python's
+        except Exception as error:  # a template is a program in jinja's sandbox: it raises jinja's and Python's errors
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"the chat template refuses this conversation ({reason})") from error
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of what `render` returned, which has its special tokens in it already."""
+        """Token ids of a text from `render`, which already contains its special tokens."""
         return list(self._inner(text, add_special_tokens=False)["input_ids"])
 
     def encode_chat(self, messages: Messages, where: str = "the conversation") -> list[int]:
-        """Token ids of a conversation, open for the answer.
+        """Token ids of a conversation, up to where the answer begins.
 
         Raises:
-          ValueError: as `check_messages` and `render`; it begins with `where`.
+          ValueError: as `check_messages` and `render`. The message begins with `where`.
         """
         check_messages(messages, where)
         try:
@@ -212,9 +215,10 @@ class Tokenizer:
 
     @functools.cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """The token by which the chat template closes an assistant's turn; () if it does so by none of its own.
+        """The special token with which the chat template ends an assistant's turn.
 
-        () also for a template that refuses a question and its answer, and without a template.
+        It is () if the template ends a turn without a special token, if the template refuses a question with its
+        answer, and if there is no template.
         """
         if not self.has_chat_template:
             return ()
@@ -229,7 +233,7 @@ class Tokenizer:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Of the names and contents of all files a tokenizer may be read from: vocabularies, settings, templates."""
+    """Hash of the names and contents of all files from which a tokenizer may be read."""
     kinds = (".json", ".model", ".txt", ".jinja")
     files = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.is_file())
     contents = {path.name: path.read_bytes() for path in files}
@@ -237,29 +241,29 @@ def _fingerprint(folder: Path) -> str:
 
 
 class IncrementalDecoder:
-    """Turns a growing list of tokens into pieces of text that join to the whole text.
+    """Turns a growing list of tokens into pieces of text. The joined pieces are the text of all tokens.
 
-    The text continues that of the prompt. Alone it would lose its first space where the words of a tokenizer begin
-    with theirs, for a decoder drops the space before the first word of a text (SentencePiece, as in Llama 2).
+    The text continues the prompt. Decoded alone it could lose its first space: a SentencePiece decoder, as in Llama 2,
+    drops the space before the first word of a text.
 
     A piece is held back while it ends inside a UTF-8 character. Some tokenizers write a token differently at the start
-    of a text, so the last pieces are decoded again as context: whole pieces, for a byte-fallback decoder spoils a run
-    of bytes that begins inside a character.
+    of a text, so the last pieces are decoded again as context. The context consists of complete pieces, because a
+    byte-fallback decoder garbles bytes that begin inside a character.
     """
 
     CONTEXT = 4
-    """Pieces of context."""
+    """The number of pieces of context."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Tokens = ()):
         self._tokenizer = tokenizer
         self._tokens = [int(t) for t in prompt]
         if tokenizer.decode(self._tokens).endswith(UNFINISHED):
-            self._tokens = []  # what completes a character of the prompt has no text of its own
+            self._tokens = []  # the prompt ends inside a character, and the text of its rest is not the continuation's
         self._borders = list(range(len(self._tokens) + 1))
-        """Where pieces ended, in tokens; each token of the prompt is a piece."""
+        """The positions, in tokens, where pieces end. Each token of the prompt is a piece."""
 
     def push(self, tokens: Tokens, is_last: bool = False) -> str:
-        """The text that `tokens` complete; with `is_last` also what is still held back."""
+        """Adds tokens and returns the text that they complete. With `is_last` it also returns what is held back."""
         self._tokens.extend(int(t) for t in tokens)
         back = min(self.CONTEXT, len(self._borders) - 1)
         while True:

@@ -1,15 +1,16 @@
-"""Every pytree and protocol that crosses a module border, and the dimension legend; no logic.
+"""Defines the pytrees and protocols that modules share, and the legend of dimensions. It holds no logic.
 
-Read next: `infer/step.py`, where these types meet, and `config.py` for the static configuration.
+Read next: `infer/step.py`, which uses these types, and `config.py` for the static configuration.
 
-Dimension legend, for shapes and docstrings of the whole package; one that is a word is explained where it is used
+Legend of dimensions, for shapes and docstrings of the whole package. A dimension that is a word is explained where it
+is used.
     B  rows of a batch           T  tokens of a buffer        P  tokens of padded prompts
     V  vocabulary                C  columns of a drafter's logits: the tokens that may be drafted
-    N  nodes of a draft tree, padded, root included; or of any other pass of a model
-    I  those that may have children, always the first I of the N
+    N  nodes of a draft tree, padded, root included; or positions of any other pass of a model
+    I  nodes that may have children, always the first I of the N
     D  maximum draft depth       w  nodes of one level of a growing tree, v of the level above
-    K  trunk states of a round   M  nodes or positions of a call, where none of the others says how many
-    X  entries of this round that a node may see: those of earlier passes, then those of its own
+    K  trunk states of a round   M  nodes or positions of a call, if no other letter fits
+    X  entries of this round that a node may see: those of earlier passes, then those of its own pass
     S  cache slots               n  queries of a key/value head: N times the query heads that share it
     G  key/value heads           Q  query heads               E  head width
     H  hidden width              F  width of an MLP           L  layers
@@ -31,56 +32,57 @@ from hsd_jax.axes import CACHE, ROWS, SLOTS, named
 NO_PARENT = -1
 """Parent of the root and of padding nodes."""
 NO_TOKEN = -1
-"""Fills token slots that hold nothing, in results and in the list of end tokens."""
+"""Fills empty token slots, in results and in the list of end tokens."""
 INVALID_TOKEN = -2
-"""Ends a row in place of a token for which the target gave no distribution: NaN logits, or -inf alone. Never in
+"""Ends a row if the target gave no distribution for its next token: NaN logits, or only -inf. It never occurs in
 results."""
 
 Weights = dict[str, Any]
-"""Weights as a nested dict of arrays, the form every boundary of the library uses."""
+"""Weights as a nested dict of arrays. All modules exchange weights in this form."""
 
 
 class DrawScheme(enum.Enum):
     """How the children of a node were chosen, given the drafter's distribution at that node."""
 
     ARBITRARY = "arbitrary"
-    """Any choice made before the target's draw: top-k, beams, merged trees."""
+    """Any choice that is made before the target's draw: top-k, beams, merged trees."""
     INDEPENDENT = "independent"
-    """Each child drawn from the drafter's distribution, whatever its siblings are: two may be alike."""
+    """Each child is drawn from the drafter's distribution independently of its siblings. Two siblings may be equal."""
     WITHOUT_REPLACEMENT = "without_replacement"
-    """Each child drawn from the drafter's distribution renormalised off its earlier siblings."""
+    """Each child is drawn from the drafter's distribution, renormalised without its earlier siblings."""
     TOP_THEN_RANDOM = "top_then_random"
-    """All but one of the children are the drafter's likeliest tokens; one is drawn from its distribution renormalised
-    off these, and stands first among its siblings."""
+    """All children but one are the drafter's likeliest tokens. One child is drawn from its distribution, renormalised
+    without these tokens. It is the first among its siblings."""
     COUPLED = "coupled"
-    """The largest of log q + g: q the drafter's distribution under the row's settings, g the very noise with which the
-    target picks the token at that position. Lossless only where the text is a function of g and the target: under
-    `match`."""
+    """The children are the tokens with the largest log q + g. Here q is the drafter's distribution under the row's
+    settings, and g is the same noise with which the target draws the token at that position. This is lossless only if
+    the text is a function of g and the target, that is under `match`."""
 
 
 DRAWN_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT, DrawScheme.TOP_THEN_RANDOM})
-"""Schemes whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow
+"""Schemes whose trees are drawn with their own noise and carry `DraftTree.draft_logp`. The other schemes grow
 beams."""
 
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of committed tokens. Slot index equals absolute position, in a ring modulo its slots.
+    """Keys and values of committed tokens.
 
-    One buffer a layer and not one stacked array: XLA on CPU copies a slice before a product.
+    The index of a slot is the absolute position, modulo the number of slots in a ring. Each layer has its own buffer
+    instead of a slice of one stacked array, because XLA on CPU copies a slice before a product.
     """
 
     keys: tuple[Float[Array, "B G S E"], ...] = flax.struct.field(metadata=named(*CACHE))
     values: tuple[Float[Array, "B G S E"], ...] = flax.struct.field(metadata=named(*CACHE))
     length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
-    """Valid slots of each row. Invariant of the decode loop: committed tokens - 1."""
+    """The number of valid slots of each row. In the decode loop it is always the number of committed tokens - 1."""
     capacity: int = flax.struct.field(pytree_node=False, default=0)
-    """Tokens that a row may have. Layers with fewer slots are rings (`models/cache.py`)."""
+    """The largest number of tokens of a row. Layers with fewer slots are rings (`models/cache.py`)."""
 
 
 @flax.struct.dataclass
 class NewKV:
-    """Keys and values computed by one pass, not yet committed to a cache."""
+    """Keys and values that one pass computed and that are not yet committed to a cache."""
 
     keys: tuple[Float[Array, "B G N E"], ...]
     values: tuple[Float[Array, "B G N E"], ...]
@@ -88,42 +90,42 @@ class NewKV:
 
 @flax.struct.dataclass
 class ModelOutput:
-    """What one pass of a target returns; the pass never writes to the cache it reads."""
+    """The output of one pass of a target. The pass never writes to the cache that it reads."""
 
     logits: Float[Array, "B N V"]
     hidden: Float[Array, "B N H"]
-    """After the final norm: what the LM head reads."""
+    """Hidden states after the final norm, which the LM head reads."""
     features: tuple[Float[Array, "B N H"], ...]
-    """Residual stream after each layer that was asked for (`aux_layers`), in ascending order."""
+    """The residual stream after each of the requested layers (`aux_layers`), in ascending order."""
     new_kv: NewKV
 
 
 @flax.struct.dataclass
 class DraftTree:
-    """Padded draft trees, one a row. `parents[n] < n`; siblings are in the order in which a rule tries them."""
+    """Padded draft trees, one per row. `parents[n] < n`. Siblings are in the order in which a rule tries them."""
 
     tokens: Int[Array, "B N"]
     parents: Int[Array, "B N"]
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
     draft_logp: Float[Array, "B I V"] | None = None
-    """Log-probabilities the children of each node were drawn from; None unless the scheme is one of
+    """The log-probabilities from which the children of each node were drawn. None unless the scheme is one of
     DRAWN_SCHEMES."""
     scheme: DrawScheme = flax.struct.field(pytree_node=False, default=DrawScheme.ARBITRARY)
     score: Float[Array, "B N"] | None = None
-    """Log of how likely the drafter takes each node to be accepted, all its ancestors with it; 0 for the root. Falls
-    along paths. None where the drafter has no opinion."""
+    """The log of the drafter's estimate that a node and all its ancestors are accepted. It is 0 for the root and
+    falls along each path. None if the drafter gives no estimate."""
     tip: Bool[Array, "B N"] | None = None
-    """Leaves that are judged but not verified: the target has no row for them, so a path that ends there emits no token
-    of the target's behind it. None: there are none."""
+    """Leaves that are judged but not verified: the target computes no logits after them. A path that ends at such a
+    leaf emits no token of the target after it. None: the tree has no such leaves."""
 
 
 @flax.struct.dataclass
 class Verdict:
     """The outcome of one verification.
 
-    `emitted[:, :num_accepted + 1]` are the accepted draft tokens followed by `next_token`; what follows
-    is meaningless.
+    `emitted[:, :num_accepted + 1]` holds the accepted draft tokens and then `next_token`. The entries after these have
+    no meaning.
     """
 
     path: Int[Array, "B D+1"]
@@ -134,96 +136,100 @@ class Verdict:
 
 @flax.struct.dataclass
 class SamplingParams:
-    """Per-row sampling settings, all traced: changing one never compiles anything.
+    """Sampling settings per row. The arrays are traced, so a changed value compiles nothing.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch a filter off.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch a filter off.
     """
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
     all_greedy: bool = flax.struct.field(pytree_node=False, default=False)
-    """Promises that every temperature is 0: the program then has no branch for draws. Static, so only for devices where
-    a branch costs more than a second program."""
+    """True states that every temperature is 0, and the program then has no branch for draws. The field is static, so it
+    is set only on devices where a branch costs more than a second program."""
 
 
 @flax.struct.dataclass
 class Limits:
-    """Where rows end, all traced."""
+    """Where rows end. All fields are traced."""
 
     max_length: Int[Array, "B"]
-    """Committed tokens at which a row stops, prompt included."""
+    """The number of committed tokens at which a row stops, prompt included."""
     eos: Int[Array, "B num_eos"]
     """End tokens of each row, padded with NO_TOKEN."""
 
 
 @flax.struct.dataclass
 class DecodeStats:
-    """Counts per row, in integers."""
+    """Integer counts per row."""
 
     num_target_passes: Int[Array, "B"]
     accepted_histogram: Int[Array, "B D+1"]
     num_drafted: Int[Array, "B"]
-    """Passes that verified at least one draft of the row."""
+    """The number of passes that verified at least one draft of the row."""
 
 
 @flax.struct.dataclass
 class Costs:
-    """What passes should cost on this machine, traced: `infer/worth.py` weighs drafts by it."""
+    """Predicted costs of passes on this machine, traced. `infer/worth.py` decides by them which drafts pay."""
 
     pass_seconds: Float[Array, "B*N+1"]
-    """Seconds to verify 0, 1, ... nodes, all rows of the batch together, without attention to the cache."""
+    """Seconds to verify 0, 1, ... nodes of all rows together, without attention to the cache."""
     plain_seconds: Float[Array, "B+1"]
     """Seconds of a plain pass over 0, 1, ... rows."""
     draft_seconds: Float[Array, "B+1"]
-    """Seconds to draft full trees for 0, 1, ... rows, however many of their nodes are verified."""
+    """Seconds to draft full trees for 0, 1, ... rows. This does not depend on how many of their nodes are verified."""
     slot_seconds: Float[Array, ""]
-    """Seconds that the attention of one node takes for each cache slot it sees."""
+    """Seconds that the attention of one node takes for each cache slot that it sees."""
     window: Float[Array, ""]
-    """Slots that layers with a sliding window see at most."""
+    """The largest number of slots that a layer with a sliding window sees."""
     windowed_share: Float[Array, ""]
     """The fraction of the layers that have a sliding window."""
     first_trust: Float[Array, ""]
-    """The chance that a draft of which the drafter is certain is accepted, before any was tried."""
+    """The assumed probability, before any draft was tried, that a draft of which the drafter is certain is accepted."""
     level_seconds: Float[Array, "B+1"] | None = None
-    """Seconds to draft one level for 0, 1, ... rows; None: chains grow to their full depth."""
+    """Seconds to draft one level for 0, 1, ... rows. None: chains grow to their full depth."""
     worth_trying: Bool[Array, "B+1"] | None = None
-    """Whether 0, 1, ... rows that go on should draft at all, by the plans of greedy batches; None: always."""
+    """Whether 0, 1, ... running rows should draft at all, by the plans of greedy batches. None: always."""
 
 
 @flax.struct.dataclass
 class Control:
-    """What a decode has learned about its drafts, in sums over the rounds so far: each row its own share.
+    """What a decode has measured of its drafts so far, one value per row.
 
-    A row may leave a running batch, or enter it (`worth.joined`); whether drafts pay is decided by the rows that are
-    not done, together. The first four decay exponentially: each round multiplies them by `worth.MEMORY` before its own
-    numbers are added. A row that is done keeps its numbers.
+    A row may leave a running batch or enter it (`worth.joined`). The rows that are not done decide together whether
+    drafts pay. The first four fields are sums over rounds that decay exponentially: each round multiplies them by
+    `worth.MEMORY` before it adds its own numbers. A row that is done keeps its numbers.
     """
 
     accepted: Float[Array, "B"]
-    """Drafts that were accepted."""
+    """The number of accepted drafts."""
     predicted: Float[Array, "B"]
-    """How many the drafter expected: the sum of its own probabilities of the drafts that were tried."""
+    """The number of accepted drafts that the drafter expected: the sum of its own probabilities of the verified
+    drafts."""
     tokens: Float[Array, "B"]
-    """Tokens that rounds with drafts committed."""
+    """The number of tokens that rounds with drafts committed."""
     plain: Float[Array, "B"]
-    """Tokens that plain rounds would have given in the time that `Costs` predicts for these rounds. Unlike seconds,
-    this number compares rounds of many rows with rounds of few."""
+    """The number of tokens that plain rounds would have given in the time that `Costs` predicts for these rounds.
+    Unlike seconds, this number compares rounds of many rows with rounds of few rows."""
     rounds: Int[Array, "B"]
-    """Rounds with drafts since these were last given up; does not decay. This and what follows is the same in all rows
-    that are not done."""
+    """The number of rounds with drafts since drafting was last stopped. It does not decay. This field and the next two
+    are the same in all rows that are not done."""
     wait: Int[Array, "B"]
-    """Plain rounds before drafts are tried again; 0: rounds have drafts."""
+    """The number of plain rounds before drafts are tried again. 0: rounds have drafts."""
     backoff: Int[Array, "B"]
     """The next `wait` if drafts do not pay, in blocks of D + 1 plain rounds."""
     drafts: Int[Array, "B 2"] | None = None
-    """Drafts that were made, and those verified; none of them decays. None unless chains may end early."""
+    """The number of drafts made, and of those verified. Neither decays. None unless chains may end early."""
 
 
 @flax.struct.dataclass
 class DecodeState:
-    """The carry of the decode loop. Every array of it, the drafter's own included, has rows as its first axis: so a row
-    can come and go (`infer/rows.py`)."""
+    """The carry of the decode loop.
+
+    The first axis of every array is rows, also in the drafter's own state. A row can therefore be inserted and removed
+    (`infer/rows.py`).
+    """
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
     length: Int[Array, "B"]
@@ -231,119 +237,121 @@ class DecodeState:
     cache: KVCache
     drafter: Any
     keys: jax.Array
-    """One typed random key a row; folded with the absolute position, never consumed."""
+    """One typed random key per row. It is folded with the absolute position and never consumed."""
     stats: DecodeStats
     control: Control | None = None
-    """None where the tree was asked for: it is then verified whole in every round."""
+    """None if all nodes of the tree are verified in every round."""
 
 
 @flax.struct.dataclass
 class Stop:
-    """When a chain ends before its full depth, traced: `infer/chains.py`."""
+    """The condition under which a chain ends before its full depth, traced (`infer/chains.py`)."""
 
     log_trust: Float[Array, "B"]
-    """Log of what an edge is worth that the drafter is sure of."""
+    """The log of the acceptance probability of a draft of which the drafter is certain."""
     live: Bool[Array, "B"]
-    """Rows that go on."""
+    """Rows that are not done."""
     price: Float[Array, ""]
-    """Accepted drafts, all rows together, that a further level must promise."""
+    """The expected number of accepted drafts, over all rows, that a further level must reach."""
 
 
 @flax.struct.dataclass
 class RoundInputs:
-    """What a round starts from, for drafters."""
+    """The inputs of a drafter in a round."""
 
     root: Int[Array, "B"]
     """The last committed token of each row."""
     position: Int[Array, "B"]
     """Its absolute position."""
     keys: jax.Array
-    """The row keys; what a drafter draws, it draws with `sampling.place_keys`, never with these themselves."""
+    """The keys of the rows. A drafter draws with `sampling.place_keys` and never with these keys directly."""
     sampling: SamplingParams
     noise: Float[Array, "B M V"] | None = None
-    """The target's own noise at the next positions, `sampling.round_noise`: COUPLED drafts alone read it, and compute
-    it where it is None."""
+    """The target's own noise at the next positions (`sampling.round_noise`). Only COUPLED drafts read it, and they
+    compute it if it is None."""
     stop: Stop | None = None
     """None: chains grow to their full depth."""
     live: Bool[Array, "B"] | None = None
-    """Rows that go on; what is drafted for the others has no meaning. None: all."""
+    """Rows that are not done. Drafts of other rows have no meaning. None: all rows."""
 
 
 class Candidates(NamedTuple):
-    """What a drafter says after the nodes of a level, and of which tokens."""
+    """The drafter's logits for the children of a level's nodes, and the tokens of their columns."""
 
     logits: Float[Array, "B w C"]
     tokens: Int[Array, "C"] | Int[Array, "B w C"] | None
-    """The token of each column, of all nodes or of each, ascending: of equals trees take the first. None: columns are
-    tokens."""
+    """The token of each column, for all nodes or for each node. Tokens ascend, because trees take the first column on a
+    tie. None: column c is token c."""
 
 
 Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
-"""`inject(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
+"""`inject(tokens, above) -> (added, read)`: `added` is what drafted tokens add to the base logits after them.
 
-`read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
+`read` [B, w, ...] belongs to the drafter. Each child gets its parent's entry as `above`. At the root `above` is None.
 """
 Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w C"] | Candidates, Any]]
-"""`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says after the nodes of a level.
+"""`expand(level, tokens, parents, carry) -> (logits, carry)`: the drafter's logits after the nodes of a level.
 
-Logits alone are of the tokens that may be drafted. `Candidates` say of which tokens they are; a tree costs what these
-cost, and its beam drafts no others.
-Called once a level, from the root (level 0) down. `parents` are the places of the nodes' parents among the nodes of the
-call before, 0 for the root; `carry` is the drafter's own, for example the keys and values of the nodes so far. Where a
-chain may end early, `level` is traced from 1 on, and the carry keeps its shapes.
+It returns the logits of all tokens that may be drafted, or `Candidates`, which name the tokens of their columns. A tree
+then drafts only these tokens, and its cost depends on their number. `expand` is called once per level, from the root
+(level 0) down. `parents` are the indices of the nodes' parents among the nodes of the previous call, 0 for the root.
+`carry` belongs to the drafter, for example the keys and values of the nodes so far. If a chain may end early, `level`
+is traced from 1 on, and the shapes of the carry stay the same.
 """
 ExpandNamed = Callable[[Any, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Candidates, Any]]
-"""An `Expand` that always says of which tokens its logits are: `tree.named`."""
+"""An `Expand` that always returns `Candidates` (`tree.named` makes one)."""
 
 
 class Drafter(NamedTuple):
-    """A proposer as pure functions.
+    """A drafter as pure functions.
 
-    `models` holds the weights of both models, "target" and "drafter"; `state` is the drafter's own pytree and opaque to
-    everybody else.
+    `models` holds the weights of both models, "target" and "drafter". `state` is the drafter's own pytree, which no
+    other code reads.
     """
 
     init: Callable[..., Any]
-    """`init(tokens, length, capacity) -> state`, before any of the prompts [B, P] is read."""
+    """`init(tokens, length, capacity) -> state`, before the prompts [B, P] are read."""
     read: Callable[..., Any]
-    """`read(models, state, output, tokens, following, start, length) -> state`: a chunk of the prompt's tokens
-    [B, chunk] from position `start` on, the token after each, and what the target said of them. Chunks come in order.
-    """
+    """`read(models, state, output, tokens, following, start, length) -> state`: reads a chunk of the prompts. `tokens`
+    [B, chunk] begin at position `start`, `following` are the tokens after each, and `output` is the target's output
+    for them. Chunks come in order."""
     draft: Callable[..., tuple[DraftTree, Any]]
     """`draft(models, state, inputs: RoundInputs) -> (tree, state)`."""
     commit: Callable[..., Any]
     """`commit(models, state, verdict, output, num_committed) -> state`."""
     resize: Callable[..., Any]
-    """`resize(state, capacity) -> state`, when the decode loop moves to a larger cache."""
+    """`resize(state, capacity) -> state`, when the decode loop changes to a larger cache."""
     scheme: DrawScheme
     max_depth: int
     aux_layers: tuple[int, ...] = ()
     """Layers whose residual streams `read`, `commit` and `follow` find in `ModelOutput.features`."""
     lookahead: int = 0
-    """Slots after the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
+    """The number of slots after the committed tokens that a round may write in the drafter's own cache, if it exceeds
+    `max_depth`."""
     ready: Callable[..., Any] | None = None
-    """`ready(models, state) -> state`, whenever prefill has read some of the prompt; what it adds to the state
-    counts for drafting, not for reading on. None: nothing is left to do."""
+    """`ready(models, state) -> state`, called whenever the prefill has read a part of the prompt. What it adds to the
+    state is used for drafting and not by further calls of `read`. None: nothing is left to do."""
     follow: Callable[..., Any] | None = None
-    """`follow(models, state, verdict, output, num_committed) -> state`: after up to max_depth + 1 plain passes, for
-    which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.
-    None: the drafter must draft in every round."""
+    """`follow(models, state, verdict, output, num_committed) -> state`, called after up to max_depth + 1 plain passes
+    without drafts. The path of the verdict lists the nodes of these passes in order. Rows that committed no token keep
+    their state. None: the drafter must draft in every round."""
     drafts_ahead: bool = False
-    """Whether a round drafts what later rounds verify: rules that look ahead cannot judge such drafts."""
+    """Whether a round drafts tokens that later rounds verify. Rules that look ahead cannot judge such drafts."""
     counts: Callable[[Any], dict[str, Int[Array, "B"]]] | None = None
-    """`counts(state)`: what it has counted of its own for every row, by name, for statistics. None: nothing."""
+    """`counts(state)`: the drafter's own counts of every row, by name, for statistics. None: it counts nothing."""
 
 
 class AcceptRule(NamedTuple):
-    """A judge of trees, and the draw schemes for which it is lossless."""
+    """A rule that judges trees, and the draw schemes for which it is lossless."""
 
     name: str
     schemes: frozenset[DrawScheme]
     verify: Callable[..., Verdict]
-    """`verify(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`; `noise` is that of
-    `sampling.round_noise` for one position more than the tree is deep, computed where it is None and needed."""
+    """`verify(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`. `noise` is that of
+    `sampling.round_noise` for one position more than the depth of the tree. The rule computes it if it needs it and it
+    is None."""
     draws: bool = False
-    """Whether every token it emits is an `ops.argmax`, which on a mesh says itself where there is none."""
+    """Whether every token it emits comes from `ops.argmax`, which on a mesh itself returns INVALID_TOKEN."""
     looks_ahead: bool = False
-    """Whether its verdict on a draft depends on drafts behind it. Noise behind a rejection then was used, so drafts and
-    coins are keyed by the round and not by position alone (`sampling.place_keys`)."""
+    """Whether its verdict on a draft depends on later drafts of the path. Noise after a rejection was then used, so the
+    keys of drafts and coins depend on the round and not only on the position (`sampling.place_keys`)."""

@@ -1,1 +1,1 @@
-"""Decoding: sampling, trees, acceptance rules, drafters, and the loop in which they meet."""
+"""Decoding: sampling, draft trees, acceptance rules, and the loop that combines them with a drafter."""

@@ -1,7 +1,7 @@
-"""Acceptance rules: given a tree and the target's logits at its nodes, which path survives.
+"""Acceptance rules: given a tree and the target's logits at its nodes, they choose the accepted path.
 
-A rule lists the draw schemes for which it is lossless; `check_legal` refuses any other pairing. Knows no drafter.
-Read next: `step.py`.
+A rule lists the draw schemes for which it is lossless. `check_legal` refuses any other pair. This module knows no
+drafter. Read next: `step.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECURSIVE_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLAC
 
 
 def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False) -> None:
-    """Refuses a pair of rule and scheme under which the text would not be the target's.
+    """Checks that a rule is lossless for trees of a scheme.
 
     Args:
       drafts_ahead: as in `Drafter`.
@@ -38,22 +38,24 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
       ValueError: if `rule` is not lossless for trees drawn under `scheme`, or for drafts made ahead.
     """
     if rule.looks_ahead and drafts_ahead:
-        raise ValueError(f"accept={rule.name!r} judges drafts of one round together; these were drafted in two")
+        raise ValueError(f"accept={rule.name!r} judges drafts of one round together; these were drafted in two rounds")
     if scheme not in rule.schemes:
         allowed = ", ".join(sorted(x.value for x in rule.schemes))
         raise ValueError(f"accept={rule.name!r} is not lossless for draw={scheme.value!r}; it allows {allowed}")
 
 
 def verdict_of(emitted: Int[Array, "B M"], count: Int[Array, "B"]) -> Verdict:
-    """The verdict on tokens that were committed without a tree: to a drafter a path that was accepted whole, of whose
-    `count` tokens the last is the target's own."""
+    """The verdict for `count` tokens that were committed without a tree.
+
+    A drafter sees it as an accepted path of `count` - 1 drafts, followed by the target's own token.
+    """
     path = jnp.broadcast_to(jnp.arange(emitted.shape[1], dtype=jnp.int32), emitted.shape)
     last = jnp.maximum(count - 1, 0)
     return Verdict(path, last, jnp.take_along_axis(emitted, last[:, None], 1)[:, 0], emitted)
 
 
 def without_bonus(verdict: Verdict, tree: DraftTree) -> Verdict:
-    """A verdict in which a path that ends at a tip ends with it: the tip stands in the place of the target's token."""
+    """The verdict, where a path that ends at a tip emits no token after it: the tip replaces the target's token."""
     if tree.tip is None:
         return verdict
     end = jnp.take_along_axis(verdict.path, verdict.num_accepted[:, None], 1)
@@ -71,8 +73,8 @@ def accepted_path(
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
     """The path from the root through chosen nodes, its number of edges and its last node.
 
-    Loop-free: a node survives if it and all its ancestors are chosen; the deepest survivor ends the path. After the
-    end the path holds the root.
+    It needs no loop: a node survives if it and all its ancestors are chosen, and the deepest survivor ends the path.
+    The entries of the path after its end are the root.
     """
     chosen = ((tree.depth == 0) | is_accepted) & tree.valid
     survives = jnp.all(chosen[:, None, :] | ~ancestors, -1) & tree.valid
@@ -85,9 +87,9 @@ def accepted_path(
 
 
 def match_path(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
-    """Follows, from the root, the child that holds the node's own draw, until no child does.
+    """Starts at the root and moves to the child that holds the node's own draw, until no child does.
 
-    Siblings that hold the same token have the same draw, so either emits the same text; the deeper path counts.
+    Siblings with the same token have the same draw, so both emit the same text. The deeper path is taken.
     """
     parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)
     path, num_accepted, end = accepted_path(tree, ancestors, tree.tokens == parent_draw, max_depth)
@@ -99,10 +101,10 @@ def match_path(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Arra
 def match_rule(max_depth: int) -> AcceptRule:
     """Draws the target's token at every node and follows it through the tree.
 
-    Lossless for any tree chosen before the draw. With position-keyed noise the emitted text is a function of the row
-    key and the target alone: it equals plain sampling token for token (methods.md 0.5, 1.7). Therefore it is lossless
-    for COUPLED trees, too, which are chosen by that noise: a tree says when a token appears, never which (Daliri et
-    al., arXiv:2408.07978).
+    The rule is lossless for any tree that is chosen before the draw. With position-keyed noise the emitted text depends
+    only on the row key and the target: it equals plain sampling token for token (methods.md 0.5, 1.7). The rule is
+    therefore also lossless for COUPLED trees, which are chosen by that noise: a tree decides when a token appears, but
+    not which token (Daliri et al., arXiv:2408.07978).
     """
 
     def verify(
@@ -124,9 +126,9 @@ def match_rule(max_depth: int) -> AcceptRule:
 
 
 def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:
-    """The positive part of residual - proposal, normalised; the residual itself where the proposal covers it.
+    """The positive part of residual - proposal, normalised.
 
-    There the acceptance probability was 1, and what a rejection would leave is never asked for.
+    If that part is empty, it returns the residual. The acceptance probability was then 1, so no rejection uses it.
     """
     return normalised(jnp.maximum(residual - proposal, 0.0), residual)
 
@@ -134,22 +136,22 @@ def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I
 def recursion(
     tree: DraftTree, target_logp: Float[Array, "B N V"], max_children: int, lossy: Lossy | None = None
 ) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
-    """How each child fares once its earlier siblings are rejected, and what is left of the target once all are.
+    """The acceptance probability of each child after its earlier siblings are rejected, and the residual after all are.
 
-    With p the target's distribution at a node and q the distribution its children were drawn from, r_1 = p, and of the
-    j-th child x_j
+    Let p be the target's distribution at a node, and q the distribution from which its children were drawn. Then
+    r_1 = p, and for the j-th child x_j
 
         acceptance = min(1, r_j(x_j) / q_j(x_j)),    r_{j+1} = (r_j - q_j)_+ / sum of (r_j - q_j)_+
 
-    where q_j is q for INDEPENDENT children, and q renormalised off x_1 .. x_{j-1} for those drawn WITHOUT_REPLACEMENT.
-    Consumes no randomness: `acceptance` holds probabilities.
+    For INDEPENDENT children q_j is q. For children drawn WITHOUT_REPLACEMENT it is q renormalised without
+    x_1 .. x_{j-1}. The function consumes no randomness.
 
     Args:
-      max_children: no node has more valid children.
-      lossy: raises r_j(x_j) before it is divided, see `lossy.py`; the residuals stay those above.
+      max_children: the largest number of valid children of a node.
+      lossy: raises r_j(x_j) before the division (`lossy.py`). The residuals do not change.
     Returns:
-      acceptance probability of every node, 0 where there is none to try; the last residual of every node with a
-      distribution, as probabilities.
+      The acceptance probability of every node, 0 for the root and nodes that are not valid; and the last residual of
+      every node with a distribution, as probabilities.
     References:
       SpecInfer (arXiv:2305.09781, section 4.3) for independent draws; RSD (arXiv:2402.14160, section 3) without
       replacement; methods.md 6.1.
@@ -180,9 +182,9 @@ def recursion(
 
 
 def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-    """Of each node's accepted children only the first, by index.
+    """Keeps only the first accepted child of each node, by index.
 
-    Two siblings may hold the same token and still have different children, so one of them must be chosen.
+    Two siblings may hold the same token and have different children, so one of them must be chosen.
     """
     num = tree.tokens.shape[1]
     is_earlier = jnp.arange(num)[:, None] > jnp.arange(num)
@@ -194,12 +196,12 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
 Judge = Callable[
     [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
 ]
-"""`judge(tree, target_logp, coins) -> (is_accepted, residual)`: the nodes to go to, of siblings one at most, and what
-the next token follows behind each node with a distribution; `coins` are uniform."""
+"""`judge(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and for
+each node with a distribution the distribution of the next token if the path ends there. `coins` are uniform."""
 
 
 def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -> Float[Array, "B N"]:
-    """A uniform number for every node: of its absolute position, and its place among the nodes of its level."""
+    """A uniform number for every node. It depends on the node's absolute position and its index within its level."""
     is_earlier = jnp.tril(jnp.ones((tree.depth.shape[1],) * 2, bool), -1)
     places = jnp.sum((tree.depth[:, :, None] == tree.depth[:, None, :]) & is_earlier, -1, dtype=jnp.int32)
     of_nodes = sampling_lib.place_keys(keys, sampling_lib.JUDGE_NOISE, root_position[:, None] + tree.depth, places)
@@ -209,7 +211,7 @@ def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -
 def testing_rule(
     name: str, schemes: frozenset[DrawScheme], judge: Judge, max_depth: int, looks_ahead: bool = False
 ) -> AcceptRule:
-    """The rule that walks to where `judge` says, with coins of its own, and draws the next token from what is left.
+    """The rule that follows the nodes that `judge` accepts, with its own coins, and draws the next token.
 
     Args:
       looks_ahead: as in `AcceptRule`.
@@ -229,8 +231,8 @@ def testing_rule(
         is_accepted, residual = judge(tree, target_logp, coins_of(of_round, tree, root_position))
         path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
 
-        # After the last accepted token: the residual of its rejected children, or the target's distribution at a leaf.
-        # No other round draws at this position, so the target's own noise is still fresh.
+        # The next token follows the residual of the rejected children, or the target's distribution at a leaf. No
+        # other round draws at this position, so the target's own noise is still unused.
         last_distribution = jnp.minimum(end, residual.shape[1] - 1)[:, None, None]
         rejected_all = jnp.log(jnp.take_along_axis(residual, last_distribution, 1))
         at_leaf = jnp.take_along_axis(target_logp, end[:, None, None], 1)
@@ -249,7 +251,7 @@ def testing_rule(
 def one_by_one(
     acceptance: Callable[[DraftTree, Array], tuple[Float[Array, "B N"], Float[Array, "B I V"]]],
 ) -> Judge:
-    """The judge that tries siblings in their order: each with its own coin, given that those before were rejected."""
+    """The judge that tries siblings in their order, each with its own coin, after all earlier ones were rejected."""
 
     def judge(tree: DraftTree, target_logp: Array, coins: Array):
         chance, residual = acceptance(tree, target_logp)
@@ -259,48 +261,48 @@ def one_by_one(
 
 
 def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None) -> AcceptRule:
-    """Recursive rejection sampling: tries siblings in draw order against what is left of the target's distribution.
+    """Recursive rejection sampling: tries siblings in draw order against the residual of the target's distribution.
 
-    Lossless for children drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT, of trees that were not
-    pruned by their tokens, with noise that is not the target's: COUPLED ones are refused. The emitted text follows the
-    target's distribution, but unlike under `match` it depends on the trees. One child a node is standard speculative
-    sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0 the target's
-    distribution is a point mass and the text is greedy, whatever the tree.
+    It is lossless for children that are drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT. The tree must
+    not be pruned by its tokens, and its noise must not be the target's, so COUPLED trees are refused. The emitted text
+    follows the target's distribution, but unlike under `match` it depends on the trees. With one child per node it is
+    standard speculative sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0
+    the target's distribution is a point mass, and the text is greedy for every tree.
 
     Args:
-      lossy: accepts more, and the text no longer follows the target's distribution (`lossy.py`).
+      lossy: accepts more drafts, and the text no longer follows the target's distribution (`lossy.py`).
     """
     judge = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
     return testing_rule("recursive", RECURSIVE_SCHEMES, judge, max_depth)
 
 
 def kseq_rule(max_depth: int) -> AcceptRule:
-    """K-SEQ of SpecTr (`kseq.py`): INDEPENDENT children, any number a node, all tested with one threshold."""
+    """K-SEQ of SpecTr (`kseq.py`): any number of INDEPENDENT children per node, all tested with one threshold."""
     return testing_rule("kseq", frozenset({DrawScheme.INDEPENDENT}), one_by_one(kseq), max_depth)
 
 
 def block_rule(tree: TreeConfig) -> AcceptRule:
-    """Block verification (`block.py`): a drawn chain is judged as a whole.
+    """Block verification (`block.py`): judges the drafts of a drawn chain together.
 
     Raises:
-      ValueError: for a tree that is no chain.
+      ValueError: for a tree that is not a chain.
     """
     if tree.width > 1:
         raise ValueError(
-            f"accept='block_verification' with tree {tree.name}: it judges chains alone, width 1, for example"
+            f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1), for example"
             f" {TreeConfig.chain(tree.depth).name}"
         )
 
     def judge(drafted: DraftTree, target_logp: Array, coins: Array):
         chance, residual = block(drafted, target_logp)
-        # The deepest accepted draft takes all before it along.
+        # The deepest accepted draft also accepts all drafts before it.
         return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
 
     return testing_rule("block_verification", RECURSIVE_SCHEMES, judge, tree.depth, looks_ahead=True)
 
 
 def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
-    """The best rule there is for TOP_THEN_RANDOM trees (`optimal.py`); it judges the drawn child of a node first."""
+    """The optimal rule for TOP_THEN_RANDOM trees (`optimal.py`). It judges the drawn child of a node first."""
     judge = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
     return testing_rule("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), judge, max_depth)
 
@@ -310,9 +312,9 @@ class RuleEntry(NamedTuple):
 
     make: Callable[[TreeConfig], AcceptRule]
     scheme: DrawScheme
-    """Under which it accepts most."""
+    """The default scheme of its trees, under which it accepts most."""
     trees_may_shrink: bool = False
-    """Whether any node may be left out of its trees, whatever it holds: so they may be chosen by what they cost."""
+    """Whether any node may be left out of its trees, regardless of its token. Trees are then chosen by their cost."""
 
 
 RULES = {
@@ -325,5 +327,5 @@ RULES = {
 
 
 def make_rule(name: str, tree: TreeConfig, lossy: Lossy | None = None) -> AcceptRule:
-    """The rule of that name, a key of RULES, for trees of this shape; `lossy` goes with recursive (`Lossy.parse`)."""
+    """The rule `name` of RULES for trees of this shape. With `lossy`, the rule is recursive (`Lossy.parse` checks)."""
     return RULES[name].make(tree) if lossy is None else recursive_rule(tree.depth, tree.width, lossy)

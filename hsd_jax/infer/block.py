@@ -1,4 +1,4 @@
-"""Block verification: how much of a drawn chain to keep, judged as a whole.
+"""Block verification: decides how much of a drawn chain to keep, and judges its drafts together.
 
 Read next: `accept.py`, where it becomes the rule `block_verification`.
 """
@@ -14,19 +14,20 @@ from hsd_jax.types import DraftTree
 
 
 def block(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
-    """How likely a chain may end at each of its drafts, and what to draw the next token from behind each node.
+    """The acceptance probability h of each draft, and the distribution of the next token after each node.
 
-    With p_i the target's distribution behind node i, q_i the drafter's, x_i the tokens, and w_0 = 1,
+    Let p_i be the target's distribution after node i, q_i the drafter's, x_i the tokens, and w_0 = 1. Then
 
         w_i = min(1, w_{i-1} p_{i-1}(x_i) / q_{i-1}(x_i))
         s_i = sum of (w_i p_i - q_i)+
         h_i = s_i / (s_i + 1 - w_i),    at the last node h = w
 
-    A coin a draft: the deepest one whose coin lies below h_i is accepted, with all before it. The next token follows
-    (w_i p_i - q_i)+, normalised, and at the last node p. Token by token w would be the product of min(1, p / q); here a
-    ratio above 1 makes up for one below, so as many drafts are accepted or more. Lossless for the text of this round
-    and of what follows; the next round's target is the target. Consumes no randomness: both results are probabilities,
-    the first 0 where there is no draft.
+    Each draft has a coin. The deepest draft whose coin is below h_i is accepted, with all drafts before it. The next
+    token follows (w_i p_i - q_i)+, normalised, and at the last node p. If tokens were judged one by one, w would be the
+    product of min(1, p / q). Here a ratio above 1 compensates for one below 1, so at least as many drafts are accepted
+    on average. The rule is lossless for the text of this round and of later rounds, and later rounds use the unchanged
+    target. The function consumes no randomness. Both results are probabilities, and the first is 0 for nodes that are
+    no drafts.
 
     References:
       Sun et al. (arXiv:2403.10444, algorithm 2); methods.md 6.7.
@@ -46,7 +47,7 @@ def block(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Ar
     weight = jnp.concatenate([one[:, None], lax.scan(longer, one, ratio.T)[1].T], 1)
     rest = jnp.maximum(weight[:, :depth, None] * target - draft, 0.0)
     mass = jnp.sum(rest, -1)
-    below = mass + 1.0 - weight[:, :depth]  # 0 only where p = q: then some later node is sure
+    below = mass + 1.0 - weight[:, :depth]  # 0 only where p = q: then a later node is certainly accepted
     accepted_inside = jnp.where(below > 0.0, mass / jnp.where(below > 0.0, below, 1.0), 0.0)
     has_child = jnp.concatenate([tree.valid[:, 1:], jnp.zeros_like(tree.valid[:, :1])], 1)
     chance = jnp.where(has_child, jnp.concatenate([accepted_inside, weight[:, depth:]], 1), weight)

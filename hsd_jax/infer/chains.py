@@ -1,8 +1,8 @@
-"""Trees of one path; and those that end early: a drafter that pays a pass for every draft stops once the next does not
-promise enough.
+"""Chains, which are trees of one path, and chains that end early.
 
-Whether a level is drafted is decided from the tokens above it, never from its own: no draft is made and then dropped,
-so drawn chains stay lossless under every rule (methods.md 8.1). Read first: `tree.py`; `worth.py` sets the price.
+A drafter that needs one pass per draft stops when the next draft does not promise enough. Whether a level is drafted is
+decided from the tokens above it and never from its own token. No draft is made and then dropped, so drawn chains stay
+lossless under every rule (methods.md 8.1). Read first: `tree.py`. `worth.py` sets the price of a draft.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hsd_jax.types import DraftTree, DrawScheme, Expand, Stop
 def chain_of(
     root: Int[Array, "B"], drafts: Int[Array, "B D"], num: Int[Array, "B"] | Int[Array, ""] | int, **more: Any
 ) -> DraftTree:
-    """The tree of the first `num` of these drafts, one behind the other; `more` are further fields of a `DraftTree`."""
+    """The chain of the first `num` of these drafts. `more` are further fields of a `DraftTree`."""
     tokens = jnp.concatenate([root[:, None], drafts], 1).astype(jnp.int32)
     depth = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return DraftTree(tokens, depth - 1, depth, depth <= jnp.reshape(num, (-1, 1)), **more)
 
 
 class Chain(NamedTuple):
-    """A growing chain of D drafts at most, N = D + 1."""
+    """A growing chain of at most D drafts, N = D + 1."""
 
     tokens: Int[Array, "B N"]
     score: Float[Array, "B N"]
-    """As `DraftTree.score`; of drawn chains from the distributions alone, whatever was drawn."""
+    """As `DraftTree.score`. For drawn chains it depends only on the distributions and not on the drawn tokens."""
     draft_logp: Float[Array, "B D V"] | None
     carry: Any
 
@@ -41,20 +41,20 @@ class Draft(NamedTuple):
 
     token: Int[Array, "B 1"]
     log_confidence: Float[Array, "B 1"]
-    """Log of how likely the drafter takes it to be accepted."""
+    """The log of the drafter's estimate that it is accepted."""
     draft_logp: Float[Array, "B 1 V"] | None = None
-    """What it was drawn from."""
+    """The distribution from which it was drawn."""
 
 
 Pick = Callable[[Any, Any], Draft]
-"""`pick(level, said) -> Draft`: the child of the chain's node of that level, from what `expand` says there."""
+"""`pick(level, said) -> Draft`: the child of the chain's node of that level. `said` is the result of `expand` there."""
 
 
 def goes_on(stop: Stop, score: Float[Array, "B N"], num_drafts: Int[Array, ""]) -> Bool[Array, ""]:
-    """Whether one more draft a row promises its price, by the scores of the `num_drafts` >= 1 so far.
+    """Whether one more draft per row is worth its price, by the scores of the `num_drafts` >= 1 drafts so far.
 
-    A row promises the probability that all its drafts and the next are accepted. The drafter has not said how sure it
-    is of the next, so it counts as sure as the mean of those before.
+    Each row contributes the probability that all its drafts and the next one are accepted. The score of the next draft
+    is not known yet, so the mean score of the drafts so far is used for it.
     """
     made = num_drafts.astype(jnp.float32)
     own = jnp.take_along_axis(score, jnp.broadcast_to(num_drafts, (len(score), 1)), 1)[:, 0]
@@ -72,12 +72,12 @@ def grow_chain(
     stop: Stop,
     vocab_size: int | None = None,
 ) -> tuple[DraftTree, Any]:
-    """The chain that `pick` chooses, of `depth` drafts at most and one at least, and the last carry.
+    """The chain that `pick` chooses, with 1 to `depth` drafts, and the last carry.
 
-    All rows draft as many; what is drafted is what a chain of the full depth has there.
+    All rows have the same number of drafts. The drafts are the first ones of a chain of the full depth.
 
     Args:
-      vocab_size: of chains that are drawn; None: they are not.
+      vocab_size: size of the vocabulary for drawn chains. None: the chain is not drawn.
     """
     shape = root.shape[0], depth + 1
     tokens = jnp.zeros(shape, jnp.int32).at[:, 0].set(root)
@@ -102,7 +102,7 @@ def grow_chain(
     def wanted(state: tuple[Array, Chain]) -> Array:
         return (state[0] < depth) & goes_on(stop, state[1].score, state[0])
 
-    # A loop and not branches: XLA would copy the drafter's cache at each.
+    # This is a loop because XLA would copy the drafter's cache at each branch.
     chain = grown(0, Chain(tokens, jnp.zeros(shape), draft_logp, carry))
     begin = jnp.ones((), jnp.int32), chain
     num, chain = lax.while_loop(wanted, lambda state: (state[0] + 1, grown(*state)), begin)

@@ -1,8 +1,8 @@
-"""Prefill and the compiled loop: pure functions on arrays, under the user's `decode` in `api.py`.
+"""Prefill and the compiled loop: the pure functions on arrays that `decode` in `api.py` runs.
 
-A decode is a prefill of the prompt bucket and one `lax.while_loop` over rounds, both jitted, the state donated.
-The host sees nothing until the loop ends: when fewer rows are left than were asked for, when `num_rounds` have run, or
-when a row has filled its caches, which the session (`hsd_jax/session.py`) then makes larger. Read first: `step.py`.
+A decode is a prefill of the padded prompts and one `lax.while_loop` over rounds. Both are jitted and donate the state.
+The host waits until the loop ends: when fewer than `least_live` rows run, when `num_rounds` have run, or when a row has
+filled its caches. The session (`hsd_jax/session.py`) then makes the caches larger. Read first: `step.py`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,26 @@ from hsd_jax.models.target import read_chunk
 from hsd_jax.types import NO_TOKEN, Costs, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
 
 GROWTH = 4
-"""A full cache grows by this factor: every size is a program of its own, and only the slots in use cost time."""
+"""A full cache grows by this factor. The factor is large because every size needs its own program, while only the slots
+in use cost time."""
 UNBOUNDED = 2**30
-"""Rounds of a decode that stops only when its rows do."""
+"""The number of rounds of a decode that stops only when its rows are done."""
 
 
 CHUNK, CHUNK_OF_KERNELS = 256, 64
-"""Tokens of a prompt that prefill reads in a pass, at most. The kernels are as fast with few; what comes after the end
-of a prompt costs them nothing."""
+"""The largest number of tokens of a prompt that prefill reads per pass. The CPU kernels are as fast with few tokens,
+and they skip the padding after the end of a prompt."""
 STRETCH = 32
-"""Chunks that a call of prefill reads of a long prompt."""
+"""The number of chunks of a long prompt that one call of prefill reads."""
 
 
 @jax.tree_util.register_pytree_node_class
 class FlattenedTree:
-    """A tree of weights that was taken apart once. A call takes its arguments apart anew, and dicts take the longest:
-    0.4 ms for 270 weights that the passes before have driven out of the processor's caches."""
+    """A tree of weights that is flattened once.
+
+    jax flattens the arguments of every call, and dicts take the longest: 0.4 ms for 270 weights that earlier passes
+    have evicted from the processor's caches.
+    """
 
     def __init__(self, leaves: tuple[Any, ...], structure: Any):
         self._leaves, self._structure = leaves, structure
@@ -59,7 +63,7 @@ class FlattenedTree:
         return cls(tuple(leaves), structure)
 
     def tree(self) -> Any:
-        """What `of` was given."""
+        """The original tree."""
         return jax.tree.unflatten(self._structure, self._leaves)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
@@ -71,8 +75,10 @@ class FlattenedTree:
 
 
 def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable[..., DecodeState]:
-    """`begin(tokens [B, P], length [B], keys, limits, costs, capacity=, max_tokens=) -> DecodeState`: nothing is read
-    yet. A row that may get no token is done."""
+    """Makes `begin(tokens [B, P], length [B], keys, limits, costs, capacity=, max_tokens=) -> DecodeState`.
+
+    It returns the state before any prompt is read. A row that may get no new token is done.
+    """
 
     def begin(
         tokens: Int[Array, "B P"],
@@ -104,15 +110,16 @@ def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.flo
 
 
 def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache_dtype=jnp.float32) -> Callable:
-    """`prefill(models, tokens [B, P], length [B], keys, limits, num_chunks, state, costs, capacity=, max_tokens=)`.
+    """Makes `prefill(models, tokens, length, keys, limits, num_chunks, state, costs, capacity=, max_tokens=)`.
 
-    Prompts are read in chunks against the cache, so memory is linear in P and the time follows the longest prompt, not
-    P. A call reads so many chunks and returns a `DecodeState`; a call that is given it as `state` goes on from there.
-    A prompt's last token stays out of the cache: it is the root of the first round. So nothing is sampled here,
-    and the invariant cached positions = committed tokens - 1 holds from the start.
+    `tokens` [B, P] are the padded prompts, `length` [B] their lengths. Prompts are read in chunks against the cache.
+    The memory is therefore linear in P, and the time depends on the longest prompt and not on P. A call reads
+    `num_chunks` chunks and returns a `DecodeState`. A call that gets it as `state` continues from there. The last token
+    of a prompt is not written to the cache, because it is the root of the first round. Nothing is sampled here, and the
+    invariant cached positions = committed tokens - 1 holds from the start.
 
     Args:
-      chunk: tokens of a row that a pass reads, at most.
+      chunk: the largest number of tokens per row that a pass reads.
     """
     begin = make_begin(config, drafter, cache_dtype)
 
@@ -140,7 +147,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
             cache, drafter_state = carry
             start = index * size
             now, following = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (tokens, next_tokens))
-            # XLA drops the logits, which nobody reads.
+            # XLA removes the logits, which are not used.
             output, cache = read_chunk(models["target"], config, cache, now, start, length - 1, aux_layers=aux_layers)
             if drafter is not None:
                 drafter_state = drafter.read(models, drafter_state, output, now, following, start, length)
@@ -159,11 +166,11 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
 
 
 Rows = tuple[DecodeState, SamplingParams, Limits]
-"""All that a row of a running decode is."""
+"""Everything that a row of a running decode consists of."""
 
 
 def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
-    """The rows with the first of `new`, whose prompt was read, in `slot`. The others keep every bit."""
+    """Puts the first row of `new`, whose prompt has been read, into `slot`. The other rows do not change."""
     is_live = ~rows[0].done & (jnp.arange(len(rows[0].done)) != slot)
     state, sampling, limits = row_lib.copied(rows, slot, new)
     if state.control is not None:
@@ -180,9 +187,9 @@ def drafter_after(
     length: Int[Array, "B"],
     capacity: int,
 ) -> Any:
-    """The drafter's state once prompts are read, from `output`, one causal pass of the target over all of them.
+    """The drafter's state after the prompts, from `output`, a causal pass of the target over all of them.
 
-    For simulation and tests; a decode reads its prompts chunk by chunk.
+    Simulation and tests use it. A decode reads its prompts chunk by chunk.
     """
     state = drafter.init(tokens, length, capacity)
     state = drafter.read(models, state, output, tokens, jnp.roll(tokens, -1, 1), 0, length)
@@ -190,14 +197,14 @@ def drafter_after(
 
 
 def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahead: int) -> Callable:
-    """`loop(models, costs, sampling, limits, num_rounds, least_live, state) -> state`: rounds until nothing is left to
-    do, or fewer than `least_live` >= 1 rows go on.
+    """Makes `loop(models, costs, sampling, limits, num_rounds, least_live, state) -> state`.
 
-    Where `worth` says that drafts do not pay, blocks of plain rounds come between those of `step`. Both are inner
-    loops of one program and not branches of one round: XLA would copy the caches at a branch.
+    It runs rounds until `num_rounds` have run, until fewer than `least_live` >= 1 rows are not done, or until a cache
+    is full. If `worth` decides that drafts do not pay, blocks of plain rounds run between those of `step`. Both are
+    inner loops of one program and not branches of one round, because XLA would copy the caches at a branch.
 
     Args:
-      lookahead: slots after its committed tokens that a row may write in a round.
+      lookahead: number of slots after its committed tokens that a row may write in a round.
     """
 
     def loop(
@@ -254,29 +261,32 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
 
 
 def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capacity: int, lookahead: int) -> Any:
-    """Whether the next round might write after the last cache slot of an unfinished row; NumPy stays NumPy."""
+    """Whether the next round might write after the last cache slot of an unfinished row.
+
+    NumPy arrays give a NumPy result.
+    """
     return (length * (~done).astype(length.dtype) + lookahead > capacity).any()
 
 
 class Decoder:
-    """The compiled functions of one configuration; everything static is fixed here, everything else traced.
+    """The compiled functions of one configuration. Everything static is fixed here, and everything else is traced.
 
     Args:
-      precision: matmul precision of every product inside, a `jax.default_matmul_precision` name or None.
-      use_native: operations by our own kernels, where they can be had; those for CPUs not on a mesh.
-      mesh: of the devices; None: one device.
+      precision: matmul precision of every product inside, a name for `jax.default_matmul_precision` or None.
+      use_native: whether to use our own kernels if they are available. The CPU kernels are not used on a mesh.
+      mesh: the mesh of devices. None: one device.
     """
 
     begin: Callable[..., DecodeState]
-    """`make_begin`; also of the slots of a session before a row has come."""
+    """The function of `make_begin`. It also makes the slots of a session before the first row."""
     prefill: Callable[..., DecodeState]
-    """`make_prefill`."""
+    """The function of `make_prefill`."""
     insert: Callable[..., Rows]
-    """`insert`; the rows are donated."""
+    """`insert`. It donates the rows."""
     clear: Callable[..., DecodeState]
-    """`rows.cleared`; the state is donated."""
+    """`rows.cleared`. It donates the state."""
     loop: Callable[..., DecodeState]
-    """`make_loop`; `run` alone calls it."""
+    """The function of `make_loop`. Only `run` calls it."""
 
     def __init__(
         self,
@@ -305,11 +315,11 @@ class Decoder:
         self.loop = self.compile(make_loop(config, step, drafter, self.lookahead), donate_argnums=6)
 
     def compile(self, function: Callable, **options) -> Callable:
-        """`function` jitted as the loop is: with the same matmul precision and the same kernels."""
+        """`function`, jitted with the matmul precision and the kernels of the loop."""
         return jax.jit(traced_with(*self._tracing, function), **options)
 
     def grow(self, state: DecodeState, capacity: int) -> DecodeState:
-        """The same state with room for `capacity` slots; the old buffers are freed one by one."""
+        """The same state with caches of `capacity` slots. The old buffers are freed one by one."""
         drafter_state = None if self.drafter is None else self.drafter.resize(state.drafter, capacity)
         tokens = state.tokens
         if tokens.shape[1] <= capacity:
@@ -322,18 +332,18 @@ class Decoder:
         )
 
     def with_room(self, state: DecodeState, longest: int, most_slots: int = UNBOUNDED) -> DecodeState:
-        """The state, in larger caches if it has a row that goes on and has filled its own.
+        """The state, with larger caches if an unfinished row has filled its own.
 
         Args:
-          longest: tokens of the longest row that goes on.
-          most_slots: of the largest caches, enough for any row.
+          longest: number of tokens of the longest unfinished row.
+          most_slots: number of slots of the largest caches, which every row fits into.
         """
         if longest + self.lookahead <= state.cache.capacity:
             return state
         return self.grow(state, larger(state.cache.capacity, most_slots))
 
     hold = staticmethod(FlattenedTree.of)
-    """`hold(models)`: as `run` takes them the fastest."""
+    """`hold(models)`: the weights in the form with which `run` starts fastest."""
 
     def run(
         self,
@@ -346,29 +356,30 @@ class Decoder:
         least_live: int = 1,
         loop: Callable | None = None,
     ) -> DecodeState:
-        """Calls the loop: every decode comes through here. Nothing is waited for.
+        """Calls the loop and does not wait for it. Every decode uses this function.
 
         Args:
-          num_rounds: at most so many; fewer if the caches become full.
-          costs: by which drafts are weighed; None: trees are verified whole.
-          least_live: rows that must go on for another round; 1: until all are done.
-          loop: in place of the compiled one, with its arguments.
+          num_rounds: the largest number of rounds. Fewer run if the caches become full.
+          costs: the costs by which drafts are chosen. None: all nodes of every tree are verified.
+          least_live: number of unfinished rows that another round needs. 1: rounds run until all rows are done.
+          loop: a function with the arguments of the compiled loop, which it replaces.
         """
         loop = self.loop if loop is None else loop
         return loop(models, costs, sampling, limits, np.int32(num_rounds), np.int32(least_live), state)
 
 
 class Pace:
-    """How many rounds each call of a stream runs: one in the first, so that text comes soon, then as many as fit into
-    PIECE_SECONDS, so that what a call costs besides its rounds, 1 to 2 ms, is little. In a run of several processes the
-    first one decides for all.
+    """Chooses how many rounds each call of a stream runs.
+
+    The first call runs one round, so that text comes soon. Later calls run as many rounds as fit into PIECE_SECONDS, so
+    that the overhead of a call, 1 to 2 ms, is small. In a run of several processes the first one decides for all.
 
     Args:
-      rounds: of every call, if a number is wanted.
+      rounds: a fixed number of rounds for every call, or None.
     """
 
     PIECE_SECONDS = 0.09
-    """A piece is promised every 0.1 s; rounds differ."""
+    """The target time of a call. Streams promise a piece every 0.1 s, and the times of rounds differ."""
 
     def __init__(self, rounds: int | None = None):
         self.num_rounds = 1 if rounds is None else rounds
@@ -376,23 +387,23 @@ class Pace:
         self._before: float | None = None
 
     def learn(self, seconds: float) -> None:
-        """Sets `num_rounds` by the time that a call of as many rounds took, and the call before it."""
+        """Sets `num_rounds` by the time that this call of `num_rounds` rounds took, and by the call before it."""
         if self._is_fixed:
             return
         a_round = seconds / self.num_rounds
         fitting = self.PIECE_SECONDS / max(a_round, self._before or 0.0, 1e-9)
-        # The first call may have compiled: what it took says nothing of the next but one.
+        # The first call may include a compilation, so its time is not used for the call after the next.
         self._before = 0.0 if self._before is None else a_round
         self.num_rounds = of_first(max(int(fitting), 1))
 
 
 def larger(capacity: int, most_slots: int) -> int:
-    """Slots of the next caches after full ones; `most_slots` as in `Decoder.with_room`."""
+    """The number of slots of the next larger caches. `most_slots` is as in `Decoder.with_room`."""
     return most_slots if 2 * GROWTH * capacity > most_slots else GROWTH * capacity
 
 
 def traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:
-    """`function` traced under a matmul precision and with the kernels that apply there."""
+    """`function`, traced under a matmul precision and with the kernels that apply."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):

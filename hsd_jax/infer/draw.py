@@ -1,8 +1,7 @@
-"""Children drawn at random from a drafter's distribution, level by level; each function keeps what its `DrawScheme`
-promises.
+"""Chooses the nodes of a level from a drafter's distribution. Each function implements one `DrawScheme`.
 
-A node is never dropped for the token it holds: `recursive` would no longer be lossless (methods.md 0.5). Knows neither
-drafters nor acceptance. Read next: `tree.py`, which stacks the levels.
+A drawn node is never dropped because of its token: `recursive` would no longer be lossless (methods.md 0.5). This
+module knows neither drafters nor acceptance rules. Read next: `levels.py`, which stacks the levels.
 """
 
 from __future__ import annotations
@@ -26,31 +25,32 @@ class Level(NamedTuple):
 
     tokens: Int[Array, "B w"]
     parents: Int[Array, "B w"]
-    """Places in the level above."""
+    """Indices in the level above."""
     logp: Float[Array, "B w"]
     """Log-probability of the path from the root, in nats."""
     score: Float[Array, "B w"]
-    """Perturbed `logp`; -inf where the filters left too few tokens to fill the place."""
+    """Perturbed `logp`. -inf if the filters left too few tokens for this node, which is then not valid."""
 
 
 def draft_distribution(logits: Float[Array, "B w V"], sampling: SamplingParams) -> Float[Array, "B w V"]:
-    """Log-probabilities to draw from: the drafter's logits under the row's temperature and filters.
+    """The log-probabilities to draw from: the drafter's logits under the row's temperature and filters.
 
-    Any distribution would do. This one wastes no draw on a token that the target's filters are likely to have removed.
+    Any distribution would be lossless. This one wastes no draw on tokens that the target's filters probably removed.
     """
     warped = sampling_lib.warp(logits, sampling)
-    # A broken drafter costs speed alone: whatever its numbers are, this is a distribution.
+    # A broken drafter must only cost speed, so this is a distribution for any logits.
     return jax.nn.log_softmax(jnp.nan_to_num(warped, nan=0.0, posinf=0.0, neginf=sampling_lib.REMOVED), -1)
 
 
 def independent(
     noise: Float[Array, "B w V"], draft_logp: Float[Array, "B v V"], above: Level, parents: Int[np.ndarray, "w"]
 ) -> Level:
-    """A child of each of `parents`, places in the level above; each drawn whatever its siblings are.
+    """One child for each entry of `parents`, indices in the level above, drawn independently of its siblings.
 
     Args:
-      noise: Gumbel noise of this level alone; zeros in rows that do not draw: they take the likeliest token.
-      draft_logp: distribution of the children of each node above.
+      noise: Gumbel noise that only this level uses. It is zero in rows that do not draw; these take the likeliest
+        token.
+      draft_logp: the distribution of the children of each node above.
     """
     logp = draft_logp[:, parents]
     tokens = ops.argmax(logp + noise)
@@ -61,14 +61,15 @@ def independent(
 
 
 def gumbel_top_k(noise: Float[Array, "B v V"], draft_logp: Float[Array, "B v V"], above: Level, count: int) -> Level:
-    """`count` children of every node above, those of a node together, drawn without replacement in this order.
+    """`count` children of every node above, drawn without replacement. The children of a node are contiguous.
 
-    The `count` largest of log q + Gumbel noise, in falling order, are that many draws from q, each renormalised off
-    those before it (Gumbel-top-k; RSD-C, arXiv:2402.14160). Their order is that of the draws, and so of the judge.
+    The `count` largest values of log q + Gumbel noise, in falling order, are `count` draws from q, each renormalised
+    without the earlier ones (Gumbel-top-k; RSD-C, arXiv:2402.14160). The rule judges them in this order.
 
     Args:
-      noise: Gumbel noise of this level alone; zeros in rows that do not draw: they take the likeliest tokens.
-      draft_logp: distribution of the children of each node above.
+      noise: Gumbel noise that only this level uses. It is zero in rows that do not draw; these take the likeliest
+        tokens.
+      draft_logp: the distribution of the children of each node above.
     """
     perturbed, tokens, _ = ops.top_k(draft_logp + noise, count)
     return _children(tokens, jnp.take_along_axis(draft_logp, tokens, 2), perturbed, above)
@@ -77,12 +78,15 @@ def gumbel_top_k(noise: Float[Array, "B v V"], draft_logp: Float[Array, "B v V"]
 def top_then_random(
     noise: Float[Array, "B v V"], draft_logp: Float[Array, "B v V"], above: Level, parents: Int[np.ndarray, "w"]
 ) -> Level:
-    """A child of each of `parents`, places in the level above: of those of a node all but the first are the likeliest
-    tokens, likeliest first, and the first is drawn from the distribution renormalised off these.
+    """One child for each entry of `parents`, indices in the level above.
+
+    The first child of a node is drawn from the distribution renormalised without the node's other children. These are
+    its likeliest tokens, likeliest first.
 
     Args:
-      noise: Gumbel noise of this level alone; zeros in rows that do not draw: they take the next likeliest token.
-      draft_logp: distribution of the children of each node above.
+      noise: Gumbel noise that only this level uses. It is zero in rows that do not draw; their first child is the next
+        likeliest token.
+      draft_logp: the distribution of the children of each node above.
     """
     num_top = np.bincount(parents, minlength=above.tokens.shape[1]) - 1
     place = np.array([np.sum(parents[:child] == parent) for child, parent in enumerate(parents)])
@@ -94,7 +98,7 @@ def top_then_random(
         is_top = (jnp.arange(rest.shape[-1]) == top[:, :, rank, None]) & (rank < num_top)[:, None]
         rest = jnp.where(is_top, sampling_lib.REMOVED, rest)
     tokens = jnp.concatenate([ops.argmax(rest + noise)[:, :, None], top], 2)[:, parents, place]
-    # Where nothing is left off the top, the argmax is a top token, which was removed.
+    # If no other token has mass, the argmax is a removed top token, whose value in `rest` is -inf.
     of_first = jnp.take_along_axis(rest[:, parents], tokens[:, :, None], 2)[:, :, 0]
     logp = jnp.take_along_axis(draft_logp[:, parents], tokens[:, :, None], 2)[:, :, 0]
     held = jnp.where(place == 0, of_first, logp)
@@ -104,13 +108,13 @@ def top_then_random(
 
 
 def likeliest(logits: Float[Array, "B v C"], above: Level, count: int) -> Level:
-    """The `count` likeliest children of every node above, those of a node together, likeliest first.
+    """The `count` likeliest children of every node above, likeliest first. The children of a node are contiguous.
 
     Returns:
-      columns of `logits` as tokens; `logp` and `score` are those of their log-softmax.
+      A level whose `tokens` are columns of `logits`. `logp` and `score` sum the log-softmax of `logits` along the path.
     """
     top, columns, total = ops.top_k(logits, count)
-    # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
+    # A NaN score, or one above the parent's, would separate a node from its parent, so no drafter is trusted.
     logp = jnp.fmin(top - total, 0.0)
     return _children(columns, logp, logp, above)
 
@@ -118,7 +122,7 @@ def likeliest(logits: Float[Array, "B v C"], above: Level, count: int) -> Level:
 def _children(
     tokens: Int[Array, "B v k"], logp: Float[Array, "B v k"], perturbed: Float[Array, "B v k"], above: Level
 ) -> Level:
-    """The level of k children for every node above; one whose `perturbed` is not finite has no token to hold."""
+    """The level of k children for every node above. A child whose `perturbed` is not finite has no token."""
     batch, width, count = tokens.shape
     parents = np.repeat(np.arange(width, dtype=np.int32), count)
     score = jnp.where(jnp.isfinite(perturbed), above.score[:, :, None] + logp, -jnp.inf)
@@ -138,19 +142,19 @@ def stochastic_beam(
     width: int,
     is_sampled: Bool[Array, "B"],
 ) -> Level:
-    """The `width` best perturbed scores among the children of all nodes above.
+    """The children with the `width` best perturbed scores among the children of all nodes above.
 
-    Siblings are drawn without replacement (Gumbel-top-k), in falling order of their scores. The beam cuts that order
-    off at a score and so without regard to the token it cuts; what is left of it is lossless under `recursive`
-    (RSD-S, arXiv:2402.14160, section 3; methods.md 6.3). Rows that do not draw keep the likeliest paths.
+    Siblings are drawn without replacement (Gumbel-top-k), in falling order of their scores. The beam truncates that
+    order at a score, without regard to the tokens. The remaining nodes are therefore lossless under `recursive` (RSD-S,
+    arXiv:2402.14160, section 3; methods.md 6.3). Rows that do not draw keep the likeliest paths.
 
     Args:
-      noise: Gumbel noise of this level alone; zeros in rows that do not draw.
-      draft_logp: distribution of the children of each node above.
+      noise: Gumbel noise that only this level uses. It is zero in rows that do not draw.
+      draft_logp: the distribution of the children of each node above.
       is_sampled: rows that draw.
     """
     batch, _, vocab_size = draft_logp.shape
-    # Siblings are chosen by their own distribution: after a path of probability e^-1e6, float32 sums would lose it.
+    # Siblings are chosen without the score of their path: after a path of probability e^-1e6 a float32 sum loses them.
     own, tokens, _ = ops.top_k(draft_logp + noise, min(width, vocab_size))
     top = above.logp[:, :, None] + own
     top_logp = above.logp[:, :, None] + jnp.take_along_axis(draft_logp, tokens, 2)
@@ -177,11 +181,11 @@ def level_noise(
     vocab_size: int,
     is_sampled: Bool[Array, "B"],
 ) -> Float[Array, "B num V"]:
-    """Gumbel noise for a whole tree, in one call; zeros for rows that do not draw.
+    """Gumbel noise for all levels of a tree, in one call. It is zero in rows that do not draw.
 
     Args:
-      keys: of the rows [B]; folded with the positions of the tokens that are drawn, not consumed.
-      num_rows: rows of noise that each level takes, from the one below the root on.
+      keys: the keys of the rows [B]. They are folded with the positions of the drawn tokens and not consumed.
+      num_rows: the number of rows of noise for each level, starting below the root.
     """
     depths = np.repeat(np.arange(1, len(num_rows) + 1, dtype=np.int32), num_rows)
     places = jnp.concatenate([jnp.arange(num, dtype=jnp.int32) for num in num_rows])

@@ -1,4 +1,4 @@
-"""K-SEQ: independent children of a node, all tested with one threshold (SpecTr). Probabilities; no randomness.
+"""K-SEQ (SpecTr): tests all independent children of a node with one threshold. It computes probabilities only.
 
 Read next: `accept.py`, where it becomes the rule `kseq`.
 """
@@ -13,23 +13,23 @@ from hsd_jax.infer.siblings import children_of, normalised
 from hsd_jax.types import DraftTree
 
 STEPS = 24
-"""Halvings of the interval of rho: what float32 can tell apart."""
+"""The number of halvings of the interval of rho. More do not change a float32."""
 
 
 def first_accepted(
     target: Float[Array, "B I V"], draft: Float[Array, "B I V"], num_children: Float[Array, "B I"], rho: Array
 ) -> tuple[Float[Array, "B I"], Float[Array, "B I V"]]:
-    """c and min(q, p / rho) of `kseq`: their product is the distribution of the first accepted child."""
+    """c and min(q, p / rho) of `kseq`. Their product is the probability that each token is the first accepted child."""
     common = jnp.minimum(draft, target / rho[:, :, None])
     beta = jnp.clip(jnp.sum(common, -1), 0.0, 1.0)
-    some = -jnp.expm1(num_children * jnp.log1p(-beta))  # one child and more accepted
+    some = -jnp.expm1(num_children * jnp.log1p(-beta))  # the probability that at least one child is accepted
     return jnp.where(beta > 0.0, some / jnp.where(beta > 0.0, beta, 1.0), num_children), common
 
 
 def threshold(
     target: Float[Array, "B I V"], draft: Float[Array, "B I V"], num_children: Float[Array, "B I"]
 ) -> Float[Array, "B I"]:
-    """The least rho for which c <= rho, from above, by halving the interval from 1 to the number of children."""
+    """The smallest rho with c <= rho, found by bisection between 1 and the number of children, rounded up."""
 
     def halve(_, interval):
         low, high = interval
@@ -42,19 +42,20 @@ def threshold(
 
 
 def kseq(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
-    """How each child fares where those before it were rejected, and what is left of the target once all are.
+    """The acceptance probability of each child after its earlier siblings are rejected, and the residual after all are.
 
-    With p the target's distribution at a node, q that of its k INDEPENDENT children, and a number rho >= 1,
+    Let p be the target's distribution at a node, q that of its k INDEPENDENT children, and rho >= 1 a number. Then
 
         acceptance of x = min(1, p(x) / (rho q(x))),    beta = sum of min(q, p / rho)
         residual = (p - c min(q, p / rho)) / (1 - beta)^k,    c = 1 + (1 - beta) + ... + (1 - beta)^(k - 1)
 
-    beta is the chance that one child is accepted, so the first accepted child is x with probability
-    c min(q(x), p(x) / rho), and the residual adds exactly what p lacks, wherever it is a distribution: where
-    c min(q, p / rho) <= p, for which c <= rho is enough. As rho rises from 1 to k, rho beta rises and c beta =
-    1 - (1 - beta)^k falls; so where they meet is the least admissible rho, which accepts most, and every rho above is
-    lossless, too. The bisection keeps the upper end of its interval: what it lacks costs acceptance alone.
-    `acceptance` holds probabilities, one a node, 0 where there is none to try. Consumes no randomness.
+    beta is the probability that one child is accepted. The first accepted child is therefore x with probability
+    c min(q(x), p(x) / rho). The residual adds exactly the mass of p that this lacks. It is a distribution if
+    c min(q, p / rho) <= p, for which c <= rho is sufficient. As rho rises from 1 to k, rho beta rises and c beta =
+    1 - (1 - beta)^k falls. They are equal at the smallest admissible rho, which accepts most. Every larger rho is also
+    lossless. The bisection returns the upper end of its interval, so its error costs only acceptance.
+    `acceptance` holds one probability per node, 0 for nodes that are no valid child. The function consumes no
+    randomness.
 
     References:
       SpecTr (arXiv:2310.15141, algorithm 3); methods.md 6.4.
@@ -67,7 +68,7 @@ def kseq(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Arr
 
     rho = threshold(target, draft, num_children)
     total, common = first_accepted(target, draft, num_children, rho)
-    rest = jnp.maximum(target - total[:, :, None] * common, 0.0)  # negative by rounding alone
+    rest = jnp.maximum(target - total[:, :, None] * common, 0.0)  # negative only by rounding
     residual = normalised(rest, target)
 
     row, parent = jnp.arange(len(tree.parents))[:, None], jnp.clip(tree.parents, 0, num_distributions - 1)

@@ -1,8 +1,8 @@
-"""Trees that grow level by level in a layout fixed before anything is chosen: drawn ones, and those of
-`TreeConfig.branching` under every scheme.
+"""Grows trees level by level in a layout that is fixed before any token is chosen.
 
-Siblings stand in draw order. Under ARBITRARY and COUPLED, which draw nothing, that is the order of their likelihood.
-Nothing here knows the target or an acceptance rule. Read next: `draw.py`, which chooses the nodes of a level.
+These are drawn trees, and trees with a `TreeConfig.branching` under every scheme. Siblings are in the order in which
+they were drawn. Under ARBITRARY and COUPLED, which draw nothing, the likeliest comes first. This module knows neither
+the target nor acceptance rules. Read next: `draw.py`, which chooses the nodes of a level.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def grow(
     num_levels: Int[Array, "B"] | None,
     vocab_size: int,
 ) -> tuple[DraftTree, Any]:
-    """A tree of as many nodes a level as `config.level_widths()` says, in order of level, and the last carry.
+    """A tree with `config.level_widths()` nodes per level, in the order of levels, and the last carry.
 
-    Rows at temperature 0 are chosen without noise. What `expand` says is the drafter's distribution; under COUPLED that
-    and the target's noise.
+    Rows at temperature 0 are chosen without noise.
 
     Args:
-      scale: of trees that are not drawn, what the logits are multiplied by.
-      expand: as `tree.named` makes it. A token that is no candidate has no mass, so it is never drawn.
+      expand: gives the drafter's logits, under COUPLED with the target's noise added. `tree.named` makes it. A token
+        that is not among its candidates has no mass and is never drawn.
+      scale: the factor of the logits in trees that are not drawn.
       num_levels, vocab_size: as in `Grower`.
     Raises:
       ValueError: if the tree has more nodes than depth times width.
@@ -56,7 +56,7 @@ def grow(
     widths, is_sampled = config.level_widths(), sampling.temperature > 0.0
     noise: list[Any] = [None] * len(widths)
     if is_drawn:
-        # Independent children are drawn with a row of noise each; else all children of a node share one.
+        # Each independent child has its own row of noise. In other schemes the children of a node share one row.
         num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
         of_tree = draw.level_noise(inputs.keys, num_rows, inputs.position, vocab_size, is_sampled)
         if inputs.stop is not None and config.width == 1:
@@ -83,7 +83,7 @@ def grow(
     depths = np.repeat(np.arange(len(levels), dtype=np.int32), [x.tokens.shape[1] for x in levels])
     valid = jnp.concatenate([x.score for x in levels], 1) > -jnp.inf
     if num_levels is not None:
-        # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
+        # Complete levels are removed, regardless of their tokens. The rest is as lossless as a shallower tree.
         valid &= depths <= num_levels[:, None]
     tree = DraftTree(
         tokens=jnp.concatenate([x.tokens for x in levels], 1).astype(jnp.int32),
@@ -104,10 +104,10 @@ def drawn_draft(
     vocab_size: int,
     sampling: SamplingParams,
 ) -> Pick:
-    """The child of a chain that `grow` draws with this noise.
+    """The `Pick` that draws the next node of a chain, as `grow` does with this noise.
 
-    How sure the drafter is of it may not depend on which token it is, and what it draws is accepted far more often than
-    it is likely: (1 + the largest probability) / 2, which `Control` corrects.
+    The confidence of a draft must not depend on its token. A drawn token is accepted far more often than its
+    probability says, so the confidence is (1 + the largest probability) / 2. `Control` corrects it.
     """
 
     def pick(level: Any, said: Candidates) -> Draft:
@@ -130,7 +130,7 @@ def _drawn(
     above: draw.Level,
     is_sampled: Bool[Array, "B"],
 ) -> draw.Level:
-    """The level below `above`, drawn as the scheme says; `depth` is that of the level above."""
+    """The level below `above`, drawn by the scheme. `depth` is the depth of `above`."""
     if scheme is DrawScheme.INDEPENDENT:
         return draw.independent(noise, draft_logp, above, parents_of_level(config, depth))
     if scheme is DrawScheme.TOP_THEN_RANDOM:
@@ -141,10 +141,10 @@ def _drawn(
 
 
 def parents_of_level(config: TreeConfig, depth: int) -> np.ndarray:
-    """Places, in the level of `depth`, of the parents of the nodes below it; not those of a stochastic beam.
+    """The indices, in the level of `depth`, of the parents of the nodes below it. A stochastic beam does not use it.
 
-    With `branching` the children of a node stand together. Without it nodes are handed out in turns, so that chains
-    part at the root alone (SpecInfer, arXiv:2305.09781).
+    With `branching` the children of a node are contiguous. Without it parents take turns, so that chains branch only
+    at the root (SpecInfer, arXiv:2305.09781).
     """
     widths = (1, *config.level_widths())
     if config.branching is not None:

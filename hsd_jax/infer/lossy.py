@@ -1,17 +1,18 @@
-"""Lossy acceptance (DistillSpec, section 5.3): more drafts accepted, for text that no longer follows the target.
+"""Lossy acceptance (DistillSpec, section 5.3): accepts more drafts, and the text no longer follows the target.
 
-Opt-in, for drawn trees under the rule `recursive` alone; nothing chooses it. With p what is left of the target's
-distribution at a node, q the distribution its next child x was drawn from, and f the function of `Lossy`,
+It is off unless a call requests it, and only for drawn trees under the rule `recursive`. Let p be the residual of the
+target's distribution at a node, q the distribution from which its next child x was drawn, and f the function of
+`Lossy`. Then
 
-    acceptance = min(1, f(p(x)) / q(x)),    after a rejection p becomes norm((p - q)_+), p itself where q covers it
+    acceptance = min(1, f(p(x)) / q(x)),    after a rejection p becomes norm((p - q)_+), or stays p if that has no mass
 
-The residual is that of the lossless rule: so `f(p) = p` is the lossless rule, and what a rejection leaves never holds a
-token that the target would not say there. One child a node, one step: with a(x) = min(q(x), f(p(x))), the rule emits
+The residual is that of the lossless rule. With `f(p) = p` the rule is therefore lossless, and a token after a rejection
+is always one that the target may draw there. In one step with one child, with a(x) = min(q(x), f(p(x))), the rule emits
 
     e(x) = a(x) + (1 - sum of a) * norm((p - q)_+)(x)
 
-which is p where f(p) = p. Where f(p) >= q everywhere it is q: the drafter's text. At temperature 0 p is a point mass,
-which f leaves as it is, and the text stays greedy. Read next: `accept.py`.
+This is p if f(p) = p. It is q, the drafter's distribution, if f(p) >= q everywhere. At temperature 0 p is a point mass,
+which f does not change, and the text stays greedy. Read next: `accept.py`.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from hsd_jax.settings import OneOf
 LINEAR, SQUARE, EXPONENTIAL = "linear", "square", "exponential"
 FUNCTIONS = (LINEAR, SQUARE, EXPONENTIAL)
 LARGEST_FACTOR = 1e30
-"""Of a probability: it stays finite in float32 however small epsilon is."""
+"""The largest factor of a probability. It keeps the product finite in float32 for every epsilon."""
 
 
 @settings.dataclass
 class Lossy:
-    """f(p) of a probability p: linear p / epsilon, square p / epsilon^2, exponential p^epsilon; all are p at 1."""
+    """The function f(p): linear p / epsilon, square p / epsilon^2, exponential p^epsilon. All are p at epsilon 1."""
 
     function: Annotated[str, OneOf(FUNCTIONS)]
     epsilon: Annotated[float, Field(gt=0, le=1)]
 
     @property
     def name(self) -> str:
-        """As --lossy takes it."""
+        """The setting as --lossy takes it."""
         return f"{self.function}:{self.epsilon:g}"
 
     @classmethod
     def parse(cls, value: Any, rule: str) -> Lossy | None:
-        """Of what `decode` takes: None, ("linear", 0.5) or "linear:0.5".
+        """Converts the argument of `decode`: None, ("linear", 0.5) or "linear:0.5".
 
         Args:
-          rule: that judges.
+          rule: the acceptance rule of the call.
         Raises:
-          ValueError: for an unknown function, an epsilon outside (0, 1], or a rule it does not go with.
+          ValueError: for an unknown function, an epsilon outside (0, 1], or a rule other than recursive.
         """
         if value is None:
             return None
@@ -59,11 +60,11 @@ class Lossy:
             value = function, settings.parse(float, epsilon, f"lossy={settings.shown(value)}: epsilon")
         found = cls(*settings.take(tuple[str, float], value, "lossy"))
         if rule != "recursive":
-            raise ValueError(f"lossy={found.name!r}: goes with accept='recursive' alone, this call has accept={rule!r}")
+            raise ValueError(f"lossy={found.name!r}: needs accept='recursive', but this call has accept={rule!r}")
         return found
 
     def raised(self, probability: Float[Array, "..."]) -> Float[Array, "..."]:
-        """f of probabilities, perhaps above 1; the very bits of the argument where epsilon is 1."""
+        """f of probabilities, which may exceed 1. With epsilon 1 it returns its argument unchanged."""
         if self.epsilon == 1.0:
             return probability
         if self.function == EXPONENTIAL:

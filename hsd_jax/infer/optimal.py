@@ -1,7 +1,7 @@
-"""The rule for trees of likeliest tokens and one drawn child a node, which no rule can beat on them. Probabilities;
-no randomness.
+"""The optimal rule for TOP_THEN_RANDOM trees: one child of a node is drawn, the others are the likeliest tokens.
 
-Read next: `accept.py`, where it becomes the rule `optimal`.
+No rule accepts more on these trees. This module computes probabilities only. Read next: `accept.py`, where it becomes
+the rule `optimal`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from hsd_jax.types import DraftTree
 def chain_and_match(
     tree: DraftTree, target_logp: Float[Array, "B N V"], max_children: int
 ) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
-    """How each child fares where those before it were rejected, and what is left of the target once all are.
+    """The acceptance probability of each child after its earlier siblings are rejected, and the residual after all are.
 
-    The first child z of a node was drawn from q', the drafter's distribution q renormalised off the others, which are
-    the likeliest tokens, Top. With p the target's distribution,
+    The other children of a node are the likeliest tokens, Top. The first child z was drawn from q', which is the
+    drafter's distribution q renormalised without Top. With p the target's distribution, the rule is:
 
         accept z with probability min(1, p(z) / q'(z))
-        otherwise draw y from (p - q')+, normalised: a child that holds y is accepted, another y is emitted
+        otherwise draw y from (p - q')+, normalised: if a child holds y, accept the child, else emit y
 
-    q' has no mass on Top, so a top child x is accepted with probability p(x) in all, and the node with P(Top) + the sum
-    of min(p, q') off Top: the optimum for such children (`theory.optimal_acceptance`). The draw of y is told as one
-    test a child, r(y_1), r(y_2) / (1 - r(y_1)), ... Without a first child (no mass off Top) y is drawn from p. One
-    child is the chain rule. `acceptance` holds probabilities, one a node, 0 where there is none to try.
+    q' has no mass on Top, so a top child x is accepted with total probability p(x). Some child is accepted with
+    probability P(Top) + the sum of min(p, q') outside Top, which is the optimum for such children
+    (`theory.optimal_acceptance`). The draw of y is expressed as one test per child, with the probabilities r(y_1),
+    r(y_2) / (1 - r(y_1)), ... Without a first child (no mass outside Top) y is drawn from p. A single child is judged
+    as in a chain. `acceptance` holds one probability per node, 0 for nodes that are no valid child.
 
     Args:
-      max_children: no node has more children, valid or not.
+      max_children: the largest number of children of a node, valid or not.
     References:
       Hu et al. (arXiv:2502.18779), "greedy draft sampling"; methods.md 6.6.
     """
     assert tree.draft_logp is not None
     draft_logp = tree.draft_logp
     num_distributions, vocab_size = draft_logp.shape[1:]
-    children = children_of(tree, by_layout=True)  # a first child that is not valid keeps its place
+    children = children_of(tree, by_layout=True)  # a first child that is not valid still has index 0
     vocabulary = jnp.arange(vocab_size)
 
     def with_top(j, is_top):

@@ -1,6 +1,6 @@
-"""Plain autoregressive decoding: the reference for exactness and for speed.
+"""Plain autoregressive decoding, the reference for exactness and for speed.
 
-One token a pass, through the same cache, sampling and loop as the speculative round.
+A pass gives one token per row. It uses the same cache, sampling and loop as a speculative round. Read next: `step.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hsd_jax.types import Costs, DecodeState, Drafter, Limits, ModelOutput, NewK
 
 
 def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
-    """The transition that decodes one token a row.
+    """The transition that decodes one token per row.
 
     Args:
-      pad_rows: nodes per row in the pass; those after the first repeat it and are dropped. Some CPUs multiply 4 rows
-        of bfloat16 faster than 1.
+      pad_rows: number of nodes per row in the pass. The nodes after the first repeat it, and their results are dropped.
+        Some CPUs multiply 4 rows of bfloat16 faster than 1.
     """
 
     def step(
@@ -48,10 +48,11 @@ def plain_round(
     pad_rows: int = 1,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[DecodeState, ModelOutput, Int[Array, "B 1"], Int[Array, "B"]]:
-    """One token a row.
+    """Decodes one token per row.
 
     Returns:
-      The state, in which the drafter's is the old one; the pass; the token, and whether it counts (0 or 1).
+      The state, with the drafter's state unchanged; the output of the pass; the tokens; and the number of tokens that
+      are committed per row, 0 or 1.
     """
     position, sampling = state.length - 1, sampling_lib.of_rows(sampling, ~state.done)
     root = jnp.take_along_axis(state.tokens, position[:, None], 1)
@@ -75,7 +76,7 @@ def plain_round(
 
 
 class Trail(NamedTuple):
-    """What a block of plain rounds tells the drafter, at most max_depth + 1 rounds in all."""
+    """The results of a block of at most max_depth + 1 plain rounds, for the drafter."""
 
     hidden: Float[Array, "B M H"]
     features: tuple[Float[Array, "B M H"], ...]
@@ -85,10 +86,11 @@ class Trail(NamedTuple):
 
 
 def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callable, Callable]:
-    """Plain rounds inside a speculative loop: `start(state)`, `step(models, sampling, limits, state, trail)` for each,
-    and `end(models, state, trail)`, which lets the drafter follow.
+    """Makes the three functions of a block of plain rounds inside a speculative loop.
 
-    To the drafter they look like one round that accepted a whole path.
+    `start(state)` begins a block, `step(models, sampling, limits, state, trail)` runs one round, and
+    `end(models, state, trail)` updates the drafter's state. The drafter sees the block as one round that accepted a
+    complete path.
     """
     assert drafter.follow is not None
     follow, num = drafter.follow, drafter.max_depth + 1
@@ -109,8 +111,8 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
 
     def end(models: dict, state: DecodeState, trail: Trail) -> DecodeState:
         verdict = verdict_of(trail.emitted, trail.count)
-        output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # nobody reads them
-        with native.only(trail.count > 0):  # also rows that ended within the block
+        output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # they are not read
+        with native.only(trail.count > 0):  # includes rows that ended within the block
             known = follow(models, state.drafter, verdict, output, trail.count)
         return dataclasses.replace(state, drafter=known)
 

@@ -1,8 +1,8 @@
-"""A row of a state: copied into a slot, cleared, placed on a mesh. The one place that says how; no part is left out.
+"""Copies a row of a state into a slot, clears it, and places states on a mesh.
 
-Every array has rows as its first axis, and what has slots besides may have fewer of them in the row that comes in: what
-lies behind its length is never read. Cleared is what holds nothing: a row that has failed may hold NaN in its caches,
-and no mask of attention hides these from a plain product. Read first: `axes.py`.
+The first axis of every array is rows, so no part of a state is left out. Arrays with slots may have fewer slots in the
+row that is copied, because entries after its length are never read. A slot is cleared with zeros, because a failed row
+may leave NaN in its caches, and a mask of attention does not hide NaN from a plain product. Read first: `axes.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hsd_jax.types import DecodeState
 
 
 def copied(into: Any, slot: Int[Array, ""], source: Any, row: Int[Array, ""] | int = 0) -> Any:
-    """`into` with its row `slot` replaced by the `row` of `source`, a tree of the same arrays with rows of its own."""
+    """`into`, with its row `slot` replaced by row `row` of `source`, which has the same arrays with its own rows."""
 
     def one(axes: Axes, old: Array, new: Array) -> Array:
         new = lax.dynamic_slice_in_dim(new, row, 1, 0)
@@ -32,7 +32,7 @@ def copied(into: Any, slot: Int[Array, ""], source: Any, row: Int[Array, ""] | i
 
 
 def zeroed(tree: Any, slot: Int[Array, ""]) -> Any:
-    """`tree` with zeros in its row `slot`; keys stay."""
+    """`tree` with zeros in its row `slot`. Random keys are kept."""
 
     def one(axes: Axes, x: Array) -> Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -43,13 +43,13 @@ def zeroed(tree: Any, slot: Int[Array, ""]) -> Any:
 
 
 def cleared(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
-    """The state with nothing in its row `slot`, which is done."""
+    """The state with an empty row `slot`, which is done."""
     empty = zeroed(state, slot)
     return dataclasses.replace(empty, length=empty.length.at[slot].set(1), done=empty.done.at[slot].set(True))
 
 
 def placed(rows: Any) -> Any:
-    """Rows where the mesh of the program that is traced wants them: what comes in need not say so."""
+    """Constrains rows to their sharding on the mesh of the program that is being traced. Inputs may lack it."""
     mesh = program.mesh()
     if mesh is None:
         return rows

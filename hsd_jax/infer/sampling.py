@@ -1,7 +1,7 @@
-"""Temperature, top-k, top-p and position-keyed noise: the one place where logits become a draw.
+"""Temperature, top-k, top-p and position-keyed noise: all draws from logits are made here.
 
-Every setting is traced and per row. Greedy is not a mode: at temperature 0 the same code takes the argmax.
-Thresholds are found by bisection on the bits of the float, not by sorting. Read next: `accept.py`.
+Every setting is traced and per row. There is no greedy mode: at temperature 0 the same code takes the argmax.
+Thresholds are found by bisection on the bits of the float and not by sorting. Read next: `accept.py`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hsd_jax.kernels.ops import argmax, gumbel
 from hsd_jax.types import SamplingParams
 
 REMOVED = -jnp.inf
-"""Logit of a token that a filter removed."""
+"""The logit of a token that a filter removed."""
 DRAFT_NOISE = 2**32 - 1
-"""Tag of a drafter's draws. No position is as large as this or JUDGE_NOISE, so no noise serves twice."""
+"""The tag of a drafter's draws. No position is as large as a tag, so no noise is used twice."""
 JUDGE_NOISE = 2**32 - 2
-"""The coins of an acceptance rule."""
+"""The tag of the coins of an acceptance rule."""
 LEVEL_NOISE = 2**32 - 3
-"""What the models of a stack draw whose drafts are judged as drawn."""
+"""The tag of the draws of a stack's models whose drafts are judged as drawn."""
 ROUND_NOISE = 2**32 - 4
-"""What is drafted and judged where no noise may be met twice."""
+"""The tag of keys that belong to a single round (`round_row_keys`)."""
 
 
 def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: int) -> Float[Array, "B M V"]:
-    """Gumbel noise for the token at each absolute position: a function of (row key, position) alone.
+    """Gumbel noise for the token at each absolute position. It depends only on the row key and the position.
 
-    The keys are folded, not consumed: plain and speculative decoding see the same noise.
+    The keys are folded and not consumed, so plain and speculative decoding use the same noise.
     """
     folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, positions)
     return gumbel(folded.ravel(), vocab_size).reshape(*positions.shape, vocab_size)
@@ -43,16 +43,19 @@ def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: in
 def place_keys(
     keys: jax.Array, tag: int, positions: Int[Array, "B M"], places: Int[Array, "M"] | Int[Array, "B M"]
 ) -> jax.Array:
-    """Keys [B, M] of (row, tag, position, place).
+    """Keys [B, M], one for each (row, tag, position, place).
 
-    The tag is DRAFT_NOISE or JUDGE_NOISE, the position that of the token that a key decides. The place numbers the
-    nodes of one position.
+    Args:
+      tag: DRAFT_NOISE or JUDGE_NOISE.
+      positions: positions of the tokens that the keys decide.
+      places: numbers of the nodes at one position.
 
-    So what is drafted and judged ahead of time, or again, meets the same noise. After a rejection a round meets noise
-    behind that position again. It is still fresh: what was kept depended on tokens up to the rejection alone, and so on
-    no noise behind it. Not so where a verdict on a token looks at later ones (`AcceptRule.looks_ahead`), or where how
-    much is drafted is learned from all drafts of earlier rounds: there `round_row_keys`. `position_noise` folds the
-    same keys with positions, so neither drafting nor judging sees the noise of the target's own draws.
+    Drafts that are made or judged ahead of time, or again, therefore use the same noise. After a rejection the next
+    round uses noise of later positions again. That noise still counts as unused: the kept tokens depend only on tokens
+    up to the rejection, and so not on this noise. This fails in two cases: if a verdict on a token depends on later
+    tokens (`AcceptRule.looks_ahead`), and if the length of drafts is learned from all drafts of earlier rounds. Both
+    use `round_row_keys`. `position_noise` folds the row keys with positions, so neither drafting nor judging uses the
+    noise of the target's own draws.
     """
 
     def one(key, position, place):
@@ -63,7 +66,7 @@ def place_keys(
 
 
 def round_row_keys(keys: jax.Array, root_position: Int[Array, "B"]) -> jax.Array:
-    """Row keys of one round alone: what `place_keys` makes of them no other round sees."""
+    """Row keys of a single round. No other round uses the keys that `place_keys` makes from them."""
 
     def one(key, position):
         return jax.random.fold_in(jax.random.fold_in(key, ROUND_NOISE), position)
@@ -72,16 +75,16 @@ def round_row_keys(keys: jax.Array, root_position: Int[Array, "B"]) -> jax.Array
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> UInt[Array, "..."]:
-    """Unsigned integers in the order of the floats."""
+    """Unsigned integers with the same order as the floats."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array, "B M V"]:
-    """Logits after temperature, top-k and top-p, in that order; removed tokens become -inf.
+    """Logits after temperature, top-k and top-p, in that order. Removed tokens get -inf.
 
-    At temperature 0 the logits are returned as they are, and the argmax is the draw. Top-k keeps every token tied with
-    the k-th; top-p keeps the smallest set of most likely tokens whose mass reaches p, ties at its edge included.
+    At temperature 0 the logits are returned unchanged, and the argmax is the draw. Top-k also keeps every token that
+    ties with the k-th. Top-p keeps the smallest set of most likely tokens whose mass reaches p, and ties at its edge.
     """
     if sampling.all_greedy:
         return logits
@@ -90,7 +93,7 @@ def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)[:, None, None]
     top_p = sampling.top_p[:, None, None]
 
-    def scale(logits: Array) -> Array:  # within each branch: no array of its own in between
+    def scale(logits: Array) -> Array:  # called within each branch, so that no intermediate array is stored
         return logits / jnp.where(is_greedy, 1.0, sampling.temperature[:, None, None])
 
     def filtered(logits: Array) -> Array:
@@ -112,9 +115,10 @@ def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array
 
 
 def _bisect(like: Float[Array, "B M V"], holds) -> Array:
-    """The largest uint32 threshold [B, M, 1] for which `holds` (true at 0, falling).
+    """The largest uint32 threshold [B, M, 1] for which `holds` is true. `holds` is true at 0 and changes only once.
 
-    Bit by bit on a CPU, where comparing costs; four bits at a time elsewhere, where reading the logits does.
+    On a CPU it finds one bit per step, because comparisons cost time there. Elsewhere it finds four bits per step,
+    because reading the logits costs time.
     """
     num_bits = 1 if traced_platform() == "cpu" else 4
 
@@ -127,7 +131,7 @@ def _bisect(like: Float[Array, "B M V"], holds) -> Array:
 
 
 def target_distribution(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array, "B M V"]:
-    """The distribution that `draw` follows, as log-probabilities; a point mass at temperature 0."""
+    """The distribution of `draw`, as log-probabilities. It is a point mass at temperature 0."""
     warped = warp(logits, sampling)
     is_best = argmax(warped)[..., None] == jnp.arange(logits.shape[-1])
     is_greedy = (sampling.temperature <= 0.0)[:, None, None]
@@ -137,13 +141,13 @@ def target_distribution(logits: Float[Array, "B M V"], sampling: SamplingParams)
 def round_noise(
     keys: jax.Array, root_position: Int[Array, "B"], num: int, vocab_size: int, sampling: SamplingParams
 ) -> Float[Array, "B num V"]:
-    """The target's noise at the `num` positions after each root; zeros, for nothing, where every row is greedy.
+    """The target's noise at the `num` positions after each root. It is zero, at no cost, if every row is greedy.
 
-    A decode computes it once a round: `match` draws with it, and COUPLED drafts are chosen by it. Its bits at a
-    position do not depend on `num`, so plain decoding, which asks for one position, sees the same.
+    A decode computes it once per round: `match` draws with it, and COUPLED drafts are chosen by it. The noise at a
+    position does not depend on `num`, so plain decoding, which needs one position, gets the same noise.
 
     Args:
-      keys: of the rows; folded, not consumed.
+      keys: the keys of the rows. They are folded and not consumed.
     """
 
     def noise() -> Array:
@@ -156,17 +160,18 @@ def round_noise(
 
 
 def of_rows(sampling: SamplingParams, rows: Bool[Array, "B"]) -> SamplingParams:
-    """The settings of these rows; the others are greedy, so that no branch is taken for their sake."""
+    """The settings, with all other rows greedy, so that they cause no branch to be taken."""
     return dataclasses.replace(sampling, temperature=jnp.where(rows, sampling.temperature, 0.0))
 
 
 def perturb(
     noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
 ) -> Float[Array, "B w V"]:
-    """Warped logits plus noise, greedy rows as they are; the argmax is the draw of each node (Gumbel-max).
+    """Warped logits plus noise; greedy rows are unchanged. The argmax is the draw of each node (Gumbel-max).
 
     Args:
-      noise: one row a node, or one for all; a function of none is called only if a row needs it.
+      noise: one row of noise per node, or one for all nodes. A function without arguments is called only if a row needs
+        noise.
     """
     return _perturbed(noise, logits, sampling, lambda x: x)
 
@@ -174,12 +179,13 @@ def perturb(
 def gumbel_max(
     noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
 ) -> Int[Array, "B w"]:
-    """The argmax of `perturb`: what is drawn. Each branch ends in it, so that none copies the logits."""
+    """The argmax of `perturb`, which is the draw. Each branch ends with the argmax, so that no branch copies the
+    logits."""
     return _perturbed(noise, logits, sampling, argmax)
 
 
 def _perturbed(noise: Array | Callable[[], Array], logits: Array, sampling: SamplingParams, then: Callable) -> Array:
-    """`then` of the warped logits plus noise; of the logits where no row needs noise."""
+    """Applies `then` to the warped logits plus noise, or to the logits if no row needs noise."""
 
     def noisy(logits: Array) -> Array:
         drawn = noise() if callable(noise) else noise
@@ -187,7 +193,7 @@ def _perturbed(noise: Array | Callable[[], Array], logits: Array, sampling: Samp
 
     if sampling.all_greedy:
         return then(logits)
-    # A function of its own each time: jax keeps what it traced of a branch, with the rows that were active then.
+    # The lambda is new each time, because jax caches the trace of a branch with the rows that were active then.
     return lax.cond(jnp.any(sampling.temperature > 0.0), noisy, lambda x: then(x), logits)
 
 
@@ -202,9 +208,9 @@ def draw(
 
 
 def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:
-    """`fold_in(key(seed), number)` of each pair, as typed threefry keys [B], computed on the host.
+    """`fold_in(key(seed), number)` of each pair, as typed threefry keys [B].
 
-    So no batch size compiles anything, and a text does not depend on jax's default generator.
+    The host computes them, so no batch size compiles anything. A text does not depend on jax's default generator.
     """
     pairs = np.array(seeds, np.uint32).reshape(-1, 2)
     none = np.zeros(len(pairs), np.uint32)
@@ -213,7 +219,7 @@ def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:
 
 
 def threefry(key0: np.ndarray, key1: np.ndarray, x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Threefry-2x32 of 20 rounds, elementwise over uint32 [B]: two words of a counter under two of a key.
+    """Threefry-2x32 with 20 rounds, elementwise over uint32 [B]: two words of a key and two words of a counter.
 
     References:
       Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); jax/_src/prng.py, `threefry2x32`.

@@ -1,4 +1,4 @@
-"""Children of nodes and what is left of distributions: what the rules for drawn trees share.
+"""The children of nodes and normalised residuals, which the rules for drawn trees share.
 
 Read next: `accept.py`, `optimal.py`, `kseq.py`, `block.py`.
 """
@@ -14,15 +14,15 @@ from hsd_jax.types import DraftTree
 
 
 class Children(NamedTuple):
-    """Of the I nodes with a distribution, which of the N nodes are their valid children."""
+    """The valid children, among the N nodes, of each of the I nodes with a distribution."""
 
     tokens: Int[Array, "B N"]
     is_child: Bool[Array, "B I N"]
     place: Int[Array, "B I N"]
-    """Of each child among those of its node."""
+    """The index of each child among the children of its node."""
 
     def at(self, j: Int[Array, ""] | int) -> tuple[Bool[Array, "B I N"], Bool[Array, "B I 1"], Int[Array, "B I 1"]]:
-        """Which node is the j-th child, whether there is one, and its token."""
+        """Marks the j-th child of each node. Returns also whether it exists, and its token."""
         is_jth = self.is_child & (self.place == j)
         token = jnp.take_along_axis(self.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
         return is_jth, jnp.any(is_jth, -1)[:, :, None], token
@@ -32,7 +32,7 @@ def children_of(tree: DraftTree, by_layout: bool = False) -> Children:
     """The valid children of every node that has a distribution.
 
     Args:
-      by_layout: places count children that are not valid, too.
+      by_layout: whether `place` also counts children that are not valid.
     """
     assert tree.draft_logp is not None
     is_below = tree.parents[:, None, :] == jnp.arange(tree.draft_logp.shape[1])[:, None]
@@ -42,6 +42,6 @@ def children_of(tree: DraftTree, by_layout: bool = False) -> Children:
 
 
 def normalised(rest: Float[Array, "*rows V"], otherwise: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-    """`rest` as a distribution; `otherwise` where it has no mass."""
+    """`rest`, normalised to a distribution, or `otherwise` where `rest` has no mass."""
     mass = jnp.sum(rest, -1, keepdims=True)
     return jnp.where(mass > 0.0, rest / jnp.where(mass > 0.0, mass, 1.0), otherwise)

@@ -1,8 +1,8 @@
-"""One round, in a straight line: draft, target, judge, commit. The only file where drafters and rules meet.
+"""One round: draft, target, judge, commit. Only this file combines drafters and rules.
 
-`make_step` closes over what is static and returns a pure transition of `DecodeState`; `decode.py` runs it in one
-`lax.while_loop`, `plain.py` has the transition without speculation. The stages are functions of their own, so that
-`lab/bench/profile.py` can time them.
+`make_step` binds everything static and returns a pure transition of `DecodeState`. Each stage is a separate function,
+so that `lab/bench/profile.py` can time it. Read next: `decode.py`, which runs the transition in one `lax.while_loop`,
+and `plain.py` for the transition without speculation.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from hsd_jax.types import (
 Step = Callable[..., DecodeState]
 """`step(models, sampling, limits, state, costs=None) -> state`.
 
-`models` has the weights of "target" and "drafter" (None for plain decoding); where the tree was chosen `costs` are the
-`Costs` by which a round drops drafts that do not pay.
+`models` has the weights of "target" and "drafter" (None for plain decoding). `costs` are the `Costs` by which a round
+leaves out drafts that do not pay. None: all nodes of the tree are verified.
 """
 
 
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
-    """The speculative round. With `costs`, only the drafts that are worth it are verified.
+    """The transition of a speculative round. With `costs`, it verifies only the drafts that pay.
 
     Raises:
       ValueError: if `rule` is not lossless for the trees of `drafter`.
@@ -61,14 +61,14 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None
     ) -> DecodeState:
         sampling = sampling_lib.of_rows(sampling, ~state.done)
-        with jax.named_scope("noise"), native.only(~state.done):  # once a round, for drafts and target
+        with jax.named_scope("noise"), native.only(~state.done):  # once per round, for drafts and target
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
         control, seconds, stop = state.control, jnp.zeros(()), None
         if costs is not None and control is not None:
             num_nodes = (costs.pass_seconds.shape[0] - 1) // len(state.length)
             stop = worth.stop_rule(control, costs, num_nodes, state.length, state.done)
-        # What is learned of a round depends on drafts behind a rejection, too, and so on their noise.
+        # `Control` learns also from drafts after a rejection, and so depends on their noise.
         by_round = is_drawn and (rule.looks_ahead or control is not None)
         before = state.drafter
         tree, drafter_state = draft(models, drafter, sampling, state, noise, by_round, stop)
@@ -82,7 +82,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         after, verdict, count = judge_and_commit(
             models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise
         )
-        known = cache_lib.keep_idle(count, before, after.drafter)  # what the kernels skipped is not to be kept
+        known = cache_lib.keep_idle(count, before, after.drafter)  # results that the kernels skipped are not kept
         after = dataclasses.replace(after, drafter=known)
         if costs is None or control is None:
             return after
@@ -102,11 +102,11 @@ def draft(
     by_round: bool = False,
     stop: Stop | None = None,
 ) -> tuple[DraftTree, Any]:
-    """The tree of a round and the drafter's state after it; only coupled drafts may see the noise of the target.
+    """The tree of a round, and the drafter's state after it. Only coupled drafts may use the noise of the target.
 
     Args:
-      by_round: for rules that look ahead, and where lengths are learned: no draft of another round may have met the
-        same noise.
+      by_round: whether this round must not share noise with drafts of other rounds. This is for rules that look ahead,
+        and for draft lengths that are learned.
     """
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
@@ -121,7 +121,7 @@ def draft(
 def target_pass(
     models: dict, config: ModelConfig, drafter: Drafter, state: DecodeState, tree: DraftTree
 ) -> tuple[ModelOutput, Bool[Array, "B N N"]]:
-    """The target's pass over the nodes of a tree, and which of them are ancestors of which."""
+    """The target's pass over the nodes of a tree, and the ancestor mask."""
     with jax.named_scope("target"):
         ancestors = ancestor_mask(tree, drafter.max_depth)
         nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestors
@@ -143,7 +143,11 @@ def judge_and_commit(
     ancestors: Bool[Array, "B N N"],
     noise: Any,
 ) -> tuple[DecodeState, Verdict, Int[Array, "B"]]:
-    """Judges a tree and commits what is accepted: the state after the round, the verdict, tokens committed."""
+    """Judges a tree and commits the accepted path.
+
+    Returns:
+      The state after the round, the verdict, and the number of tokens committed per row.
+    """
     live = ~state.done
     with jax.named_scope("judge"), native.only(live):
         verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
@@ -160,11 +164,11 @@ def judge_and_commit(
 def or_invalid(
     emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput, draws: bool
 ) -> Int[Array, "B M"]:
-    """The emitted tokens, INVALID_TOKEN in place of those that the target gave no distribution for.
+    """The emitted tokens, with INVALID_TOKEN for each token for which the target gave no distribution.
 
-    To look at every logit would cost more than a hundredth of a round. Three looks find the same rows: a state that is
-    NaN spoils all logits of its node; a row of the LM head that is NaN spoils a logit of every node, the root's
-    included; and where all logits are -inf, so is that of the chosen token.
+    A check of every logit would cost more than 1 % of a round. Three cheaper checks find the same rows. A NaN in a
+    hidden state makes all logits of its node NaN. A NaN in a row of the LM head makes one logit of every node NaN, also
+    of the root. If all logits are -inf, the logit of the chosen token is -inf.
 
     Args:
       draws: as in `AcceptRule`.
@@ -180,7 +184,10 @@ def or_invalid(
 def cut(
     emitted: Int[Array, "B M"], num_emitted: Int[Array, "B"], limits: Limits, state: DecodeState
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-    """How many of the emitted tokens count, after the first end token, the length limit and finished rows."""
+    """The number of emitted tokens that are committed, and whether each row is done afterwards.
+
+    A row commits tokens up to its first end token and its length limit. A finished row commits none.
+    """
     index = jnp.arange(emitted.shape[1])
     is_end = jnp.any(emitted[:, :, None] == limits.eos[:, None, :], -1) | (emitted == INVALID_TOKEN)
     is_eos = is_end & (index < num_emitted[:, None])
@@ -200,8 +207,8 @@ def advance(
     drafter_state,
     has_draft: Bool[Array, "B"] | bool = False,
 ) -> DecodeState:
-    """Appends `count` emitted tokens to every row; a finished row keeps its buffer bit for bit."""
-    # A finished row may end where so many tokens would not fit behind it: it is written over with itself.
+    """Appends `count` emitted tokens to every row. The token buffer of a finished row does not change."""
+    # Near the end of its buffer a finished row has no room for M tokens. The write then repeats its own tokens.
     start = jnp.minimum(state.length, state.tokens.shape[1] - emitted.shape[1])
     old = cache_lib.take_nodes(state.tokens, start[:, None] + jnp.arange(emitted.shape[1]), axis=1)
     kept = jnp.where(jnp.arange(emitted.shape[1]) < count[:, None], emitted, old)

@@ -1,7 +1,7 @@
-"""Draft trees: growing one by beam, or level by level as `levels.py` does, and its ancestor mask.
+"""Grows draft trees, as a beam or level by level (`levels.py`), and makes their ancestor masks.
 
-All shapes are static. Written over a whole batch; nothing here knows the target or an acceptance rule.
-Read next: `levels.py`, which draws; `accept.py`, which walks these trees.
+All shapes are static, and all functions work on a batch. This module knows neither the target nor acceptance rules.
+Read next: `levels.py`, which draws trees, and `accept.py`, which judges them.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from hsd_jax.types import (
 )
 
 SHARPEST = 3.0
-"""Most a beam multiplies logits by. Measured on greedy text of the demo pair (docs/history.md): tau of 16 nodes 4.49,
-4.96, 5.15, 5.18, 5.18 with 1, 1.5, 2, 3, 4."""
+"""The largest factor of the logits in a beam. Measured on greedy text of the demo pair with 16 nodes (docs/history.md):
+the factors 1, 1.5, 2, 3, 4 give tau 4.49, 4.96, 5.15, 5.18, 5.18."""
 
 
 def sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
-    """What a beam multiplies a row's logits by: 1 / temperature, at most SHARPEST.
+    """The factor of a row's logits in a beam: 1 / temperature, at most SHARPEST.
 
-    A beam keeps the nodes that are the likeliest to be accepted. Under `match` a node is if the target's draw falls on
-    it, at temperature 0 if it is the target's argmax; the drafter's distribution at temperature 1 would spend nodes on
-    siblings where the chain is all but certain. The bound is there because the drafter only guesses the target's
-    logits.
+    A beam keeps the nodes that are most likely accepted. Under `match` a node is accepted if the target draws its
+    token, which at temperature 0 is the target's argmax. With the drafter's distribution at temperature 1 the beam
+    would spend nodes on siblings even if the chain is almost certain. The factor is bounded because the drafter only
+    estimates the target's logits.
     """
     return 1.0 / jnp.maximum(temperature, 1.0 / SHARPEST)
 
 
 COUPLED_SHARPEST = 2.0
-"""Most a COUPLED beam multiplies log q + g by. Measured on the demo pair (20 dialogues of the tuning half, 96 tokens,
-seeds 0 to 19): tau of 16 nodes with 1, 1.5, 2, 3 at temperature 1: 3.80, 3.89, 3.89, 3.74; at 0.8: 4.40, 4.39, 4.41,
-4.31; at 0.5: 5.18, 5.15, 5.12, 5.05. Mixtures of two such softmaxes gave no more."""
+"""The largest factor of log q + g in a COUPLED beam. Measured on the demo pair with 16 nodes (20 dialogues of the
+tuning half, 96 tokens, seeds 0 to 19). The factors 1, 1.5, 2, 3 give tau 3.80, 3.89, 3.89, 3.74 at temperature 1; 4.40,
+4.39, 4.41, 4.31 at 0.8; 5.18, 5.15, 5.12, 5.05 at 0.5. Mixtures of two such softmaxes gave no higher tau."""
 
 
 def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
-    """What a COUPLED beam multiplies log q + g by: 2 * temperature, at most 2; for greedy rows as `sharpness`.
+    """The factor of log q + g in a COUPLED beam: 2 * temperature, at most 2. For greedy rows it is that of `sharpness`.
 
-    The target draws argmax(log p + g), and log p is log q but for the drafter's error. If that is Gumbel noise of scale
-    s, the probabilities of the tokens, given g, are the softmax of (log q + g) / s. The drafter guesses logits, which
-    the temperature divides, and its error with them: the colder, the larger s.
+    The target draws argmax(log p + g), and log p equals log q apart from the drafter's error. If this error is Gumbel
+    noise of scale s, the probabilities of the tokens, given g, are the softmax of (log q + g) / s. The temperature
+    divides the logits, and with them the drafter's error, so s is larger at a lower temperature.
     """
     return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
 
 
 def named(expand: Expand, draft_to_target: Int[Array, "C"] | None) -> ExpandNamed:
-    """The same with the tokens: those of `draft_to_target` where the drafter names none."""
+    """An `expand` that also names the tokens: those of `draft_to_target` if the drafter names none."""
 
     def expand_named(level: Any, tokens: Array, parents: Array, carry: Any):
         said, carry = expand(level, tokens, parents, carry)
@@ -78,10 +78,10 @@ def named(expand: Expand, draft_to_target: Int[Array, "C"] | None) -> ExpandName
 
 
 def coupled(expand: ExpandNamed, noise: Float[Array, "B M V"], sampling: SamplingParams) -> ExpandNamed:
-    """An `Expand` that says log q + g, up to a constant a node: q the drafter's distribution, g the target's noise.
+    """An `expand` that returns log q + g up to a constant per node, with q of the drafter and g the target's noise.
 
-    All nodes of a level predict the same position, so they see the same noise, each token its own. Greedy rows are as
-    they were. A filtered or cold token has q = 0, whatever its noise.
+    All nodes of a level predict the same position, so they use the same noise, one number per token. Greedy rows do not
+    change. A filtered or cold token has q = 0 for any noise.
     """
 
     def expand_coupled(level: Any, tokens: Array, parents: Array, carry: Any):
@@ -93,10 +93,10 @@ def coupled(expand: ExpandNamed, noise: Float[Array, "B M V"], sampling: Samplin
 
 
 def token_free(base_logits: Float[Array, "B D C"], inject: Inject | None) -> Callable[..., tuple[Array, Any]]:
-    """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits and what tokens add.
+    """The `Expand` of a drafter whose states read no drafted token: a level's base logits plus what tokens add.
 
     Args:
-      inject: None: they add nothing.
+      inject: gives what drafted tokens add. None: they add nothing.
     """
 
     def expand(level: int, tokens: Array, parents: Array, carry: Any):
@@ -110,7 +110,7 @@ def token_free(base_logits: Float[Array, "B D C"], inject: Inject | None) -> Cal
 
 
 class Grower(NamedTuple):
-    """How all trees of a drafter grow: their shape, and the scheme by which children are chosen."""
+    """Grows all trees of a drafter: it holds their shape and the scheme by which children are chosen."""
 
     config: TreeConfig
     scheme: DrawScheme
@@ -124,17 +124,16 @@ class Grower(NamedTuple):
         draft_to_target: Int[Array, "C"] | None = None,
         num_levels: Int[Array, "B"] | None = None,
     ) -> tuple[DraftTree, Any]:
-        """A tree, and what `expand` carried out of the last level.
+        """Returns a tree and the last carry of `expand`.
 
-        Without `TreeConfig.branching` an ARBITRARY or COUPLED tree is a beam over all levels, a WITHOUT_REPLACEMENT one
-        a stochastic beam (RSD-S), and INDEPENDENT chains part at the root. With it every node of a level has as many
-        children, whatever the scheme (`levels.py`). An ARBITRARY tree reads no key, and of the settings the temperature
-        (`sharpness`); a COUPLED one is that of `coupled` logits.
+        Without `TreeConfig.branching`, an ARBITRARY or COUPLED tree is a beam over all levels, a WITHOUT_REPLACEMENT
+        tree is a stochastic beam (RSD-S), and INDEPENDENT chains branch at the root. With a branching, every node of a
+        level has the same number of children under every scheme (`levels.py`). An ARBITRARY tree uses no key, and of
+        the settings only the temperature (`sharpness`). A COUPLED tree uses the logits of `coupled`.
 
         Args:
-          draft_to_target: the token of each column of the logits where `expand` names none; None: the columns are the
-            tokens.
-          num_levels: levels of each row that have logits; nodes below are not valid. None: all.
+          draft_to_target: the token of each column of the logits, if `expand` names none. None: column c is token c.
+          num_levels: number of levels of each row that have logits. Nodes below are not valid. None: all levels.
         """
         sampling, scale = inputs.sampling, None
         named_expand = named(expand, draft_to_target)
@@ -168,7 +167,7 @@ class Grower(NamedTuple):
 
 
 def likeliest_draft(scale: Float[Array, "B"]) -> Pick:
-    """The likeliest child under the log-softmax of `scale` times the logits, which is how sure the drafter is."""
+    """The `Pick` of the likeliest child. Its confidence is the log-softmax of `scale` times the logits."""
 
     def pick(level: Any, said: Candidates) -> Draft:
         best = ops.argmax(said.logits)[:, :, None]
@@ -188,7 +187,7 @@ def _chain(
     num_levels: Int[Array, "B"] | None,
     scheme: DrawScheme,
 ) -> tuple[DraftTree, Any]:
-    """The tree of `_beam` for width 1: nothing competes. (XLA drops the scores where nobody reads them.)"""
+    """The tree of `_beam` for width 1, where no nodes compete. (XLA removes the scores if they are not used.)"""
     token, drafts = root[:, None], []
     scores, pick = [jnp.zeros(token.shape)], likeliest_draft(scale)
     for level in range(config.depth):
@@ -212,24 +211,24 @@ def _beam(
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
     At every level the `width` best nodes are expanded, each into its `width` likeliest candidates under the log-softmax
-    of `scale` times what `expand` says. Scores fall along a path and ties go to the shallower node, so the nodes kept
-    are closed under ancestors, and the order of scores puts parents first. Whether `expand` says what the drafter says,
-    or that and the target's noise, is `scheme`.
+    of `scale` times the logits of `expand`. Scores fall along a path, and the shallower node wins a tie. The kept nodes
+    therefore include all their ancestors, and the order of scores puts parents first. `scheme` is ARBITRARY, or COUPLED
+    if the logits of `expand` include the target's noise.
 
     Args:
-      expand: gets tokens, and the tree holds tokens; which the C columns are it says itself.
-      num_levels: as in `grow`; nodes below a row's levels come last.
+      expand: takes tokens and names the tokens of its columns.
+      num_levels: as in `grow`. Nodes below a row's levels come last.
     """
     batch, width = root.shape[0], config.width
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
-    frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is no candidate
+    frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is not a candidate
     frontier_parents = jnp.zeros((batch, 1), jnp.int32)
     scores, tokens, parents = [], [], []
     for level in range(config.depth):
         said, carry = expand(level, frontier_tokens, frontier_parents, carry)
         count = min(width, said.logits.shape[-1])
         top, children, total = ops.top_k(said.logits * scale[:, None, None], count)
-        # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
+        # A NaN score, or one above the parent's, would separate a node from its parent, so no drafter is trusted.
         logp = jnp.fmin(top - total, 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
         if num_levels is not None:
@@ -262,18 +261,18 @@ def best_tree(
 ) -> DraftTree:
     """The tree of the root and the `num_nodes` - 1 best of M candidates.
 
-    Scores fall along paths, and a parent stands before its children: since of equals the first are taken, what is kept
-    is closed under ancestors, and parents come first.
+    Scores must fall along paths, and parents must come before their children. The first candidate wins a tie, so the
+    kept nodes include all their ancestors, and parents come first.
 
     Args:
-      parents: the candidate above each, NO_PARENT below the root.
-      may_lack: whether a row may have fewer candidates than nodes. Those that it lacks have a score of -inf; what
-        stands in their place comes last and is not valid.
+      parents: the index of each candidate's parent among the candidates, NO_PARENT for children of the root.
+      may_lack: whether a row may have fewer candidates than nodes. Missing candidates have a score of -inf. Their nodes
+        come last and are not valid.
     """
     batch = root.shape[0]
-    best_scores, kept = lax.top_k(scores, num_nodes - 1)  # stable: of equals the first
+    best_scores, kept = lax.top_k(scores, num_nodes - 1)  # on a tie it takes the first
     kept_parents = jnp.take_along_axis(parents, kept, 1)
-    # The node index of each kept node's parent; the root is node 0, kept candidate i is node i + 1.
+    # The node index of each kept node's parent: the root is node 0, and kept candidate i is node i + 1.
     is_parent = kept_parents[:, :, None] == kept[:, None, :]
     node_parent = jnp.where(kept_parents == NO_PARENT, 0, jnp.argmax(is_parent, -1) + 1)
     column = jnp.zeros((batch, 1), jnp.int32)
@@ -294,10 +293,11 @@ def best_tree(
 def on_text(
     tree: DraftTree, text: Int[Array, "B T"], first: Int[Array, "B"], end: Int[Array, "B"], max_depth: int
 ) -> Bool[Array, "B N"]:
-    """The root, and the nodes that say what a text says after it.
+    """Marks the root and the nodes whose paths equal the text after the root.
 
     Args:
-      first, end: places in the text of the token after the root, and after the last that counts.
+      first: index in the text of the token after the root.
+      end: index in the text after the last token that is compared.
     """
     place = first[:, None] + tree.depth - 1
     is_right = tree.tokens == jnp.take_along_axis(text, jnp.clip(place, 0, text.shape[1] - 1), 1)
@@ -309,7 +309,7 @@ def on_text(
 
 
 def ancestor_mask(tree: DraftTree, max_depth: int) -> Bool[Array, "B N N"]:
-    """`mask[b, i, j]`: node j is node i or an ancestor of it; a node without a parent sees itself only."""
+    """`mask[b, i, j]`: whether node j is node i or an ancestor of it. A node without a parent sees only itself."""
     num = tree.tokens.shape[1]
     mask = jnp.broadcast_to(jnp.eye(num, dtype=bool), (tree.tokens.shape[0], num, num))
     up = jnp.maximum(tree.parents, 0)

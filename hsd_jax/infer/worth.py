@@ -1,9 +1,9 @@
-"""Which drafts are worth a check, and whether drafting is: decided inside the loop, from what passes cost here.
+"""Decides inside the loop which drafts pay, and whether drafting pays, from the costs of passes on this machine.
 
-A plan (`planning/plan.py`) gives the largest tree of a call. Of the tree that a drafter grew, the rows of a batch
-verify the nodes that promise more tokens a second than they cost; where drafting as a whole does not pay, the loop
-decodes plainly for a while and tries again later. Neither changes a text under `match`: it is lossless for any tree
-chosen before the target's draw. Neither compiles anything. Read first: `step.py`.
+A plan (`planning/plan.py`) gives the largest tree of a call. The rows of a batch verify only the nodes of a grown tree
+whose expected tokens are worth their time. If drafting does not pay, the loop decodes plainly for a while and tries
+again later. Neither decision changes a text under `match`, which is lossless for any tree that is chosen before the
+target's draw. Neither compiles anything. Read first: `step.py`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DraftTree, Stop, Verdict
 
 MEMORY = 0.97
-"""What a round leaves of the weight of those before it, in every average."""
+"""The factor by which each round reduces the weight of earlier rounds in every average."""
 PRIOR = 4.0
-"""Weight of the first estimate, in expected drafts."""
+"""The weight of the first estimate, in expected drafts."""
 DOUBT = 0.6
-"""Rounds are a sample. Drafts stop once they trail plain decoding by the fraction DOUBT / sqrt(n), where n counts the
-remembered rounds times the live rows."""
+"""Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction DOUBT / sqrt(n),
+where n is the number of remembered rounds times the number of unfinished rows."""
 DISCOUNT, FEW_NODES = 0.6, 16
-"""The price of a node is lowered by the fraction DISCOUNT where all trees of the batch have at most FEW_NODES nodes
-together, and by DISCOUNT * FEW_NODES / nodes where they have more. The kernels take rows in tiles, so to leave out the
-last nodes of a tile saves no time, but loses their tokens."""
+"""The price of a node is lowered by the fraction DISCOUNT if all trees of the batch together have at most FEW_NODES
+nodes, and by DISCOUNT * FEW_NODES / nodes if they have more. The kernels process rows in tiles, so leaving out the last
+nodes of a tile saves no time but loses their tokens."""
 FEWEST_ROUNDS = 6
-"""Rounds with drafts before their speed is judged."""
+"""The number of rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
-"""Blocks of plain rounds after drafts that did not pay; twice as many each time."""
+"""The number of blocks of plain rounds after drafts that did not pay: the first number, and the largest. It doubles
+each time."""
 FREE_DEPTH = 3
-"""Drafts of a row whose attention costs nothing: the kernel's vectors hold the queries of a few nodes at once."""
+"""Drafts down to this depth cost no extra attention, because the kernel's vectors hold the queries of a few nodes."""
 
 
 def first_control(batch: int, counts_drafts: bool = False) -> Control:
-    """Nothing is known of any row.
+    """The control before any round.
 
     Args:
-      counts_drafts: where chains may end early.
+      counts_drafts: whether drafts are counted, as for chains that may end early.
     """
     rows, count = jnp.zeros(batch), jnp.zeros(batch, jnp.int32)
     drafts = jnp.zeros((batch, 2), jnp.int32) if counts_drafts else None
@@ -47,13 +48,13 @@ def first_control(batch: int, counts_drafts: bool = False) -> Control:
 
 
 def joined(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Array, "B"]) -> Control:
-    """The control after new rows have come into a running batch.
+    """The control after new rows have entered a running batch.
 
-    Of their own drafts nothing is known. Whether drafting pays they take over from the rows that go on, so that a batch
-    does not try drafts anew that were found not to pay.
+    Nothing is known of the drafts of new rows. They take over from the running rows whether drafting pays, so that a
+    batch does not try drafts again that did not pay.
 
     Args:
-      live: rows that are not done; the new ones among them do not count.
+      live: rows that are not done. The new rows among them are ignored.
       slot_mask: the new rows.
     """
     others = live & ~slot_mask
@@ -72,7 +73,7 @@ def waits(control: Control, costs: Costs, done: Bool[Array, "B"]) -> Bool[Array,
 
 
 def waited(control: Control, num_rounds: Int[Array, ""]) -> Control:
-    """After so many plain rounds: calls of the loop may be shorter than a block."""
+    """The control after `num_rounds` plain rounds. A call of the loop may be shorter than a block."""
     return dataclasses.replace(control, wait=jnp.maximum(control.wait - num_rounds, 0))
 
 
@@ -85,7 +86,7 @@ def _most(x: Int[Array, "B"], rows: Bool[Array, "B"]) -> Int[Array, ""]:
 
 
 def _num_live(done: Bool[Array, "B"]) -> Float[Array, ""]:
-    """Rows that go on, at least 1: it divides."""
+    """The number of rows that are not done, at least 1, because it is a divisor."""
     return jnp.maximum(jnp.sum(~done), 1).astype(jnp.float32)
 
 
@@ -95,30 +96,34 @@ def _in_rows(rows: Bool[Array, "B"], new: Control, old: Control) -> Control:
 
 
 def first_trust(has_score: bool) -> float:
-    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all are equally sure."""
+    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for a drafter without scores."""
     return 1.0 if has_score else 0.6
 
 
 def log_share(accepted: Array, num: Array, first: Array | float) -> Array:
-    """The log of the share of `num` expected drafts that was accepted, as if PRIOR more had been expected and the share
-    `first` of them accepted; at most 0."""
+    """The log of the share of `num` expected drafts that was accepted, at most 0.
+
+    PRIOR further expected drafts are added, of which the share `first` was accepted.
+    """
     return jnp.log(jnp.clip((accepted + PRIOR * first) / (num + PRIOR), 1e-3, 1.0))
 
 
 def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
-    """Log of how far each row trusts its drafter: accepted over expected drafts so far."""
+    """The log of each row's trust in its drafter: accepted drafts divided by expected drafts so far."""
     return log_share(control.accepted, control.predicted, costs.first_trust)
 
 
 def stop_rule(
     control: Control, costs: Costs, num_nodes: int, length: Int[Array, "B"], done: Bool[Array, "B"]
 ) -> Stop | None:
-    """When chains end early: a further level costs a pass of the drafter and a node a row, and must promise as many
-    tokens as the rounds so far gave in that time. None: they do not.
+    """The condition under which chains end early. None if they do not.
+
+    A further level costs a pass of the drafter and one node per row. It must promise as many tokens as the rounds so
+    far gave in that time.
 
     Args:
-      num_nodes: of a whole tree, root included.
-      length: committed tokens.
+      num_nodes: number of nodes of a full tree, root included.
+      length: number of committed tokens of each row.
     """
     if costs.level_seconds is None:
         return None
@@ -130,28 +135,31 @@ def stop_rule(
 def tokens_a_second(
     control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
 ) -> Float[Array, ""]:
-    """Expected tokens a second of drafting: plain speed times the gain so far, smoothed by one plain round a row."""
+    """The expected tokens per second with drafts: plain speed times the gain so far.
+
+    The gain is smoothed by one plain round per row.
+    """
     num = _num_live(done)
     gain = (_sum(control.tokens, ~done) + num) / (_sum(control.plain, ~done) + num)
     return gain * num / plain_seconds(costs, length, done)
 
 
 def _node_seconds(costs: Costs, num_nodes: int, done: Bool[Array, "B"]) -> Float[Array, ""]:
-    """Of one more node, where every row that goes on has a root and at most `num_nodes` nodes."""
+    """Seconds to verify one more node, averaged over trees of 1 to `num_nodes` nodes in every unfinished row."""
     num = jnp.maximum(jnp.sum(~done), 1)
     all_of_them = costs.pass_seconds[num * num_nodes] - costs.pass_seconds[num]
     return all_of_them / (_num_live(done) * (num_nodes - 1))
 
 
 def _score(tree: DraftTree) -> Float[Array, "B N"]:
-    """The drafter's own estimate of each node, in logs; a drafter that says nothing is sure."""
+    """The drafter's own estimate of each node, as a log. A drafter without estimates counts as certain."""
     return jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
 
 
 def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B N"]:
-    """How likely each node is to be accepted; 1 for roots, 0 for nodes that are not valid.
+    """The estimated probability that each node is accepted: 1 for roots, 0 for nodes that are not valid.
 
-    The drafter's own estimate, corrected for every edge by how a row's edges fared so far.
+    It is the drafter's own estimate, corrected for every edge by the row's acceptance so far.
     """
     of_edges = tree.depth.astype(jnp.float32) * log_trust(control, costs)[:, None]
     likely = jnp.exp(jnp.fmin(_score(tree), 0.0) + of_edges)
@@ -161,15 +169,15 @@ def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B
 def select_nodes(
     tree: DraftTree, control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
 ) -> tuple[Bool[Array, "B N"], Float[Array, ""]]:
-    """The nodes to verify, and the seconds that this should take.
+    """The nodes to verify, and the predicted seconds of the round.
 
-    A node is kept if the probability that it is accepted is at least its price: the seconds that it takes, times the
-    tokens per second of the rounds so far. A ratio of tokens to seconds rises by what is added at a higher ratio
-    (Dinkelbach 1967), so from round to round the choice approaches the best one. A node is never likelier than its
-    parent, nor cheaper, so the nodes that are kept are closed under ancestors.
+    A node is kept if its acceptance probability is at least its price: the seconds that it takes, times the tokens per
+    second of the rounds so far. A node with a higher ratio of tokens to seconds raises the ratio of the round
+    (Dinkelbach 1967), so from round to round the choice approaches the best one. A node is never likelier or cheaper
+    than its parent, so the kept nodes include all their ancestors.
 
     Args:
-      length: committed tokens.
+      length: number of committed tokens of each row.
     """
     num_nodes = tree.tokens.shape[1]
     rate, node = tokens_a_second(control, costs, length, done), _node_seconds(costs, num_nodes, done)
@@ -177,7 +185,7 @@ def select_nodes(
     attention = jnp.where(tree.depth > FREE_DEPTH, reading[:, None], 0.0)
     share = 1 - DISCOUNT * jnp.minimum(1.0, FEW_NODES / (_num_live(done) * num_nodes))
     pays = survival(tree, control, costs) >= share * rate * (node + attention)
-    # A drawn node that is dropped for its own token would bias the text (methods.md 0.5).
+    # To drop a drawn node because of its own token would bias the text (methods.md 0.5).
     kept = tree.valid & ((tree.depth == 0) | pays | (tree.scheme in DRAWN_SCHEMES))
     counts = kept & ~done[:, None]
     attending = jnp.sum(jnp.where(counts, attention, 0.0)) + _attention_of_all(costs, length, done)
@@ -189,24 +197,24 @@ def select_nodes(
 
 
 def plain_seconds(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
-    """What a plain pass over the rows that go on should take."""
+    """The predicted seconds of a plain pass over the unfinished rows."""
     return costs.plain_seconds[jnp.sum(~done)] + _attention_of_all(costs, length, done)
 
 
 def slots_seen(costs: Costs, length: Int[Array, "B"]) -> Float[Array, "B"]:
-    """Slots that a layer reads on average for a node of each row."""
+    """The average number of slots that a layer reads for a node of each row."""
     slots = length.astype(jnp.float32)
     return (1 - costs.windowed_share) * slots + costs.windowed_share * jnp.minimum(slots, costs.window)
 
 
 def _attention_of_all(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
-    """Of every pass, plain or not: a row's first nodes read its cache together."""
+    """Seconds of attention in every pass, with or without drafts. A row's first nodes read its cache together."""
     reading = jnp.where(done, 0.0, slots_seen(costs, length))
     return (FREE_DEPTH + 1) * costs.slot_seconds * jnp.sum(reading)
 
 
 def expected(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
-    """How many drafts the drafter takes to be accepted of those that were tried: the valid children of a path.
+    """The number of accepted drafts that the drafter expected among the tried ones, the valid children of a path.
 
     Args:
       on_path: the nodes of the path, the root included.
@@ -229,13 +237,13 @@ def learned(
     done: Bool[Array, "B"],
     seconds: Float[Array, ""],
 ) -> Control:
-    """What a round with drafts has shown, in the rows that were not done before it.
+    """The control after a round with drafts. Rows that were done before the round do not change.
 
     Args:
-      tree: of which the nodes that were verified are valid.
-      num_made: drafts, verified or not.
-      length, done: before the round.
-      seconds: what the round should have taken.
+      tree: the tree, where only the verified nodes are valid.
+      num_made: number of drafts made, verified or not.
+      length, done: values before the round.
+      seconds: the predicted seconds of the round.
     """
     num = tree.tokens.shape[1]
     is_at = jnp.arange(num) == verdict.path[:, :, None]
@@ -257,7 +265,7 @@ def learned(
         tokens=jnp.where(is_poor, 0.0, tokens),
         plain=jnp.where(is_poor, 0.0, plain),
         rounds=jnp.where(is_poor, 0, rounds),
-        wait=jnp.where(is_poor, backoff * verdict.path.shape[1], 0),  # a block has a round for each depth, and one
+        wait=jnp.where(is_poor, backoff * verdict.path.shape[1], 0),  # a block has D + 1 rounds
         backoff=jnp.where(is_poor, jnp.minimum(2 * backoff, LONGEST_WAIT), jnp.where(is_good, FIRST_WAIT, backoff)),
         drafts=drafts,
     )

@@ -1,1 +1,1 @@
-"""The operations that models and draws are made of, and what runs them on each platform. Start with `ops.py`."""
+"""The operations of models and draws, and their implementations for each platform. Start with `ops.py`."""

@@ -1,9 +1,9 @@
 """Attention of the nodes of a pass to the committed slots of a cache and to each other, in one softmax.
 
-Every node sees a range of slots; the tree concerns the nodes alone. So the slots go through a flash kernel, and what
-it found is merged with the nodes by maximum and sum. Products are in the dtype of the cache, sums in float32: nothing
-converts a cache. `BACKENDS` are the ways to compute it where the CPU kernel (`native.attend`) does not apply. Read
-next: `ops.py`, which calls `attend`.
+Every node sees a contiguous range of slots. Only the mask among the nodes depends on the tree. A flash kernel therefore
+computes the slots, and its partial softmax is merged with that of the nodes by maximum and sum. Products are in the
+dtype of the cache and sums in float32, so no cache is converted. `BACKENDS` are the implementations for programs
+without the CPU kernel (`native.attend`). Read next: `ops.py`, which calls `attend`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hsd_jax.kernels.triton import MASKED, visible
 from hsd_jax.settings import OneOf, take
 
 VARIABLE = "HSD_ATTENTION"
-"""Environment variable that names a backend; "auto", the default, takes the first that applies."""
+"""Environment variable that names a backend. The default, "auto", takes triton if it applies, else xla."""
 SLOTS_AT_ONCE = {"cpu": 256, "tpu": 512}
-"""Slots that XLA's attention reads in a step, by platform; steps of which nobody sees a slot are left out. On a GPU,
-where each step of a loop waits for the host, all slots are read at once."""
+"""The number of slots that XLA's attention reads per step, by platform. Steps whose slots no node sees are skipped. On
+a GPU all slots are read in one step, because there each step of a loop waits for the host."""
 
 Seen = tuple[Int[Array, "B N"], Int[Array, "B N"]]
-"""The first slot that each node sees, and the one after the last."""
+"""For each node, the first slot that it sees, and the slot after the last one."""
 Partial = tuple[Float[Array, "... n E"], Float[Array, "... n"], Float[Array, "... n"]]
-"""A softmax over some of the entries: unscaled output, maximum of the scores, sum of the weights."""
+"""A softmax over some of the entries: output before normalisation, maximum of the scores, sum of the weights."""
 
 _wanted: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_attention", default=None)
 
 
 @contextlib.contextmanager
 def using(backend: str) -> Iterator[None]:
-    """What is traced inside attends by this backend, one of BACKENDS, or "auto".
+    """Programs traced inside use this backend for attention: one of BACKENDS, or "auto".
 
     Raises:
       ValueError: for an unknown backend.
@@ -54,7 +54,7 @@ def using(backend: str) -> Iterator[None]:
 
 
 def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
-    """A mask [B, N, X] over nodes as one over their queries, [B, 1, n, X]: a node's query heads are together."""
+    """Expands a mask over nodes [B, N, X] to their queries, [B, 1, n, X]. The query heads of a node are contiguous."""
     return jnp.repeat(mask, query.shape[2] // mask.shape[1], axis=1)[:, None]
 
 
@@ -67,9 +67,9 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` by the backend that suits the platform of the program.
+    """`ops.attend` by the backend for the platform of the program.
 
-    Where there is a cache, queries that see nothing give zeros.
+    With a cache, queries that see nothing give zeros.
     """
     if cached is None or seen is None:
         found = scores(query, new[0], widen(new_mask, query), scale, softcap)
@@ -81,13 +81,13 @@ def attend(
 
 
 def within(query, new, new_mask, scale: float, softcap: float | None) -> Partial:
-    """The nodes' attention to each other, by dense products."""
+    """The attention of the nodes to each other, by dense products."""
     found = scores(query, new[0], widen(new_mask, query), scale, softcap)
     return partial_softmax(found, new[1])
 
 
 def scores(query: Array, keys: Array, mask: Array, scale: float, softcap: float | None) -> Float[Array, "B G n X"]:
-    """Scaled products, soft-capped; MASKED where `mask` is False."""
+    """Scaled and soft-capped products. They are MASKED where `mask` is False."""
     found = _product(query, keys, (3, 3)) * scale
     if softcap is not None:
         found = jnp.tanh(found / softcap) * softcap
@@ -95,20 +95,20 @@ def scores(query: Array, keys: Array, mask: Array, scale: float, softcap: float 
 
 
 def partial_softmax(found: Float[Array, "B G n X"], values: Float[Array, "B G X E"]) -> Partial:
-    """The softmax of scores so far, unscaled."""
+    """The partial softmax of some scores."""
     top = found.max(-1, keepdims=True)
     weights = jnp.where(found > MASKED, jnp.exp(found - top), 0.0)
     return _product(weights, values, (3, 2)), top[..., 0], weights.sum(-1)
 
 
 def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
-    """A batched product in the dtype of `y`, which is a cache or will be in one, summed in float32."""
+    """A batched product in the dtype of `y` with float32 sums. `y` has the dtype of the cache."""
     dimensions = ((axes[0],), (axes[1],)), ((0, 1), (0, 1))
     return lax.dot_general(x.astype(y.dtype), y, dimensions, preferred_element_type=jnp.float32)
 
 
 def merge(one: Partial, other: Partial) -> Partial:
-    """The softmax over the entries of both."""
+    """Merges two partial softmaxes into one over the entries of both."""
     (out, top, total), (more, higher, added) = one, other
     best = jnp.maximum(top, higher)
     old, new = jnp.exp(top - best), jnp.exp(higher - best)
@@ -116,13 +116,14 @@ def merge(one: Partial, other: Partial) -> Partial:
 
 
 def finish(found: Partial) -> Float[Array, "... n E"]:
-    """The output of a softmax over all entries."""
+    """The normalised output of a softmax over all entries."""
     out, _, total = found
     return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def by_xla(query, new, new_mask, cached, seen, scale, softcap):
-    """Plain products over blocks of slots, of which only those are read that somebody sees; on a GPU over all slots."""
+    """Attention by plain products over blocks of slots. It skips blocks that no node sees. On a GPU all slots are one
+    block."""
     first, last = (widen(x[:, :, None], query) for x in seen)
     num_slots: int = cached[0].shape[2]
     step: int = SLOTS_AT_ONCE.get(traced_platform(), num_slots)
@@ -143,7 +144,7 @@ def by_xla(query, new, new_mask, cached, seen, scale, softcap):
 
 
 def by_triton(query, new, new_mask, cached, seen, scale, softcap):
-    """The flash kernel of `triton.py`."""
+    """Attention by the flash kernel of `triton.py`."""
     first, last = (widen(x[:, :, None], query)[:, 0, :, 0] for x in seen)
     return triton.attend(query, new, widen(new_mask, query)[:, 0], cached, (first, last), scale, softcap)
 

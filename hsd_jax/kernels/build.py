@@ -1,7 +1,8 @@
-"""Compiled libraries in a cache, each with a checksum beside it.
+"""Stores compiled libraries in a cache, each with a checksum file.
 
-A library that a full disk or a kill cut short would end the process with SIGBUS as soon as it is loaded, so what does
-not fit its checksum counts as not there. Read next: `native.py`, which compiles and loads.
+A full disk or a kill can truncate a library, and a truncated library ends the process with SIGBUS when it is loaded. A
+library that does not match its checksum is therefore treated as missing. Read next: `native.py`, which compiles and
+loads libraries.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def checksum_path(library: Path) -> Path:
 
 
 def verified(library: Path) -> bool:
-    """Whether the library is there as `write_with_checksum` wrote it; False where either file cannot be read."""
+    """Whether the library matches its checksum. False if either file cannot be read."""
     try:
         wanted = checksum_path(library).read_text(encoding="ascii").strip()
         return library.is_file() and sha256(library.read_bytes()) == wanted
@@ -26,7 +27,7 @@ def verified(library: Path) -> bool:
 
 
 def write_with_checksum(built: Path, library: Path) -> None:
-    """Copies a freshly compiled library to its place, and its checksum beside it; a kill leaves what is not verified.
+    """Copies a compiled library into the cache and writes its checksum. After a kill in between it is not verified.
 
     Raises:
       OSError: naming the file, if one of them cannot be written.

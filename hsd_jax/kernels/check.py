@@ -1,4 +1,7 @@
-"""Whether the GPU kernels compute on this machine what XLA does: asked once, before a program uses them."""
+"""Checks once per process that the GPU kernels agree with XLA on this machine, before a program uses them.
+
+Read next: `triton.py` for the kernels.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from hsd_jax.kernels import attention, ops, triton
 from hsd_jax.settings import OneOf, take
 
 VARIABLE = "HSD_GPU_KERNELS"
-"""Environment variable: "off" leaves everything to XLA."""
+"""Environment variable. "off" switches the GPU kernels off, and XLA computes everything."""
 MOST = 0.02
-"""Largest difference from XLA, of values around 1 in bfloat16, that counts as the same."""
+"""The largest difference from XLA that is accepted, for values around 1 in bfloat16."""
 
 ATTENTIONS = (
     ("attention", 64, 5, 512, 30.0),
     ("attention of 64 nodes to a ring", 128, 64, 256, None),
     ("attention of wide heads", 256, 5, 512, None),
 )
-"""What attention is asked for: width of a head, nodes, slots (of rows with up to 500 tokens), soft cap."""
+"""The checks of attention: name, width of a head, nodes, slots (for rows of up to 500 tokens), soft cap."""
 
 
 def gpu_kernels_agree() -> bool:
-    """Whether programs may use `triton.py`. Where it computes something else, or nothing, a warning says so, once.
+    """Whether programs may use `triton.py`. If its kernels fail or differ from XLA, a warning says so once.
 
     Raises:
       ValueError: if HSD_GPU_KERNELS is neither "on" nor "off".
@@ -42,12 +45,12 @@ def _agree() -> bool:
     try:
         with jax.ensure_compile_time_eval():
             found = differences()
-    except Exception as error:  # whatever a compiler or a driver raises, XLA does the work
-        warnings.warn(f"GPU kernels do not run here ({error}); XLA does their work", stacklevel=4)
+    except Exception as error:  # compilers and drivers raise many kinds of error
+        warnings.warn(f"GPU kernels do not run here ({error}); XLA is used instead", stacklevel=4)
         return False
     wrong = [f"{name} by {value:.2g}" for name, value in found.items() if not value <= MOST]
     if wrong:
-        warnings.warn(f"GPU kernels differ from XLA: {', '.join(wrong)}; XLA does their work", stacklevel=4)
+        warnings.warn(f"GPU kernels differ from XLA: {', '.join(wrong)}; XLA is used instead", stacklevel=4)
     return not wrong
 
 
@@ -87,7 +90,7 @@ def differences(interpret: bool = False) -> dict[str, float]:
     for name, width, nodes, slots, softcap in ATTENTIONS:
         asked = normal(2, 2, 4 * nodes, width).astype(jnp.bfloat16)
         entries = [normal(2, 2, n, width).astype(jnp.bfloat16) for n in (nodes, nodes, slots, slots)]
-        sees = jnp.arange(nodes) < nodes - 1  # the last node nothing, as those that pad a tree
+        sees = jnp.arange(nodes) < nodes - 1  # the last node sees nothing, like the padding nodes of a tree
         last = jnp.where(sees, jnp.array([[500], [70]], jnp.int32), 0)
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)) & sees[:, None], (2, nodes, nodes))
         seen = jnp.maximum(last - 200, 0), last

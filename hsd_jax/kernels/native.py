@@ -1,11 +1,11 @@
-"""Optional CPU kernels for the products, attention and draws of a decode, built on first use by the machine's compiler.
+"""Optional CPU kernels for the products, attention and draws of a decode. The machine's compiler builds them once.
 
-XLA's CPU product of a few rows packs the weights on every call; `cpu/rows_matmul.cc` does not, and it reads bfloat16
-and 8-bit weights as they lie. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc` attention
-in one call a layer instead of ten (docs/history.md has the measurements). A row's bits depend on the row alone: not on
-how many rows are beside it, nor on which tree verified it. Without a compiler, on another platform, or with
-HSD_NATIVE_ISA=off, `ops` uses XLA, in float32. The kernels have no gradient and know no mesh, so they are switched on
-only while a decode loop is traced.
+For a few rows, XLA's CPU product packs the weights on every call. `cpu/rows_matmul.cc` does not pack them, and it reads
+bfloat16 and 8-bit weights without conversion. `cpu/gated_mlp.cc` computes the MLP in one call. `cpu/attend.cc` computes
+the attention of a layer in one call instead of ten (docs/history.md has the measurements). A row's result is bitwise
+the same for any number of other rows, and for any tree that verified it. Without a compiler, on another platform, or
+with HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so they are
+switched on only while a decode loop is traced. Read next: `ops.py`, which calls them.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ SYMBOLS = {
 
 
 class InstructionSet(NamedTuple):
-    """An instruction set that the kernels are compiled for."""
+    """An instruction set for which the kernels are compiled."""
 
     needs: tuple[str, ...]
-    """Flags of /proc/cpuinfo."""
+    """The flags of /proc/cpuinfo that it requires."""
     flags: tuple[str, ...]
-    """Of the compiler."""
+    """The flags of the compiler."""
     rounds_rows: bool = False
     """Whether weights in bfloat16 are multiplied in pairs, with rows that are rounded to bfloat16 once: twice as many
     products an instruction. Otherwise, and for other weights, rows stay in float32."""
@@ -74,7 +74,7 @@ ISAS = {
 }
 """From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16."""
 MOST_BEST = 16
-"""Of the largest numbers of a row, most that `top_k` finds: it keeps a sorted list."""
+"""The largest k of `top_k`, which keeps a sorted list."""
 OFF = "off"
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
@@ -86,7 +86,7 @@ _active: contextvars.ContextVar[Array | None] = contextvars.ContextVar("hsd_acti
 
 @contextlib.contextmanager
 def compiled_for(platform: str) -> Iterator[None]:
-    """What is traced inside is for this platform ("cpu", "gpu", "tpu"), whatever this process runs on."""
+    """Programs traced inside are for this platform ("cpu", "gpu", "tpu"), even if this process runs on another."""
     token = _platform.set(platform)
     try:
         yield
@@ -95,16 +95,16 @@ def compiled_for(platform: str) -> Iterator[None]:
 
 
 def traced_platform() -> str:
-    """The platform that what is traced here and now will run on: that of this process, unless told otherwise."""
+    """The platform of the program that is being traced: that of this process, unless `compiled_for` sets another."""
     return _platform.get() or jax.default_backend()
 
 
 @contextlib.contextmanager
 def enabled(on: bool, isa: str | None = None) -> Iterator[None]:
-    """While tracing inside, the kernels are used, if `on` and if they can be had.
+    """Programs traced inside use the kernels if `on` is True and the kernels are available.
 
     Args:
-      isa: one of ISAS; None: `selected_isa`.
+      isa: one of ISAS. None: `selected_isa`.
     """
     isa = selected_isa() if isa is None else isa
     token = _isa.set(isa if on and available(isa) else OFF)
@@ -116,14 +116,14 @@ def enabled(on: bool, isa: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> Iterator[None]:
-    """While tracing inside, the kernels skip what is not active and give zeros for it: products, noise and draws.
+    """In programs traced inside, the kernels skip rows or nodes that are not active and give zeros for them.
 
-    XLA's own operations ignore it, so nobody may read results of what is not active. Rows that are not active outside
-    are not active inside.
+    This holds for products, noise and draws. XLA's own operations ignore it, so no code may use results of inactive
+    rows or nodes. Rows that are inactive outside are also inactive inside.
 
     Args:
-      active: of every node [B, N], or of every row of the batch with all its nodes; None: what is set outside, else all
-        are.
+      active: one flag per node [B, N], or one flag per row [B] for all its nodes. None: the flags that are set outside,
+        or all active.
     """
     outer = _active.get()
     if active is None:
@@ -139,18 +139,18 @@ def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> Iterator[None]
 
 
 def active_rows() -> Bool[Array, "B"] | None:
-    """Rows of the batch to which `only` confines what is traced here and now on the kernels; None: it does not."""
+    """The rows of the batch to which `only` restricts the kernels now. None: no restriction by rows."""
     active = _active.get() if is_on() else None
     return None if active is None or active.ndim > 1 else active
 
 
 def traced_isa() -> str:
-    """The instruction set that what is traced here and now runs on, or OFF."""
+    """The instruction set of the kernels in the program that is being traced, or OFF."""
     return _isa.get()
 
 
 def is_on() -> bool:
-    """Whether what is traced here and now runs on the kernels."""
+    """Whether the program that is being traced uses the kernels."""
     return _isa.get() != OFF
 
 
@@ -161,12 +161,12 @@ def rounds_rows() -> bool:
 
 
 def applies(kernel: Kernel) -> bool:
-    """Whether a product traced here and now goes to the kernels."""
+    """Whether a product with this kernel, traced now, uses the CPU kernels."""
     return is_on() and kernel.dtype in (jnp.float32, jnp.bfloat16)
 
 
 def cpu_isas() -> tuple[str, ...]:
-    """The levels that this processor has, whether or not there is a compiler."""
+    """The instruction sets of ISAS that this processor has. A compiler is not required."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -177,17 +177,17 @@ def cpu_isas() -> tuple[str, ...]:
 
 
 def selected_isa() -> str:
-    """The instruction set that HSD_NATIVE_ISA asks for, else the most capable one of this processor, else OFF.
+    """The instruction set that HSD_NATIVE_ISA requests, else the most capable one of this processor, else OFF.
 
-    What cannot be had is named in a warning, once, and another is taken: on each the text is that of plain
-    decoding.
+    If the requested one is not available, a warning says so once, and another is used. With any of them speculative
+    text equals that of plain decoding.
     """
     return _select_isa(os.environ.get(ISA_VARIABLE, ""), os.environ.get("HSD_NATIVE", ""))
 
 
 @contextlib.contextmanager
 def at_isa(isa: str) -> Iterator[None]:
-    """Inside, this process asks for one of ISAS or OFF, whatever HSD_NATIVE_ISA said before."""
+    """Inside, this process requests one of ISAS or OFF, regardless of the value of HSD_NATIVE_ISA outside."""
     before = os.environ.get(ISA_VARIABLE)
     os.environ[ISA_VARIABLE] = isa
     try:
@@ -199,7 +199,7 @@ def at_isa(isa: str) -> Iterator[None]:
 
 
 def _is_known_to_compiler(isa: str) -> bool:
-    """False where the compiler is older than the instruction set; True where there is no compiler."""
+    """False if the compiler does not know the instruction set. True if there is no compiler."""
     builder = compiler()
     if builder is None:
         return True
@@ -235,7 +235,7 @@ def _call(name: str, out, **options):
 
 
 def _flags(num_rows: int) -> Bool[Array, "_"]:
-    """A flag for each of the rows of a product, or none: then all of them count."""
+    """One flag per row of a product, or no flag if all rows are active."""
     active = _active.get()
     if active is None:
         return jnp.zeros(0, bool)
@@ -246,15 +246,15 @@ def _flags(num_rows: int) -> Bool[Array, "_"]:
 
 
 def _operands(*kernels: Kernel) -> list[Array]:
-    """Kernels as a call takes them: one in 8 bits is followed by its scales."""
+    """The kernels as operands of a call: the scales of an 8-bit kernel follow its values."""
     parts = [(k.values, k.scale) if isinstance(k, Int8) else (k,) for k in kernels]
     return [array for part in parts for array in part]
 
 
 def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Kernel, ...]) -> list[Float[Array, "N out"]]:
-    """`x @ kernel.T` for each kernel, with float32 sums, in one call (`ISAS` has what is rounded before).
+    """`x @ kernel.T` for each kernel, with float32 sums, in one call (`InstructionSet` says what is rounded).
 
-    A row's result is the same to the bit for any number of rows; rows that are not active (`only`) are zeros.
+    A row's result is bitwise the same for any number of rows. Inactive rows (`only`) give zeros.
     """
     outs = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
     return list(_call("rows_matmul", outs)(x.astype(jnp.float32), _flags(len(x)), *_operands(*kernels)))
@@ -269,7 +269,7 @@ def gated_mlp(
     is_gelu: bool,
     up_bias: Float[Array, "N F"] | None = None,
 ) -> Float[Array, "N H"]:
-    """`ops.gated_mlp` in one call; arithmetic and rows as in `rows_matmul`."""
+    """`ops.gated_mlp` in one call, with the arithmetic and the guarantees of `rows_matmul`."""
     out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
     biases = jnp.zeros((0, gate.shape[0])) if up_bias is None else up_bias.astype(jnp.float32)
     operands = x.astype(jnp.float32), _flags(len(x)), biases, *_operands(gate, up, down)
@@ -277,7 +277,7 @@ def gated_mlp(
 
 
 def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
-    """Whether attention traced here and now goes to the kernel."""
+    """Whether attention that is traced now uses the kernel."""
     return is_on() and query.dtype == cached[0].dtype == cached[1].dtype == jnp.float32
 
 
@@ -292,7 +292,7 @@ def attend(
 ) -> Float[Array, "B G n E"]:
     """`ops.attend` over a cache, in one call.
 
-    A query's result depends on the entries it sees and their order alone: slots first, nodes of this pass after them.
+    A query's result depends only on the entries that it sees and on their order: slots first, then nodes of this pass.
     A query that sees nothing gives zeros and costs nothing.
     """
     out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
@@ -301,18 +301,18 @@ def attend(
 
 
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
-    """`ops.rms_norm`; a row's result is the same to the bit for any number of rows."""
+    """`ops.rms_norm`. A row's result is bitwise the same for any number of rows."""
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     return _call("rms_norm", out)(x, weight, eps=np.float32(eps))
 
 
 def rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Array, "B N heads E"]:
-    """`ops.apply_rope`; a row's result is the same to the bit for any number of rows."""
+    """`ops.apply_rope`. A row's result is bitwise the same for any number of rows."""
     return _call("rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
 
 
 def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """`ops.argmax` in one call; 0 for rows that are not active."""
+    """`ops.argmax` in one call. It gives 0 for inactive rows."""
     out = jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32)
     return _call("first_best", out)(x, _flags(math.prod(out.shape)))
 
@@ -320,7 +320,7 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 def top_k(
     x: Float[Array, "*rows V"], k: int
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"], Float[Array, "*rows 1"]]:
-    """`ops.top_k` in one call; zeros for rows that are not active. A NaN is never among the largest."""
+    """`ops.top_k` in one call. It gives zeros for inactive rows. A NaN is never among the largest."""
     active_rows = x.shape[:-1]
     out = [((*active_rows, k), jnp.float32), ((*active_rows, k), jnp.int32), ((*active_rows, 1), jnp.float32)]
     best, places, total = _call("top_k", [jax.ShapeDtypeStruct(*one) for one in out])(x, _flags(math.prod(active_rows)))
@@ -328,12 +328,12 @@ def top_k(
 
 
 def gather(table: Float[Array, "V H"], index: Int[Array, "*n"]) -> Float[Array, "*n H"]:
-    """`table[index]` of a bfloat16 table, in float32; of the table nothing but these rows is read or copied."""
+    """`table[index]` of a bfloat16 table, in float32. It reads and copies only these rows of the table."""
     return _call("gather", jax.ShapeDtypeStruct((*index.shape, table.shape[1]), jnp.float32))(table, index)
 
 
 def gumbel_applies(keys: jax.Array) -> bool:
-    """Whether noise drawn here and now comes from the kernel, which knows jax's default generator only."""
+    """Whether noise that is traced now comes from the kernel, which supports only jax's default generator."""
     return (
         is_on()
         and str(jax.random.key_impl(keys)) == "threefry2x32"
@@ -342,14 +342,17 @@ def gumbel_applies(keys: jax.Array) -> bool:
 
 
 def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
-    """`ops.gumbel` of each key [R], in one call; zeros for those that are not active."""
+    """`ops.gumbel` for each of the `keys` in one call. It gives zeros for inactive rows."""
     out = jax.ShapeDtypeStruct((len(keys), num), jnp.float32)
     return _call("gumbel", out)(jax.random.key_data(keys), _flags(len(keys)))
 
 
 @contextlib.contextmanager
 def as_they_are() -> Iterator[None]:
-    """While tracing inside, XLA multiplies bfloat16 as it is on a CPU too; bits then differ from those of decoding."""
+    """In programs traced inside, XLA multiplies bfloat16 without widening it, also on a CPU.
+
+    The results then differ in their last bits from those of decoding.
+    """
     token = _as_they_are.set(True)
     try:
         yield
@@ -358,18 +361,19 @@ def as_they_are() -> Iterator[None]:
 
 
 def is_emulated(dtype) -> bool:
-    """Whether XLA's products in `dtype` are made in float32: those of bfloat16 on a CPU, but inside `as_they_are`.
+    """Whether XLA's products in `dtype` are computed in float32: bfloat16 on a CPU, except inside `as_they_are`.
 
-    Processors that multiply bfloat16 are faster for many rows, but a row's bits then depend on the rows beside it.
+    A processor that multiplies bfloat16 would be faster for many rows, but a row's bits would then depend on the other
+    rows.
     """
     return dtype == jnp.bfloat16 and traced_platform() == "cpu" and not _as_they_are.get()
 
 
 def available(isa: str | None = None) -> bool:
-    """Builds and registers the kernels of an instruction set once; False where that is impossible or unwanted.
+    """Builds and registers the kernels of an instruction set once. False if that is impossible or not wanted.
 
     Args:
-      isa: one of ISAS; None: `selected_isa`.
+      isa: one of ISAS or OFF. None: `selected_isa`.
     """
     isa = selected_isa() if isa is None else isa
     return isa != OFF and traced_platform() == "cpu" and _registered(isa)
@@ -386,24 +390,24 @@ def _registered(isa: str) -> bool:
     except subprocess.CalledProcessError as error:
         text = (error.stderr or b"").decode(errors="replace").strip()
         why = next((line for line in text.splitlines() if "error" in line), text[:200])
-        warnings.warn(f"the CPU kernels do not compile, XLA does their work, slower ({why})", stacklevel=2)
+        warnings.warn(f"the CPU kernels do not compile; XLA is used instead and is slower ({why})", stacklevel=2)
         return False
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
-        return False  # no compiler, no home, a cache that may not execute: XLA does the work
+        return False  # no compiler, no home folder, or a cache that forbids execution: XLA is used instead
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(f"hsd_{isa}_{name}", jax.ffi.pycapsule(handler), platform="cpu")
     return True
 
 
 def compiler() -> str | None:
-    """The C++ compiler that builds the kernels; None where there is none, or no machine that they are written for."""
+    """The C++ compiler that builds the kernels. None if there is none, or if the machine is not x86-64 Linux."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
     return shutil.which("g++") or shutil.which("clang++")
 
 
 def _run(command: list[str]) -> None:
-    """Runs a compiler; what it has started ends with it, on Ctrl-C too."""
+    """Runs a compiler. On Ctrl-C or a timeout it kills the compiler and all processes that it started."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
         try:
             _, said = process.communicate(timeout=300)
@@ -415,7 +419,7 @@ def _run(command: list[str]) -> None:
 
 
 def _build(compiler: str, isa: str) -> Path:
-    """The compiled library of an instruction set, from the user's cache if this source was built here before."""
+    """The compiled library of an instruction set. It comes from the user's cache if this source was built before."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
     sources = [path.read_text() for path in (*SOURCES, HEADER)]
     flags = (*FLAGS, *ISAS[isa].flags)

@@ -1,8 +1,8 @@
-"""The operations of a pass and of a draw, each where it runs best: our CPU kernels where they are on, else XLA.
+"""The operations of a pass and of a draw. Each uses our CPU or GPU kernels if they are on, else XLA.
 
-Kernels are stored [out, in] as in Hugging Face files, which is also the layout XLA multiplies fastest for a few rows
-on CPU. Activations are float32; a product runs in the dtype of its kernel and accumulates in float32. A kernel in 8
-bits (`int8.py`) is made float on its way into the product. Read next: `native.py`, the binding of the CPU kernels.
+Weights are stored [out, in] as in Hugging Face files. XLA on CPU also multiplies this layout fastest for a few rows.
+Activations are float32. A product runs in the dtype of its kernel and accumulates in float32. An 8-bit kernel
+(`int8.py`) is converted to floats inside the product. Read next: `native.py`, the binding of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hsd_jax.types import INVALID_TOKEN
 
 
 def matmul(x: Float[Array, "... in"], kernel: Kernel) -> Float[Array, "... out"]:
-    """`x @ kernel.T` with float32 accumulation; in the kernel's dtype where the device multiplies that."""
+    """`x @ kernel.T` with float32 accumulation, in the kernel's dtype if the device multiplies it."""
     return matmuls(x, (kernel,))[0]
 
 
 def matmuls(x: Float[Array, "... in"], kernels: tuple[Kernel, ...]) -> list[Array]:
-    """The products of one input with several kernels: one call where the CPU kernels apply.
+    """The products of one input with several kernels, in one call if the CPU kernels apply.
 
-    Where they do not, a kernel may have several axes before the last: [..., *out].
+    Without the CPU kernels, a kernel may have several output axes, [*out, in]. The product then is [..., *out].
     """
     if all(native.applies(kernel) for kernel in kernels):
         num_rows = math.prod(x.shape[:-1])
@@ -52,8 +52,8 @@ def _product(x: Array, kernel: Array) -> Array:
 
 
 _narrow_product = jax.custom_vjp(_product)
-"""`_product` whose backward products are in the kernel's dtype too: XLA would widen the kernel to multiply it with a
-gradient in float32, which for an LM head are gigabytes."""
+"""`_product` whose backward products are also in the kernel's dtype. Otherwise XLA widens the kernel to float32 for the
+product with the gradient, which takes gigabytes for an LM head."""
 
 
 def _narrow_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -98,8 +98,8 @@ def gated_mlp(
 def take_rows(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
     """`table[index]` in float32.
 
-    On a CPU XLA gathers no bfloat16, nor words of 16 bits: it makes the whole table anew, at every call of the decode
-    loop. So a kernel of ours does, where nothing asks for a gradient.
+    XLA on a CPU cannot gather bfloat16 or other 16-bit words: it converts the whole table at every call of the decode
+    loop. Our kernel gathers them instead. It has no gradient, so it is used only while a decode is traced.
     """
     if isinstance(table, Int8):
         rows = table[index]
@@ -110,16 +110,16 @@ def take_rows(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
 
 
 def embed(table: Kernel, tokens: Int[Array, "B N"]) -> Float[Array, "B N H"]:
-    """`take_rows` of a table that a mesh for decoding splits by rows.
+    """`take_rows` of a table that a mesh for decoding may split by rows.
 
-    Each device looks up its own, and one sum brings them together. XLA, left alone, takes the lookup of one row for a
-    slice, and on GPUs gathers the whole table for it in every round.
+    Each device looks up the tokens of its own part, and one sum combines the parts. XLA alone treats the lookup of one
+    row as a slice, and on GPUs it gathers the whole table for it in every round.
     """
     num_shards = program.shards("model", table.shape[0])
     if num_shards == 1 or program.is_training():
         return take_rows(table, tokens)
     part = table.shape[0] // num_shards
-    exact = jnp.float32 if isinstance(table, Int8) else table.dtype  # of all summands but one is 0
+    exact = jnp.float32 if isinstance(table, Int8) else table.dtype  # the sum is exact: all summands but one are 0
 
     def on_one(table: Kernel, tokens: Array) -> Array:
         at = tokens - lax.axis_index("model") * part
@@ -142,7 +142,7 @@ def rms_norm(
 
     Args:
       offset: added to the weight (Gemma stores weight - 1).
-      dtype: of the result where a GPU kernel may round it, since a product in this dtype alone reads it.
+      dtype: the dtype to which a GPU kernel may round the result, because only products in this dtype read it.
     """
     x = x.astype(jnp.float32)
     if triton.is_on():
@@ -154,7 +154,7 @@ def rms_norm(
 
 
 def apply_rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Array, "B N heads E"]:
-    """Rotates heads by the angles of `layers.rope_table`, halves paired (not neighbours)."""
+    """Rotates heads by the angles of `layers.rope_table`. Element i is paired with element i + E/2, not a neighbour."""
     if native.is_on():
         return native.rope(x, table)
     cos, sin = table
@@ -164,7 +164,7 @@ def apply_rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Fl
 
 
 def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """`x` in another float dtype, rounded for good: XLA may not undo it where the next operation is in float32."""
+    """`x` in another float dtype. XLA cannot remove this rounding, even if the next operation is in float32."""
     if x.dtype == dtype:
         return x
     info = jnp.finfo(dtype)
@@ -182,11 +182,12 @@ def attend(
 ) -> Float[Array, "B G n E"]:
     """Attention over committed slots and over the nodes of this pass, in one softmax.
 
-    `query` is already grouped by key/value head: n = nodes x (query heads per key/value head).
-
     Args:
-      new_mask: which entries of this pass each node sees.
-      seen: the first slot each node sees, and the one after the last.
+      query: grouped by key/value head: n = nodes x (query heads per key/value head).
+      new: keys and values of this pass, [B, G, X, E].
+      new_mask: the entries of this pass that each node sees.
+      cached: keys and values of the cache, [B, G, S, E].
+      seen: for each node, the first slot that it sees, and the slot after the last one.
     """
     if cached is not None and seen is not None and native.attend_applies(query, cached):
         return native.attend(query, new, new_mask, cached, seen, scale, softcap)
@@ -194,7 +195,7 @@ def attend(
 
 
 def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
-    """`jax.random.gumbel(key, (num,))` of each of the `keys` [keys], but for the last bits of its logarithms."""
+    """`jax.random.gumbel(key, (num,))` for each of the `keys` [keys]. The last bits of its logarithms may differ."""
     if native.gumbel_applies(keys):
         return native.gumbel(keys, num)
     bits = jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys)
@@ -204,24 +205,24 @@ def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
 
 
 def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """`jnp.argmax` over the last axis, by a maximum and a minimum.
+    """`jnp.argmax` over the last axis, computed by a maximum and a minimum.
 
-    On a mesh INVALID_TOKEN where there is none: in a row with a NaN, or of -inf alone. Where V is split, each device
-    looks through its own part, and only what it found meets, in one collective.
+    On a mesh the result is INVALID_TOKEN for a row with a NaN or with only -inf. If V is split, each device searches
+    its own part, and one collective exchanges only the results.
 
-    XLA on CPU runs a reduction of pairs one element at a time, and draws whatever feeds it into that loop: with the two
+    XLA on CPU runs a reduction of pairs one element at a time and fuses its inputs into that loop. With the two
     logarithms of the noise in it, 8 rows of 4,096 took 0.8 ms instead of 0.1.
     """
     if native.is_on() and x.dtype == jnp.float32:
         return native.argmax(x)
-    if triton.is_alone():  # two launches in place of four; over a mesh it would gather what is sharded
+    if triton.is_alone():  # two launches instead of four; on a mesh it would gather the sharded axis
         return lax.argmax(x, x.ndim - 1, jnp.int32)
     vocab_size = x.shape[-1]
     index = jnp.arange(vocab_size, dtype=jnp.int32)
     if program.mesh() is None:
-        # Nothing may equal the maximum of a row with a NaN: the last index then. `step.or_invalid` finds such rows.
+        # In a row with a NaN no element may equal the maximum. It gives the last index; `step.or_invalid` finds it.
         return jnp.min(jnp.where(x == jnp.max(x, -1, keepdims=True), index, vocab_size - 1), -1)
-    num_shards = program.shards("model", vocab_size)  # to look a second time would cost collectives
+    num_shards = program.shards("model", vocab_size)  # on a mesh a later check as in `step` would cost collectives
     if num_shards > 1:
         parts = _in_parts(x, num_shards)
         best = jnp.max(parts, -1, keepdims=True)
@@ -233,7 +234,7 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 
 
 def _in_parts(x: Float[Array, "*rows V"], num_shards: int) -> Float[Array, "all_rows shards part"]:
-    """What each device of "model" holds of an axis that is split over it."""
+    """The last axis in one part per device of "model", over which it is split."""
     rows = x.reshape(math.prod(x.shape[:-1]), num_shards, -1)
     return program.placed(rows, "data", "model", None)
 
@@ -241,8 +242,8 @@ def _in_parts(x: Float[Array, "*rows V"], num_shards: int) -> Float[Array, "all_
 def _met(
     index: Int[Array, "rows shards j"], numbers: Float[Array, "rows shards k"]
 ) -> tuple[Int[Array, "rows shards j"], Float[Array, "rows shards k"]]:
-    """What the devices found, on each of them, by one collective."""
-    # As integers: indices taken for floats would be subnormal ones, which a device may take for 0.
+    """The results of all devices on each of them, by one collective."""
+    # Everything is sent as integers: indices read as floats are subnormal, and a device may flush them to 0.
     together = jnp.concatenate([index, lax.bitcast_convert_type(numbers, jnp.int32)], -1)
     met, num = program.placed(together, "data", None, None), index.shape[-1]
     return met[..., :num], lax.bitcast_convert_type(met[..., num:], jnp.float32)
@@ -251,10 +252,10 @@ def _met(
 def top_k(
     x: Float[Array, "*rows V"], k: int
 ) -> tuple[Float[Array, "*rows _"], Int[Array, "*rows _"], Float[Array, "*rows 1"]]:
-    """The k largest of the last axis in falling order, where they are, of equals the first, and the log-sum-exp of all.
+    """The k largest numbers of the last axis in falling order, their indices, and the log-sum-exp of all numbers.
 
-    XLA has a fast path for matrices on a GPU; of more axes it sorts. On a mesh each device takes its own largest, and
-    only these meet, in one collective.
+    On a tie the lower index comes first. XLA has a fast path for matrices on a GPU; arrays of more axes it sorts. On a
+    mesh each device finds its own k largest, and one collective exchanges only these.
     """
     if native.is_on() and x.dtype == jnp.float32 and k <= native.MOST_BEST:
         return native.top_k(x, k)

@@ -1,4 +1,7 @@
-"""The mesh of the program that is being traced: operations over what it splits, or on each device alone, ask for it."""
+"""Holds the mesh of the program that is being traced, for operations that depend on how arrays are split.
+
+Read next: `host/sharding.py`, which splits weights and states over a mesh.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("hsd_mesh", 
 
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """What is traced inside runs on this mesh, with axes among those of `sharding.TRAINING_AXES`; None: on one device.
+    """Programs traced inside run on this mesh. None: on one device.
 
-    Rows that training splits over "fsdp" are whole where `on_each_device` runs.
+    The axes of the mesh are among `sharding.TRAINING_AXES`. Rows that training splits over "fsdp" are not split inside
+    `on_each_device`.
     """
     token = _mesh.set(mesh)
     try:
@@ -28,25 +32,28 @@ def on_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def mesh() -> Mesh | None:
-    """The mesh of what is traced here and now."""
+    """The mesh of the program that is being traced."""
     return _mesh.get()
 
 
 def is_training() -> bool:
-    """Whether this is a mesh for training, whose axis "fsdp" splits rows, and weights along other axes too."""
+    """Whether the mesh is one for training. Its axis "fsdp" splits rows, and also weights along further axes."""
     here = _mesh.get()
     return here is not None and "fsdp" in here.axis_names
 
 
 def shards(axis: str, size: int) -> int:
-    """Devices that share an axis of this size: those of the mesh's `axis` if they divide it, else 1."""
+    """The number of devices that share an array's axis of this size.
+
+    It is the number along the mesh's `axis` if that divides the size, else 1.
+    """
     here = _mesh.get()
     num = 1 if here is None or axis not in here.axis_names else here.shape[axis]
     return num if size % num == 0 else 1
 
 
 def placed(x: Array, *axes: str | None) -> Array:
-    """`x` split over these axes of the mesh, where they divide it; whole on each device along the others."""
+    """`x`, split over the given axes of the mesh where they divide its sizes, and not split elsewhere."""
     here = _mesh.get()
     if here is None:
         return x
@@ -57,7 +64,13 @@ def placed(x: Array, *axes: str | None) -> Array:
 
 
 def on_each_device(function: Callable, ins: list[tuple], outs: Any, batch: int, groups: int) -> Callable:
-    """`function` on each device's part. Axes are "data" for rows and "model" for key/value heads, where they divide."""
+    """Applies `function` to each device's part of its arguments.
+
+    Args:
+      ins: the axes of each argument: "data" for rows, "model" for key/value heads, None for an axis that is not split.
+      outs: the axes of the results, in the same form.
+      batch, groups: numbers of rows and of key/value heads. An axis that the mesh does not divide is not split.
+    """
     here = _mesh.get()
     if here is None:
         return function

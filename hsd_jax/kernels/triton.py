@@ -1,10 +1,10 @@
-"""Pallas kernels for NVIDIA GPUs: what XLA would make several launches of, in one.
+"""Pallas kernels for NVIDIA GPUs. Each replaces several kernel launches of XLA.
 
-A round of one row is bound by launches as much as by bytes: each kernel costs microseconds, each layer of a decoder is
-two dozen. These take the place of a dozen: a norm with its rounding, rotation and rounding of queries, keys and values,
-attention over slots and nodes, and the merge of its splits; and one write for the caches of all layers. They have no
-gradient, so they are on only while a decode is traced (`enabled`). On a mesh each device runs them on its own heads and
-rows. Read next: `attention.py`.
+The time of a round of one row depends on launches as much as on bytes: each kernel costs microseconds, and a decoder
+layer takes two dozen. The kernels here replace a dozen of them: a norm with its rounding; rotation and rounding of
+queries, keys and values; attention over slots and nodes; and the merge of its splits. One more kernel writes the caches
+of all layers. They have no gradient, so they are on only while a decode is traced (`enabled`). On a mesh each device
+runs them on its own heads and rows. Read next: `attention.py`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from hsd_jax.kernels import program
 from hsd_jax.kernels.native import traced_platform
 
 MASKED = -1e30
-"""Score of what is not seen; finite, so that a row with nothing to see gives no NaN."""
+"""The score of an entry that is not seen. It is finite, so that a query that sees nothing gives no NaN."""
 PROGRAMS = 256
-"""Programs of the attention kernel that are wanted at most: about two for each multiprocessor of an H100."""
+"""The target for the number of programs of the attention kernel: about two for each multiprocessor of an H100."""
 AT_ONCE = 64
-"""Caches that a kernel writes: each is a pointer among its arguments, and so are the entries."""
+"""The largest number of caches that one launch writes. Each cache and its new entries are pointer arguments."""
 MOST_PARTS = 64
-"""Parts that the merge holds in registers. It pads them to a power of two, so the splits and the nodes are one."""
+"""The largest number of parts that the merge holds in registers: the splits of the slots, and one for the nodes. The
+merge pads their number to a power of two, so `_splits` chooses a power of two."""
 
 _scope: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar("hsd_triton", default=(False, False))
 
 
 @contextlib.contextmanager
 def enabled(on: bool, interpret: bool = False) -> Iterator[None]:
-    """While tracing inside for a GPU, these kernels are used.
+    """Programs for a GPU that are traced inside use these kernels.
 
     Args:
-      interpret: run them in Pallas's interpreter, on any platform: for tests.
+      interpret: whether to run them in Pallas's interpreter, on any platform, for tests.
     """
     token = _scope.set((on, interpret))
     try:
@@ -53,13 +54,13 @@ def enabled(on: bool, interpret: bool = False) -> Iterator[None]:
 
 
 def is_on() -> bool:
-    """Whether what is traced here and now may use these kernels."""
+    """Whether the program that is being traced may use these kernels."""
     on, interpret = _scope.get()
     return on and (interpret or traced_platform() == "gpu")
 
 
 def is_alone() -> bool:
-    """Whether what is traced here and now is for one GPU."""
+    """Whether these kernels are on and the program is for one GPU."""
     return is_on() and program.mesh() is None
 
 
@@ -111,9 +112,10 @@ def rope_applies(joint: Array) -> bool:
 def rope(
     joint: Float[Array, "B N G heads E"], table: tuple[Array, Array], dtype: Any
 ) -> tuple[Float[Array, "B G n E"], Float[Array, "B G N E"], Float[Array, "B G N E"]]:
-    """Queries, keys and values of packed heads, for each key/value head its queries, its key and its value.
+    """Queries, keys and values of packed heads: each key/value head holds its queries, its key and its value.
 
-    Queries and keys are rotated by the table; all are rounded to `dtype`, in the layout that attention reads.
+    Queries and keys are rotated by the table. All three are rounded to `dtype` and have the layout that attention
+    reads.
     """
 
     def rotate(joint, cos, sin):
@@ -160,25 +162,24 @@ def rope(
 def visible(slots: Array, first: Array, last: Array, num_slots: int) -> Array:
     """Whether slots hold positions from `first` to before `last`.
 
-    A slot holds the last position before `last` that is its own number modulo the slots: where there are as many slots
-    as positions, its own number; in a ring of fewer, what was written there last.
+    Slot s holds the largest position below `last` that equals s modulo the number of slots. With a slot for every
+    position this is position s. In a ring it is the position that was written there last.
     """
     rounds = (jnp.maximum(last - 1 - slots, 0)) // num_slots
     return (slots < last) & (slots + rounds * num_slots >= first)
 
 
 def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
-    """Whether `attend` can: 16-bit caches, widths and numbers of slots that its tiles divide."""
+    """Whether `attend` applies: it needs 16-bit caches, and widths and numbers of slots that fit its tiles."""
     num_slots, width = cached[0].shape[2:]
     return is_on() and cached[0].dtype.itemsize == 2 and _is_tile(width) and num_slots % 16 == 0
 
 
 def attend(query, new, new_mask, cached, seen, scale: float, softcap: float | None) -> Float[Array, "B G n E"]:
-    """`attention.attend` with `new_mask` [B, n, X] and `seen` [B, n] of queries, in two launches.
+    """`attention.attend` with `new_mask` [B, n, X] and `seen` [B, n] per query, in two launches.
 
-    The result is rounded as the product that reads it would round it.
-
-    Slots are read in splits that share those present evenly; the nodes of the pass are a split of their own.
+    The result is rounded to the dtype of `query`, as the product that reads it would round it. The visible slots are
+    divided evenly into splits. The nodes of the pass are one further split.
     """
 
     def both(query, new_keys, new_values, new_mask, keys, values, first, last):
@@ -193,7 +194,7 @@ def attend(query, new, new_mask, cached, seen, scale: float, softcap: float | No
 
 
 def _splits(query, new, new_mask, cached, first, last, scale, softcap):
-    """Unscaled outputs [splits, B, G, n, E], maxima and sums [splits, B, G, n] of the parts of a softmax."""
+    """The parts of a softmax: outputs before normalisation [splits, B, G, n, E], maxima and sums [splits, B, G, n]."""
     batch, groups, num, width = query.shape
     num_slots, num_new = cached[0].shape[2], new[0].shape[2]
     block_q, block_k = min(64, max(16, _power_of_two(num))), min(64, num_slots & -num_slots)
@@ -232,7 +233,7 @@ def _flash(
     query_ref, new_keys_ref, new_values_ref, mask_ref, keys_ref, values_ref, first_ref, last_ref,
     out_ref, top_ref, total_ref, *, scale: float, softcap: float | None, num: int, num_new: int, sizes: tuple,
 ):  # fmt: skip
-    """A block of queries over a split of the slots or, in the last split, over the nodes."""
+    """The attention of a block of queries to a split of the slots or, in the last split, to the nodes."""
     block_q, block_k, splits, num_slots = sizes
     split, begin_row = pl.program_id(3), pl.program_id(2) * block_q
     take, is_row = pl.ds(begin_row, block_q), begin_row + jnp.arange(block_q) < num
@@ -283,7 +284,7 @@ def _flash(
 
 
 def _merged(outs: Array, tops: Array, totals: Array, dtype: Any) -> Float[Array, "B G n E"]:
-    """The softmax of all parts; a query that sees nothing gives zeros."""
+    """Merges the parts of a softmax. A query that sees nothing gives zeros."""
     splits, batch, groups, num, width = outs.shape
 
     def kernel(outs_ref, tops_ref, totals_ref, out_ref):
@@ -308,7 +309,7 @@ def _merged(outs: Array, tops: Array, totals: Array, dtype: Any) -> Float[Array,
 
 
 def write_applies(buffers: Sequence[Array]) -> bool:
-    """Whether `write` can take caches of such heads."""
+    """Whether `write` applies to caches with heads of this width."""
     return is_on() and all(_is_tile(buffer.shape[3]) for buffer in buffers)
 
 
@@ -320,11 +321,11 @@ def write(
     capacity: int,
     valid: Bool[Array, "B M"] | None,
 ) -> list[Float[Array, "B G _ E"]]:
-    """The caches of all layers with `nodes` of `rows` in the slots from `start` on, in a launch for `AT_ONCE` caches.
+    """Writes `nodes` of `rows` to the caches of all layers, in the slots from `start` on, `AT_ONCE` caches per launch.
 
     Args:
-      capacity: tokens of a row; in a cache of fewer slots these go round.
-      valid: nodes that such a cache takes in; None: all.
+      capacity: largest number of tokens of a row. A cache with fewer slots is a ring.
+      valid: nodes that are written to a ring. None: all.
     """
     batch, groups = buffers[0].shape[:2]
     takes = jnp.ones_like(nodes) if valid is None else valid.astype(jnp.int32)

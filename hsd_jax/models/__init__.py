@@ -1,1 +1,1 @@
-"""Networks as pure functions of their weights: target, drafters, cache; the only place that imports flax.linen."""
+"""Networks as pure functions of their weights: target, drafters, cache. Only this package imports flax.linen."""

@@ -1,8 +1,9 @@
-"""The key/value cache: allocate, write at per-row lengths, commit an accepted path, grow.
+"""The key/value cache: allocate it, write at per-row lengths, commit an accepted path, grow it.
 
-A pass of a model reads the cache and returns `NewKV`; only `commit` writes. So the entries of rejected drafts never
-reach the cache, and slot index equals absolute position; in a ring, where a layer sees a window only, it equals the
-position modulo the ring's slots. Knows nothing about trees or acceptance.
+A pass of a model reads the cache and returns `NewKV`. Only `commit` writes to the cache, so the entries of rejected
+drafts never reach it. The index of a slot is the absolute position. In a ring, which serves a layer with a sliding
+window, it is the position modulo the number of slots. This module knows nothing about trees or acceptance. Read next:
+`infer/step.py`, which commits.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from hsd_jax.types import KVCache, NewKV
 
 
 def fastest_dtype(weights_dtype) -> jnp.dtype:
-    """What a cache for such weights is kept in: float32 on CPU, which would convert it in every pass."""
+    """The dtype of a cache for weights of this dtype: float32 on a CPU, which would else convert it in every pass."""
     return jnp.dtype(jnp.float32 if traced_platform() == "cpu" else weights_dtype)
 
 
 RING_UNIT = 256
-"""Slots of a ring beyond its window; its size is a multiple of this. The largest tree and a chunk of a prompt fit in,
-so what is written after the committed tokens never replaces a token that is still seen."""
+"""The smallest number of slots of a ring beyond its window. The size of a ring is a multiple of it. The largest tree
+and a chunk of a prompt fit into these slots, so entries after the committed tokens never replace an entry that a layer
+still sees."""
 
 
 def layer_slots(config: ModelConfig, capacity: int) -> tuple[int, ...]:
-    """Slots of each layer's cache: `capacity`, or where the layer sees a sliding window and a ring is less, a ring.
+    """The number of slots of each layer's cache: `capacity`, or fewer for a layer with a sliding window (a ring).
 
-    The CPU kernels read the slots in order, and only those in the window: there every layer has all of them.
+    On a CPU every layer has `capacity` slots, because the CPU kernels read slots in order and only those in the window.
     """
     if config.sliding_window is None or traced_platform() == "cpu":
         return (capacity,) * config.num_layers
@@ -49,10 +51,11 @@ def layer_slots(config: ModelConfig, capacity: int) -> tuple[int, ...]:
 def empty_cache(
     slots: Sequence[int], batch: int, num_kv_heads: int, head_dim: int, dtype, capacity: int | None = None
 ) -> KVCache:
-    """Allocates a cache of so many slots a row in each layer, none of them valid.
+    """Allocates a cache without valid entries.
 
     Args:
-      capacity: tokens that a row may have; layers with less are rings. None: no layer is.
+      slots: number of slots per row, for each layer.
+      capacity: largest number of tokens of a row. Layers with fewer slots are rings. None: no layer is a ring.
     """
     capacity = max(slots) if capacity is None else capacity
     keys, values = (tuple(jnp.zeros((batch, num_kv_heads, n, head_dim), dtype) for n in slots) for _ in range(2))
@@ -60,16 +63,16 @@ def empty_cache(
 
 
 def cache_of(config: Any, batch: int, capacity: int, dtype: Any) -> KVCache:
-    """An empty cache of a model or a trunk, no layer a ring."""
+    """An empty cache of a model or a trunk. No layer is a ring."""
     return empty_cache((capacity,) * config.num_layers, batch, config.num_kv_heads, config.head_dim, dtype)
 
 
 def write_rows(
     buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], axis: int, axes: Axes = (ROWS,)
 ) -> Array:
-    """Writes `rows` into `buffer` along `axis`, each batch row at its own `start`, or all of them at one.
+    """Writes `rows` into `buffer` along `axis`. `start` holds one position for each batch row, or one for all.
 
-    `axes` are the names of the first axes. The caller guarantees room: XLA would otherwise shift the write to the
+    `axes` are the names of the first axes. The caller must guarantee enough room: otherwise XLA shifts the write to the
     left, over committed entries.
     """
     rows = rows.astype(buffer.dtype)
@@ -80,7 +83,7 @@ def write_rows(
 
 
 def _write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) -> Array:
-    if buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
+    if buffer.shape[0] == 1:  # this updates in place; the batched form below is a scatter
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
     return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
 
@@ -88,18 +91,18 @@ def _write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) -
 def _write_ring(
     buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], valid: Bool[Array, "B M"] | None
 ) -> Array:
-    """`write_rows` along the slots of a cache, where they go round."""
+    """`write_rows` along the slots of a ring."""
     num, rows = buffer.shape[2], rows.astype(buffer.dtype)
     slots = (start.reshape(-1, 1) + jnp.arange(rows.shape[2])) % num
     slots = jnp.broadcast_to(slots, (buffer.shape[0], rows.shape[2]))
     if valid is not None:
-        slots = jnp.where(valid, slots, num)  # out of bounds: dropped
+        slots = jnp.where(valid, slots, num)  # `num` is out of bounds, so the write is dropped
     write = jax.vmap(lambda b, r, s: b.at[:, s].set(r, mode="drop", unique_indices=valid is None))
     return _on_own_rows(write, CACHE, buffer, rows, slots)
 
 
 def _on_own_rows(write: Callable[..., Array], axes: Axes, buffer: Array, rows: Array, where: Array) -> Array:
-    """Each device writes its own rows: XLA for TPUs would copy a cache that rows of several are scattered into."""
+    """Lets each device write its own rows. Otherwise XLA for TPUs copies the whole cache for the scatter."""
     has_heads = axes == CACHE
     whole = ("data", "model" if has_heads else None, *[None] * (buffer.ndim - 2))
     groups = buffer.shape[1] if has_heads else 1
@@ -123,14 +126,14 @@ def commit(
 ) -> KVCache:
     """Writes the nodes of `path` contiguously after each row's committed slots.
 
-    All M nodes are written, so that shapes are static; only `num_committed` count, and the next commit overwrites
-    the rest. Needs `length + M <= capacity`. `path=None` commits the nodes in their order (prefill).
+    All M nodes are written, so that shapes are static. Only the first `num_committed` become valid, and the next commit
+    overwrites the others. This needs `length + M <= capacity`. `path=None` commits the nodes in their order (prefill).
 
     Args:
       after: a result [B, ...] of the pass that reads `cache`. The write then waits for that pass. Without it XLA may
         write first and copy the whole cache for the reader. (A `path` from the verdict waits by itself.)
-      start: the slot of the first node in every row, where rows go in step (prefill); None: each row's length.
-      valid: nodes that a ring takes in; None: all. What is written of others takes the place of earlier tokens there.
+      start: the slot of the first node, the same in every row (prefill). None: each row's length.
+      valid: nodes that are written to a ring. None: all. Other nodes would overwrite earlier tokens in a ring.
     """
     first = cache.length if start is None else jnp.asarray(start, jnp.int32)
     if after is not None:
@@ -154,14 +157,17 @@ def commit(
 
 
 def _zero_known_after(x: Array) -> Int[Array, "B"]:
-    """Zeros that cannot be computed before `x`; XLA on CPU drops optimization barriers before it places buffers."""
+    """Zeros that XLA cannot compute before `x`.
+
+    They replace an optimization barrier, which XLA on CPU drops before it assigns buffers.
+    """
     return jnp.minimum((x.reshape(x.shape[0], -1)[:, 0] > 0).astype(jnp.int32), 0)
 
 
 def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
-    """A drafter's state `after` a block of rounds, but `before` in rows that committed nothing in it.
+    """A drafter's state `after` a block of rounds. Rows that committed nothing in the block keep the state `before`.
 
-    Buffers with slots are not restored: new entries lie past the valid length.
+    Buffers with slots are not restored, because the new entries lie after the valid length.
     """
 
     def one(axes: Axes, old: Array, new: Array) -> Array:
@@ -174,15 +180,20 @@ def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
 
 
 def rolled_back(before: Any, after: Any) -> Any:
-    """A drafter's state `before` some rounds, in the buffers with slots of the one `after` them: these hold more, past
-    the length that counts, and so none is copied."""
+    """A drafter's state `before` some rounds, with the slot buffers of the state `after` them.
+
+    These buffers hold further entries after the valid length, which do no harm, and no buffer is copied.
+    """
     return map_named(lambda axes, old, new: new if SLOTS in axes else old, before, after)
 
 
 def grow(cache: KVCache, capacity: int, slots: Sequence[int] | None = None) -> KVCache:
-    """The same cache with room for `capacity` tokens a row, in layers of so many slots; None: none is a ring.
+    """The same cache with room for `capacity` tokens per row.
 
-    Outside of jit each old buffer is freed as its copy is made.
+    Outside of jit each old buffer is freed as soon as its copy is made.
+
+    Args:
+      slots: number of slots of each layer. None: `capacity` for every layer, so none is a ring.
     """
     sizes = [capacity] * len(cache.keys) if slots is None else slots
 
@@ -193,7 +204,10 @@ def grow(cache: KVCache, capacity: int, slots: Sequence[int] | None = None) -> K
 
 
 def pad_to(buffer: Array, size: int, axis: int, value: int = 0) -> Array:
-    """The buffer with `axis` grown to `size`; a concrete one is gone afterwards: two of a cache may not fit."""
+    """The buffer with `axis` grown to `size`.
+
+    Outside of jit the old buffer is deleted, because two copies of a cache may not fit into memory.
+    """
     widths = [(0, size - buffer.shape[i] if i == axis else 0) for i in range(buffer.ndim)]
     grown = jnp.pad(buffer, widths, constant_values=value)
     if not isinstance(buffer, Tracer):

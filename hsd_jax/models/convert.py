@@ -1,8 +1,8 @@
-"""Weights of targets to and from safetensors in Hugging Face folders; `drafters/files.py` has those of drafters.
+"""Reads and writes the weights of targets as safetensors in Hugging Face folders. Drafters: `drafters/files.py`.
 
-Every file is checked against the configuration before anything compiles, and pickles are never opened. Kernels keep
-the [out, in] layout of the files, so reading is renaming. Knows nothing about decoding. Read next: `hf_config.py`
-for `config.json`, `tensor_files.py` for the files themselves.
+Every file is checked against the configuration before anything compiles. Pickles are never opened. Kernels keep the
+[out, in] layout of the files, so reading only renames tensors. Read next: `hf_config.py` for `config.json`, and
+`tensor_files.py` for the files themselves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ __all__ = [
 
 _PREFIXES = ("model.", "language_model.")
 _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
-"""How the tensors of the text model begin, without prefixes; a vision tower's begin otherwise and are left out."""
+"""The starts of the names of the text model's tensors, without prefixes. Tensors of a vision tower have other names and
+are left out."""
 _HASH_SAMPLES = 4096
 
 _MODULES = {
@@ -74,7 +75,7 @@ _MODULES = {
     "mlp.down": "mlp.down_proj",
 }
 _PLAIN_NORMS = {"mlp_norm": "post_attention_layernorm"}
-_POST_NORMS = {  # the same Hugging Face name stands for another norm in Gemma
+_POST_NORMS = {  # in Gemma the name post_attention_layernorm means a different norm
     "attn_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
@@ -82,7 +83,7 @@ _POST_NORMS = {  # the same Hugging Face name stands for another norm in Gemma
 
 
 def weights_dtype(folder: str | Path) -> str:
-    """The dtype of a checkpoint's weights, "bfloat16" or "float32", which also holds float16 exactly.
+    """The dtype of a checkpoint's weights, "bfloat16" or "float32". float32 also holds float16 exactly.
 
     Raises:
       FileNotFoundError, ValueError: as `read_weights`.
@@ -95,15 +96,15 @@ def read_weights(
 ) -> Weights:
     """A target's weights from `model.safetensors` or its shards, in `dtype`, in the tree of `init_target`.
 
-    Names may have the prefixes `model.` and `language_model.`; a tied checkpoint may hold the
-    embedding as `embed_tokens`, as `lm_head` or as both.
+    Names may have the prefixes `model.` and `language_model.`. A tied checkpoint may hold the embedding as
+    `embed_tokens`, as `lm_head` or as both.
 
     Args:
-      placement: where the weights are to lie. Each device is sent its own slices, one tensor at a time.
+      placement: the devices of the weights. Each device receives its own slices, one tensor at a time.
     Raises:
       FileNotFoundError: if the folder or one of its weight files is missing.
-      ValueError: naming file and tensor, for a damaged file, pickles, a missing, unexpected or misshapen tensor,
-        a dtype that is no float, NaN or infinity; too little memory, before anything is read.
+      ValueError: for a damaged file, pickles, a missing, unexpected or misshapen tensor, a dtype that is not a float,
+        NaN or infinity; it names the file and the tensor. Also for too little memory, before anything is read.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
     stored, wanted, shapes = _tensors(folder, config)
@@ -112,23 +113,24 @@ def read_weights(
 
 
 def stored_weights(folder: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors of a target by our paths, unread, each of the shape it must have; raises as `read_weights`."""
+    """The tensors of a target by our paths, with checked shapes but unread. Raises errors as `read_weights` does."""
     stored, wanted, shapes = _tensors(Path(folder), config)
     check_tensors(stored, wanted, shapes, Path(folder), "config.json")
     return {path: stored[name] for path, name in wanted.items()}
 
 
 def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> str:
-    """`weights_hash` of what `read_weights` reads in this dtype, wherever it lies and in how many bits.
+    """`weights_hash` of the weights that `read_weights` reads in this dtype.
 
-    Takes its sample from the files, a few megabytes, which `read_weights` has found to be whole.
+    It does not depend on their devices or on quantization. It reads a sample of a few megabytes from the files. It does
+    not check the files, which `read_weights` does.
     """
     stored = _open(Path(folder), config)
     return sampled_hash({path: stored[_hf_name(path, config)] for path in shapes_of(init_target, config)}, dtype)
 
 
 def sampled_hash(stored: dict[str, StoredTensor], dtype: Any) -> str:
-    """`weights_hash` of tensors in files by our paths, read in `dtype`; few of their numbers are read."""
+    """`weights_hash` of tensors in files, given by our paths, in `dtype`. It reads only a sample of their numbers."""
     dtype = checked_dtype(dtype)
     return _hash(
         (path, tensor.shape, sample(tensor, _stride(math.prod(tensor.shape)), dtype)) for path, tensor in stored.items()
@@ -138,7 +140,7 @@ def sampled_hash(stored: dict[str, StoredTensor], dtype: Any) -> str:
 def _tensors(
     folder: Path, config: ModelConfig
 ) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, tuple[int, ...]]]:
-    """The tensors by the names of the files, those names by our paths, and the shapes by our paths."""
+    """Three mappings: file names to tensors, our paths to file names, and our paths to shapes."""
     stored = _open(folder, config)
     check_num_layers(config.num_layers, stored, folder, "config.json")
     shapes = shapes_of(init_target, config)
@@ -146,7 +148,7 @@ def _tensors(
 
 
 def _open(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors of the text model by their names without prefixes, unread."""
+    """The unread tensors of the text model by their names without prefixes."""
     stored: dict[str, StoredTensor] = {}
     for tensor in open_all(_weight_files(folder)):
         name = _bare_name(tensor.name)
@@ -169,12 +171,11 @@ def save_target(
     bos: int | None = None,
     eos: Iterable[int] = (),
 ) -> None:
-    """Writes `model.safetensors` and `config.json` as transformers reads them; each appears whole or not at all.
+    """Writes `model.safetensors` and `config.json` in the form that transformers reads. No file appears half-written.
 
     Args:
-      dtype: of the file; `weights` may be in another.
-      bos, eos: special tokens to name in `config.json`; none is written as null, so that no default takes its place.
-
+      dtype: dtype of the file. `weights` may have another.
+      bos, eos: special tokens for `config.json`. A missing one is written as null, so that readers use no default.
     Raises:
       ValueError: if the family cannot express `config`, or a weight is missing, unexpected, misshapen or not finite.
     """
@@ -194,25 +195,25 @@ def read_eos(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
     """End tokens of a checkpoint, from `generation_config.json`, else `config.json`, else `tokenizer_config.json`.
 
     Args:
-      tokenizer: looks up the name in `tokenizer_config.json`, by `token_to_id` or `convert_tokens_to_ids`; without
-        one the added tokens in the tokenizer's own files are searched.
+      tokenizer: converts the name in `tokenizer_config.json` to an id, by `token_to_id` or `convert_tokens_to_ids`.
+        Without it, the name is searched among the added tokens in the tokenizer's own files.
     Returns:
-      The ids; empty if the folder names none.
+      The ids. Empty if the folder names none.
     """
     return _special_tokens(Path(folder), "eos_token", tokenizer)
 
 
 def read_bos(folder: str | Path, tokenizer: Any = None) -> int | None:
-    """The start token of a checkpoint, found as by `read_eos`; None if the folder names none.
+    """The start token of a checkpoint, found in the same files as by `read_eos`. None if the folder names none.
 
-    A name in a configuration does not say that prompts begin with it: that is the tokenizer's to decide.
+    Prompts do not always begin with a start token that a configuration names: the tokenizer decides.
     """
     found = _special_tokens(Path(folder), "bos_token", tokenizer)
     return found[0] if found else None
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer in a folder has one; raises a ValueError for settings that are no JSON object."""
+    """Whether a folder has a chat template. Raises a ValueError if its settings are not a JSON object."""
     path = folder / "tokenizer_config.json"
     in_settings = path.exists() and bool(read_json(path).get("chat_template"))
     return in_settings or any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json"))
@@ -221,18 +222,18 @@ def has_chat_template(folder: Path) -> bool:
 def weights_hash(weights: Weights) -> str:
     """Fingerprint of a target: 64 hexadecimal digits, the same in float32 and bfloat16.
 
-    Covers names, shapes and a strided sample of each tensor rounded to bfloat16, at most 4096 numbers, so that
-    gigabytes hash in seconds. Two targets that differ only between the samples hash alike; fine-tuning moves every
-    tensor and is seen. Float16 storage rounds twice and may hash differently.
+    It covers names, shapes and at most 4096 numbers of each tensor, evenly spaced and rounded to bfloat16. Gigabytes
+    therefore hash in seconds. Two targets that differ only in other numbers have the same hash. Fine-tuning changes
+    every tensor and therefore the hash. float16 storage rounds twice and may change the hash.
     """
 
     def of(array: Any) -> tuple[tuple[int, ...], np.ndarray]:
         if isinstance(array, jax.Array) and array.platform() == "cpu" and array.is_fully_addressable:
-            array = np.asarray(array)  # else every shape compiles a gather
+            array = np.asarray(array)  # else jax compiles a gather for every shape
         index = np.arange(0, array.size, _stride(array.size))
         index = tuple(i.astype(np.int32) for i in np.unravel_index(index, array.shape))
         found = array[index]
-        if isinstance(found, jax.Array) and not found.is_fully_addressable:  # parts of it lie in other processes
+        if isinstance(found, jax.Array) and not found.is_fully_addressable:  # other processes hold parts of it
             found = multihost_utils.process_allgather(found, tiled=True)
         return tuple(array.shape), np.asarray(found)
 
@@ -241,7 +242,7 @@ def weights_hash(weights: Weights) -> str:
 
 
 def _stride(size: int) -> int:
-    return -(-size // _HASH_SAMPLES) | 1  # odd: an even one can stay in a few columns
+    return -(-size // _HASH_SAMPLES) | 1  # odd: an even stride can stay in a few columns
 
 
 def _hash(samples: Iterable[tuple[str, tuple[int, ...], np.ndarray]]) -> str:
@@ -252,20 +253,23 @@ def _hash(samples: Iterable[tuple[str, tuple[int, ...], np.ndarray]]) -> str:
 
 
 def check_num_layers(num_layers: int, stored: dict[str, StoredTensor], folder: Path, config: str) -> None:
-    """Refuses more layers than there are tensors: to find out which are missing, every layer would be traced."""
+    """Raises a ValueError if there are fewer tensors than layers.
+
+    Without this check every layer would be traced to find the missing tensors.
+    """
     if 0 < len(stored) < num_layers:
         raise ValueError(
-            f"{folder}: {config} asks for {num_layers} layers, more than the {len(stored)} tensors there are; the two"
-            " belong to different models"
+            f"{folder}: {config} has {num_layers} layers, but there are only {len(stored)} tensors; the two belong to"
+            " different models"
         )
 
 
 def shapes_of(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight by its dotted path, without computing any."""
+    """The shape of each weight by its dotted path. No weight is computed."""
     return dict(_shapes_of(init, config))
 
 
-@functools.lru_cache(maxsize=16)  # to trace the model takes longer than to read a small one
+@functools.lru_cache(maxsize=16)  # tracing a small model takes longer than reading it
 def _shapes_of(init: Callable[..., Weights], config: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
     flat: dict[str, Any] = flatten_dict(tree, sep=".")
@@ -290,7 +294,7 @@ def _bare_name(name: str) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """`model.safetensors`, or the shards its index names."""
+    """`model.safetensors`, or the shards that its index names."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; give a local folder with a checkpoint")
     if (folder / WEIGHTS_FILE).is_file():
@@ -317,7 +321,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _untie(stored: dict[str, StoredTensor]) -> None:
-    """Leaves the embedding of a tied checkpoint under the one name `embed_tokens.weight`."""
+    """Stores the embedding of a tied checkpoint only under the name `embed_tokens.weight`."""
     head = stored.pop("lm_head.weight", None)
     if head is None:
         return
@@ -353,7 +357,7 @@ def _special_tokens(folder: Path, name: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _added_tokens(folder: Path, path: Path, values: dict[str, Any]) -> list[tuple[int, str]]:
-    """Ids and texts of the special tokens that the tokenizer's own files name; `values` are those of `path`."""
+    """Ids and texts of the special tokens in the tokenizer's own files. `values` are the contents of `path`."""
     try:
         added = [(int(i), str(t["content"])) for i, t in values.get("added_tokens_decoder", {}).items()]
         path = folder / "tokenizer.json"

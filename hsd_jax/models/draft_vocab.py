@@ -1,9 +1,9 @@
-"""The reduced draft vocabulary: the tokens a drafter may draft, and the way between them and the columns of its logits.
+"""The reduced draft vocabulary: the tokens that may be drafted, and the mapping between them and the columns of logits.
 
-Only the last product of the drafter is restricted, to C hot tokens out of V: its rows of the target's LM head and
-`injector/bias`. Previous tokens, features and trees stay those of the whole vocabulary. A cold token is never drafted;
-where the target says one, the draft is rejected and the round emits it all the same, so no text changes.
-Which tokens are hot is chosen in `train/frequent_tokens.py`.
+It restricts only the last product of the drafter, to C hot tokens out of V: the rows of the target's LM head and
+`injector/bias`. Previous tokens, features and trees use the full vocabulary. A cold token is never drafted. If the
+target draws one, the draft is rejected and the round emits the target's token, so the text does not change. Read next:
+`train/frequent_tokens.py`, which chooses the hot tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from hsd_jax.models.target import head_rows
 from hsd_jax.types import Weights
 
 TokensOfColumns = Int[Array, "C"] | Int[Array, "B w C"] | None
-"""The token of each column: of all nodes, of each node (`types.Candidates`), or None where columns are tokens."""
+"""The token of each column: one list for all nodes, or one list per node (`types.Candidates`). None: column c is
+token c."""
 
 
 def to_tokens(draft_to_target: TokensOfColumns, columns: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The token of each column; without a reduced draft vocabulary columns are tokens.
+    """The token of each column. Without a reduced draft vocabulary, column c is token c.
 
     Args:
-      columns: [B, w, k] where each node has tokens of its own.
+      columns: any shape; [B, w, k] if each node has its own tokens.
     """
     if draft_to_target is None:
         return columns
@@ -37,10 +38,10 @@ def to_tokens(draft_to_target: TokensOfColumns, columns: Int[Array, "..."]) -> I
 
 
 def draft_columns(draft_to_target: TokensOfColumns, values: Float[Array, "... V"]) -> Float[Array, "... C"]:
-    """Of values over the whole vocabulary those of the hot tokens; all without a reduced draft vocabulary.
+    """Selects the values of the hot tokens. Without a reduced draft vocabulary it returns all values.
 
     Args:
-      values: [B, w, V], or [B, 1, V] for all nodes, where each has tokens of its own.
+      values: over the full vocabulary. If each node has its own tokens, [B, w, V], or [B, 1, V] for all nodes.
     """
     if draft_to_target is None:
         return values
@@ -52,7 +53,7 @@ def draft_columns(draft_to_target: TokensOfColumns, values: Float[Array, "... V"
 def to_columns(
     draft_to_target: Int[Array, "C"] | None, tokens: Int[Array, "..."]
 ) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:
-    """The column of each token, and whether it has one: the column of a cold token is some other's."""
+    """The column of each token, and whether the token has one. The column of a cold token belongs to another token."""
     if draft_to_target is None:
         return tokens, jnp.ones(tokens.shape, bool)
     columns = jnp.minimum(jnp.searchsorted(draft_to_target, tokens), draft_to_target.shape[0] - 1).astype(jnp.int32)
@@ -62,7 +63,8 @@ def to_columns(
 def to_vocabulary(
     draft_to_target: TokensOfColumns, logits: Float[Array, "... C"], vocab_size: int
 ) -> Float[Array, "... V"]:
-    """Logits over the whole vocabulary, -inf for cold tokens; as they are without a reduced draft vocabulary."""
+    """Logits over the full vocabulary, with -inf for cold tokens. Without a reduced draft vocabulary they do not
+    change."""
     if draft_to_target is None:
         return logits
     whole = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
@@ -75,11 +77,10 @@ def to_vocabulary(
 def attach(
     weights: Weights, draft_to_target: Int[Array, "C"] | None, target_weights: Weights, target_config: ModelConfig
 ) -> Weights:
-    """The drafter's weights with `draft_to_target` and, as `head` [C, H], the target's LM-head rows of these
-    tokens.
+    """Adds `draft_to_target` and the target's LM-head rows of these tokens, `head` [C, H], to the drafter's weights.
 
-    A copy, made once when the models are loaded: gathering the rows in every round would cost what it saves. Without a
-    reduced draft vocabulary the weights themselves.
+    The rows are copied once, when the models are loaded. To gather them in every round would cost as much time as the
+    reduced vocabulary saves. Without a reduced draft vocabulary it returns `weights`.
     """
     if draft_to_target is None:
         return weights
@@ -91,7 +92,7 @@ def attach(
 
 
 def take_columns(weights: Weights, columns: Int[Array, "S"]) -> Weights:
-    """The weights with some columns only of what is learned for each column."""
+    """The weights, with only the given columns of the parameters that are learned per column."""
     if "injector" not in weights:
         return weights
     return {**weights, "injector": {**weights["injector"], "bias": weights["injector"]["bias"][columns]}}
@@ -107,7 +108,7 @@ def checked_ids(
     """
     ids = np.asarray(draft_to_target)
     if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{where} has shape {list(ids.shape)} and dtype {ids.dtype}: expected a row of token ids")
+        raise ValueError(f"{where} has shape {list(ids.shape)} and dtype {ids.dtype}: expected a list of token ids")
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise ValueError(f"{where} holds token {wrong}: allowed are 0 to {vocab_size - 1}")
@@ -121,13 +122,12 @@ def checked_ids(
 def restrict(
     config: DrafterConfig, weights: Weights, draft_to_target: Sequence[int] | np.ndarray | Array
 ) -> tuple[DrafterConfig, Weights]:
-    """A trained drafter cut down to a reduced draft vocabulary, as it would be stored: without rows of the head
-    (`attach`).
+    """Restricts a trained drafter to a reduced draft vocabulary. The result lacks the rows of the head (`attach`).
 
-    Its distribution is the old one renormalised over the hot tokens; nothing is trained again.
+    Its distribution is the old one, renormalised over the hot tokens. Nothing is trained again.
 
     Raises:
-      ValueError: for ids that `checked_ids` refuses, or a token that is cold already.
+      ValueError: for ids that `checked_ids` refuses, or a token that is already cold.
     """
     ids = checked_ids(draft_to_target, config.vocab_size)
     old_ids = weights.get("draft_to_target")
@@ -135,7 +135,8 @@ def restrict(
     if not bool(is_hot.all()):
         cold = ids[~np.asarray(is_hot)][0]
         raise ValueError(
-            f"draft_to_target holds token {cold}, which is none of the drafter's {config.reduced_vocab_size} hot tokens"
+            f"draft_to_target holds token {cold}, which is not among the drafter's {config.reduced_vocab_size} hot"
+            " tokens"
         )
     kept = take_columns({name: part for name, part in weights.items() if name != "head"}, columns)
     return dataclasses.replace(config, reduced_vocab_size=len(ids)), {**kept, "draft_to_target": jnp.asarray(ids)}

@@ -1,8 +1,8 @@
 """A target in one GGUF file: its configuration, weights, hash, special tokens and tokenizer.
 
-Weights are dequantized to float32, block of rows by block of rows, and rounded to the dtype they are held in, so they
-are those of a Hugging Face folder in that dtype, number by number. Read next: `gguf_layout.py` for what GGUF calls
-what, `gguf_tokenizer.py` for text.
+Weights are dequantized to float32, one block of rows at a time, and then rounded to the dtype in which they are held.
+They equal the weights of a Hugging Face folder in that dtype exactly. Read next: `gguf_layout.py` for the names and the
+layout, and `gguf_tokenizer.py` for the tokenizer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _METADATA = "its metadata"
 _AT_ONCE = 1 << 17
-"""Numbers that are dequantized in a go: what a core's cache holds."""
+"""How many numbers are dequantized at once: they fit into the cache of a core."""
 
 
 def _can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
@@ -47,23 +47,26 @@ def _can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor(StoredTensor):
-    """A tensor of a GGUF file, as float32 in our layout."""
+    """A tensor of a GGUF file, read as float32 in our layout."""
 
     readable = tuple(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantize(kind))
 
     start: int
-    """Of its bytes in the file."""
+    """The position of its first byte in the file."""
     heads: int | None = None
-    """Of `gguf_layout.interleaved_rows`; None: the rows are in our order."""
+    """The number of heads for `gguf_layout.interleaved_rows`. None: the rows are in our order."""
     added: float = 0.0
-    """To every number, in the file."""
+    """What the file has added to every number. Reading subtracts it."""
 
     @functools.cached_property
     def _kind(self) -> gguf.GGMLQuantizationType:
         return gguf.GGMLQuantizationType[self.dtype]
 
     def _bytes(self) -> np.ndarray:
-        """[rows, blocks of a row, bytes of a block]; one axis is one row. Mapped anew: pages read do not add up."""
+        """Bytes [rows, blocks of a row, bytes of a block]. A tensor of one axis is one row.
+
+        The file is mapped anew each time, so that the pages already read are released.
+        """
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[self._kind]
         shape = (math.prod(self.shape[:-1]), self.shape[-1] // per_block, block_bytes)
         return np.memmap(self.file, np.uint8, "r", self.start, shape)
@@ -73,9 +76,9 @@ class GgufTensor(StoredTensor):
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[self._kind]
         flat = blocks.reshape(-1, block_bytes)
         out, step = np.empty((len(flat), per_block), np.float32), max(_AT_ONCE // per_block, 1)
-        with np.errstate(all="ignore"):  # of damaged scales; whoever reads looks for infinities
+        with np.errstate(all="ignore"):  # damaged scales overflow here; the caller checks for infinities
             for at in range(0, len(flat), step):
-                # As one row: gguf goes 16 rows at a time, whatever they hold.
+                # As one row, because gguf processes 16 rows at a time, however short they are.
                 part = np.ascontiguousarray(flat[at : at + step]).reshape(1, -1)
                 out[at : at + step] = gguf.quants.dequantize(part, self._kind).reshape(-1, per_block)
             if self.added:
@@ -83,7 +86,7 @@ class GgufTensor(StoredTensor):
         return out.reshape(len(blocks), -1)
 
     def _theirs(self, rows: np.ndarray) -> np.ndarray:
-        """Where the file has our rows."""
+        """The indices of our rows in the file."""
         return rows if self.heads is None else gguf_layout.interleaved_rows(rows, self.shape[0], self.heads)
 
     def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
@@ -109,11 +112,13 @@ class GgufTensor(StoredTensor):
 
 
 class GgufFile:
-    """A GGUF file of a model this library runs; reading the header takes milliseconds, the rest waits until asked for.
+    """A GGUF file of a model that this library runs.
+
+    The constructor reads only the header, which takes milliseconds. The rest is read when it is needed.
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: naming the file, if it is no whole GGUF file.
+      ValueError: naming the file, if it is not a complete GGUF file.
     """
 
     def __init__(self, path: str | Path):
@@ -125,15 +130,16 @@ class GgufFile:
         """The architecture.
 
         Raises:
-          ValueError: naming the key or tensor, its value and the allowed ones, if the model is none this library runs.
+          ValueError: if this library cannot run the model. It names the key or tensor, its value and the allowed ones.
         """
         return gguf_layout.parse(self._header.get, self._shapes, self._rope_factors(), str(self.path))
 
     @functools.cached_property
     def dtype(self) -> str:
-        """What the weights are held in: bfloat16 if a matrix is stored in it or quantized, else float32.
+        """The dtype in which the weights are held: bfloat16 if a matrix is stored in bfloat16 or quantized, else
+        float32.
 
-        Norms do not count: GGUF has them in float32 always.
+        Norms do not count, because GGUF always stores them in float32.
         """
         kinds = {place.kind_name for place in self._header.places.values() if len(place.shape) > 1}
         return "float32" if kinds <= {"F32", "F16", "F64"} else "bfloat16"
@@ -143,20 +149,20 @@ class GgufFile:
 
         Args:
           dtype: None: `self.dtype`.
-          placement: where the weights are to lie. Each device is sent its own slices, one tensor at a time.
+          placement: the devices of the weights. Each device receives its own slices, one tensor at a time.
         Raises:
-          ValueError: as `config`; naming the tensor, if one is missing, unexpected, misshapen, of a type that cannot be
-            read, or holds NaN or infinity; too little memory, before anything is read.
+          ValueError: as `config`. Also if a tensor is missing, unexpected or misshapen, has a type that cannot be read,
+            or holds NaN or infinity; it names the tensor. Also for too little memory, before anything is read.
         """
         dtype, heads = checked_dtype(self.dtype if dtype is None else dtype), sharding.heads_of(self.config)
         stored, wanted, shapes = self._tensors()
         return load_tree(stored, wanted, shapes, dtype, self.path, _METADATA, placement=placement, heads=heads)
 
     def hash(self, dtype: Any = None) -> str:
-        """`convert.weights_hash` of what `weights` reads in this dtype, from a few megabytes of the file.
+        """`convert.weights_hash` of the weights in this dtype, from a few megabytes of the file.
 
         Raises:
-          ValueError: as `weights`, but for the numbers, few of which are read.
+          ValueError: as `weights`, except for NaN and infinity: only a sample of the numbers is read.
         """
         stored, wanted, shapes = self._tensors()
         check_tensors(stored, wanted, shapes, self.path, _METADATA)
@@ -166,7 +172,7 @@ class GgufFile:
 
     @property
     def bos(self) -> int | None:
-        """The start token, None if the file names none; whether prompts begin with it, says `adds_bos`."""
+        """The start token, None if the file names none. `adds_bos` says whether prompts begin with it."""
         return gguf_tokenizer.bos(self._header)
 
     @property
@@ -176,7 +182,7 @@ class GgufFile:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The end tokens, each once: of a text, of a turn, of a message."""
+        """The distinct end tokens: of a text, of a turn, of a message."""
         return gguf_tokenizer.eos(self._header)
 
     @property
@@ -205,7 +211,7 @@ class GgufFile:
         return {name: place.shape for name, place in self._header.places.items()}
 
     def _tensors(self) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, tuple[int, ...]]]:
-        """The tensors by GGUF's names, those names by our paths, and our shapes by our paths."""
+        """Three mappings: GGUF's names to tensors, our paths to GGUF's names, and our paths to our shapes."""
         num_layers = self.config.num_layers
         stored: dict[str, StoredTensor] = {
             name: self._tensor(name) for name in self._header.places if name != gguf_layout.ROPE_FACTORS
@@ -220,7 +226,7 @@ class GgufFile:
         return stored, wanted, shapes
 
     def _tensor(self, name: str) -> GgufTensor:
-        """A tensor as it stands in the file."""
+        """A tensor in the layout of the file."""
         place = self._header.places[name]
         return GgufTensor(self.path, name, place.shape, place.kind_name, place.start)
 

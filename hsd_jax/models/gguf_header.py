@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its metadata, and which tensors lie where. Every length is checked before it is believed.
+"""The header of a GGUF file: its metadata and the places of its tensors. Every length is checked before it is used.
 
-The package `gguf` has a reader too. It makes an array of each token, three seconds for 49 thousand of them, and has no
-word for a file cut short; so this one steps over lists and decodes those that are asked for. Knows no models. Read
-next: `gguf_file.py`.
+The package `gguf` also has a reader. It makes an array of each token, which takes three seconds for 49 thousand tokens,
+and it does not detect a truncated file. This reader skips lists and decodes only those that are needed. It knows no
+models. Read next: `gguf_file.py`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-"""GGUF's numbers of its kinds of value, as `struct` calls these."""
+"""The `struct` format of each of GGUF's kinds of scalar, by GGUF's number."""
 _FLOAT, _STRING, _LIST = 6, 8, 9
 _LENGTH = struct.Struct("<Q")
 _MOST_AXES = 4
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in the file."""
+    """The place of a tensor in the file."""
 
     shape: tuple[int, ...]
-    """As arrays have it, rows first; the file has it the other way round."""
+    """The shape of the array, rows first. The file has the reverse order."""
     kind: int
-    """GGML's number of how its numbers are stored."""
+    """GGML's number of the type in which its values are stored."""
     start: int
-    """In bytes, from the file's begin."""
+    """The offset of its first byte from the start of the file."""
 
     @property
     def kind_name(self) -> str:
-        """`F32`, `Q4_1`; `type 99` for a number that the package gguf does not know."""
+        """The name of its type, as `F32` or `Q4_1`. `type 99` if the package gguf does not know type number 99."""
         known = {kind.value for kind in GGMLQuantizationType}
         return GGMLQuantizationType(self.kind).name if self.kind in known else f"type {self.kind}"
 
@@ -49,15 +49,15 @@ class _List(NamedTuple):
 
 
 class Header:
-    """What a file says of itself.
+    """The metadata of a file and the places of its tensors.
 
     Attributes:
       path: the file.
-      places: the tensors by their names, in the file's order.
-      tokenizer_bytes: the metadata whose keys begin with "tokenizer.", as they stand in the file.
+      places: the places of the tensors by their names, in the file's order.
+      tokenizer_bytes: the raw metadata whose keys begin with "tokenizer.".
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: naming the file and the place, if it is no GGUF file, or not a whole one.
+      ValueError: if it is not a complete GGUF file. It names the file and the position of the fault.
     """
 
     def __init__(self, path: str | Path):
@@ -76,7 +76,7 @@ class Header:
         self._at = len(MAGIC)
         (version,) = self._take("I")
         if version not in VERSIONS:
-            big = version & 0xFFFF == 0  # a small number, the other way round
+            big = version & 0xFFFF == 0  # a small number with its bytes reversed
             raise ValueError(
                 f"{path}: GGUF version {version}{' (of a big-endian machine)' if big else ''}: allowed are"
                 f" {', '.join(map(str, VERSIONS))}, little-endian; convert the model again"
@@ -100,26 +100,26 @@ class Header:
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata: a number, a truth, a text, or a list of one of them.
+        """A value of the metadata: a number, a bool, a text, or a list of one of these.
 
-        A float32 comes as the shortest decimal that is rounded to it, as whoever wrote the model has it: 1e-05, not
+        A float32 is returned as the shortest decimal that rounds to it, as in the original configuration: 1e-05, not
         9.999999747378752e-06.
 
         Raises:
-          ValueError: naming the key, for a text that is no UTF-8.
+          ValueError: naming the key, for a text that is not UTF-8.
         """
         value = self._values.get(key, default)
         return self._list(key, value) if isinstance(value, _List) else value
 
     def length(self, key: str) -> int:
-        """How many values a list has, without decoding them; 0 if there is no such list."""
+        """The number of values of a list, without decoding them. 0 if there is no such list."""
         found = self._values.get(key)
         return found.count if isinstance(found, _List) else 0
 
     def _cut(self, what: str) -> ValueError:
         return ValueError(
-            f"{self.path}: cut short: {what} goes on behind the end of the file, which has {self._size} bytes; fetch it"
-            " again"
+            f"{self.path}: cut short: {what} continues after the end of the file, which has {self._size} bytes; fetch"
+            " it again"
         )
 
     def _take(self, form: str) -> tuple[Any, ...]:
@@ -143,7 +143,7 @@ class Header:
             return text.decode()
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self.path}: {what} is no UTF-8 text ({text[:40]!r}); the file is damaged, fetch it again"
+                f"{self.path}: {what} is not UTF-8 text ({text[:40]!r}); the file is damaged, fetch it again"
             ) from error
 
     def _value(self, key: str, kind: int) -> Any:
@@ -171,7 +171,7 @@ class Header:
         return found
 
     def _texts_of(self, key: str, found: _List) -> Iterator[tuple[int, int]]:
-        """Where each text of a list begins, and its length, in bytes."""
+        """The start and the length of each text of a list, in bytes."""
         at = found.start
         for _ in range(found.count):
             if at + _LENGTH.size > self._size:
@@ -203,14 +203,14 @@ class Header:
             places[name] = Place(tuple(reversed(sizes)), kind, offset)
         alignment = self.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
-            raise ValueError(f"{self.path}: general.alignment={alignment!r}: expected a number of bytes, from 1")
+            raise ValueError(f"{self.path}: general.alignment={alignment!r}: expected a number of bytes, at least 1")
         begin = -(-self._at // alignment) * alignment
         return {name: place._replace(start=begin + place.start) for name, place in places.items()}
 
     def _check_whole(self) -> None:
         for name, place in self.places.items():
             if place.kind_name.startswith("type"):
-                continue  # of a size nobody knows; refused where it is read
+                continue  # an unknown type has an unknown size; reading the tensor raises an error
             per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(place.kind)]
             count, row = 1, place.shape[-1] if place.shape else 1
             for size in place.shape:
@@ -223,8 +223,8 @@ class Header:
             end = place.start + count // per_block * block_bytes
             if end > self._size:
                 raise ValueError(
-                    f"{self.path}: cut short: tensor {name!r} ends at byte {end}, the file at {self._size}; fetch it"
-                    " again"
+                    f"{self.path}: cut short: tensor {name!r} ends at byte {end}, but the file ends at {self._size};"
+                    " fetch it again"
                 )
 
 

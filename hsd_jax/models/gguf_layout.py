@@ -1,7 +1,7 @@
-"""What GGUF calls the sizes and weights of a model, and how it lays them out: one table for reading and for writing.
+"""GGUF's names for the sizes and weights of a model, and its layout of weights. Readers and writers use one table.
 
-Beside the names three things differ from ours. The rows of q and k of the architecture "llama" are in another order,
-Gemma's norms have 1 added, and Llama 3's rotary scaling is a factor for each frequency. Knows no files. Read next:
+Apart from names, GGUF differs from our layout in three points. In the architecture "llama" the rows of q and k have
+another order. Gemma's norms have 1 added. Llama 3's rotary scaling is one factor per frequency. Read next:
 `gguf_file.py`.
 """
 
@@ -19,7 +19,7 @@ from hsd_jax.models.layers import rope_frequencies
 from hsd_jax.settings import MOST, shown
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-"""GGUF's architectures and our `model_type`."""
+"""GGUF's architectures and our `model_type` for each."""
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 _OUTER = {"embedding": EMBEDDING, "head": HEAD, "final_norm.weight": "output_norm.weight"}
@@ -38,7 +38,7 @@ _MODULES = {
     "mlp_norm": "ffn_norm",
     "mlp_post_norm": "post_ffw_norm",
 }
-_SIZES = {  # GGUF's keys behind the architecture, and those of config.json
+_SIZES = {  # GGUF's keys after the name of the architecture, and the keys of config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -46,7 +46,7 @@ _SIZES = {  # GGUF's keys behind the architecture, and those of config.json
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_ONLY = {  # settings of other models, and the values that leave a model as it is
+_ONLY = {  # settings of other models, and the values with which they have no effect
     "expert_count": (0,),
     "logit_scale": (0, 1),
     "embedding_scale": (0, 1),
@@ -59,10 +59,11 @@ _ONLY = {  # settings of other models, and the values that leave a model as it i
     "rope.scaling.attn_factor": (0, 1),
 }
 _LAYERS_OF_27B = 62
-"""Of Gemma 3, whose 27B alone does not scale queries by their own size; llama.cpp tells it by its layers."""
+"""The number of layers of Gemma 3 27B. Only this Gemma 3 does not scale queries by the size of a head. llama.cpp
+recognises it by this number."""
 _LOCAL_THETA = 10_000.0
 _LOW, _HIGH = 1.0, 4.0
-"""Frequency factors of every Llama 3 so far; a GGUF file does not say them."""
+"""Frequency factors of every Llama 3 so far. A GGUF file does not store them."""
 
 
 def tensor_name(path: str) -> str:
@@ -75,9 +76,9 @@ def tensor_name(path: str) -> str:
 
 
 def interleaved_heads(path: str, config: ModelConfig) -> int | None:
-    """Heads whose rows GGUF has in the order of `interleaved_rows`, None for a weight in our order.
+    """The number of heads whose rows GGUF stores in the order of `interleaved_rows`. None for a weight in our order.
 
-    llama.cpp rotates neighbours in "llama", and in the other architectures halves as we do.
+    llama.cpp rotates neighbouring rows in "llama". In the other architectures it rotates halves, as we do.
     """
     if config.model_type != "llama":
         return None
@@ -86,14 +87,14 @@ def interleaved_heads(path: str, config: ModelConfig) -> int | None:
 
 
 def interleaved_rows(rows: np.ndarray, num_rows: int, heads: int) -> np.ndarray:
-    """Where GGUF has our rows of q or k: in each head row i and row i + half become neighbours."""
+    """The indices of our rows of q or k in GGUF, where rows i and i + half of each head are neighbours."""
     head, within = np.divmod(rows, num_rows // heads)
     half, place = np.divmod(within, num_rows // heads // 2)
     return head * (num_rows // heads) + 2 * place + half
 
 
 def added(path: str, config: ModelConfig) -> float:
-    """What GGUF has added to a weight: to norms whatever the model adds to them, 1 in Gemma."""
+    """The number that GGUF has added to a weight. In a norm it is the model's `norm_offset`, which is 1 in Gemma."""
     return config.norm_offset if path.endswith(".weight") else 0.0
 
 
@@ -103,12 +104,12 @@ def parse(
     """The architecture that metadata and tensors describe.
 
     Args:
-      get: the value of a key of the metadata, None for a key that is not there.
-      shapes: of the tensors by GGUF's names.
-      rope_factors: the numbers of ROPE_FACTORS, None without that tensor.
-      where: names the file in errors.
+      get: returns the value of a key of the metadata, or None for a missing key.
+      shapes: shapes of the tensors by GGUF's names.
+      rope_factors: the numbers of ROPE_FACTORS, or None without that tensor.
+      where: the name of the file in errors.
     Raises:
-      ValueError: naming the key or the tensor, its value and the allowed ones, if the model is none this library runs.
+      ValueError: if this library cannot run the model. It names the key or tensor, its value and the allowed ones.
     """
     name = get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -124,12 +125,14 @@ def parse(
     for key, allowed in _ONLY.items():
         if get(f"{name}.{key}") not in (None, *allowed):
             found = f"{name}.{key}={shown(get(f'{name}.{key}'))}"
-            raise ValueError(f"{where}: {found}: allowed are {', '.join(map(str, allowed))}; this model is not run")
+            raise ValueError(
+                f"{where}: {found}: allowed are {', '.join(map(str, allowed))}; this model is not supported"
+            )
 
     def number(key: str, *default: Any) -> Any:
         value = get(f"{name}.{key}")
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]  # one number a layer
+            value = value[0]  # one number per layer
         if value is None and default:
             return default[0]
         if type(value) not in (int, float):
@@ -137,7 +140,7 @@ def parse(
         return value
 
     if len(shapes.get(EMBEDDING, ())) != 2:
-        raise ValueError(f"{where}: no matrix {EMBEDDING!r}; expected a whole language model")
+        raise ValueError(f"{where}: no matrix {EMBEDDING!r}; expected a complete language model")
     values = {own: number(key) for key, own in _SIZES.items()}
     heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
     head_dim = number("attention.key_length", hidden_size // max(heads, 1))
@@ -182,7 +185,7 @@ def parse(
 
 
 def _linear(get: Callable[[str], Any], name: str, number: Callable[..., Any], where: str) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json; a factor without a type is linear, as llama.cpp has it."""
+    """`rope_scaling` of config.json. A factor without a type is linear, as in llama.cpp."""
     key = f"{name}.rope.scaling.type"
     kind = get(key)
     if kind not in (None, "none", "linear"):
@@ -192,7 +195,7 @@ def _linear(get: Callable[[str], Any], name: str, number: Callable[..., Any], wh
 
 
 def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """What Llama 3's scaling divides each frequency by, float32 [head_dim / 2]; llama.cpp's ROPE_FACTORS."""
+    """The divisors of the frequencies in Llama 3's scaling, float32 [head_dim / 2]: llama.cpp's ROPE_FACTORS."""
     turns = rope.original_max_position * rope_frequencies(RopeConfig(rope.theta), head_dim).astype(np.float64)
     smooth = (turns / (2 * np.pi) - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0, 1)
@@ -211,7 +214,7 @@ def _llama3(factors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:
         middle = (factors > 1) & (factors < factors.max())
         smooth = (1 / wanted - 1 / largest) / (1 - 1 / largest)
         lengths = (2 * np.pi / plain * (_LOW + (_HIGH - _LOW) * smooth))[middle]
-        # Without a frequency in the middle every length that parts the rest is as good as another.
+        # Without a frequency in the middle, any length that separates the others gives the same factors.
         for length in [round(np.median(lengths))] if lengths.size else [1 << i for i in range(24)]:
             rope = RopeConfig(theta, "llama3", largest, _LOW, _HIGH, min(max(length, 1), MOST))
             if np.allclose(plain / rope_frequencies(rope, head_dim), factors, rtol=1e-5, atol=0):
@@ -224,15 +227,15 @@ def _llama3(factors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:
 
 
 def describe(config: ModelConfig) -> tuple[dict[str, Any], np.ndarray | None]:
-    """The metadata of a configuration, and the numbers of ROPE_FACTORS if it needs them; the other way of `parse`.
+    """The metadata of a configuration, and the numbers of ROPE_FACTORS or None. This is the inverse of `parse`.
 
     Raises:
-      ValueError: naming the field, if a GGUF file cannot express it.
+      ValueError: naming the field that a GGUF file cannot express.
     """
     by_type = {own: name for name, own in ARCHITECTURES.items()}
     name = by_type.get(config.model_type)
     if name is None:
-        raise ValueError(f"ModelConfig.model_type={config.model_type!r}: written as GGUF are {', '.join(by_type)}")
+        raise ValueError(f"ModelConfig.model_type={config.model_type!r}: allowed in GGUF are {', '.join(by_type)}")
     values: dict[str, Any] = {
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
@@ -268,5 +271,5 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], np.ndarray | None]:
     for field in dataclasses.fields(config):
         wanted, found = getattr(config, field.name), getattr(again, field.name)
         if wanted != found:
-            raise ValueError(f"ModelConfig.{field.name}={wanted!r}: a GGUF file of {name} can only say {found!r}")
+            raise ValueError(f"ModelConfig.{field.name}={wanted!r}: a GGUF file of {name} can only store {found!r}")
     return metadata, factors

@@ -1,7 +1,8 @@
-"""The tokenizer in a GGUF file, as far as it is a byte-level BPE whose splitting of text is known.
+"""The tokenizer in a GGUF file. Only byte-level BPE with a known splitting of text is supported.
 
-A GGUF file has the tokens and the merges. How text is split before merging it says by a name alone
-(`tokenizer.ggml.pre`), behind which stand llama.cpp's regular expressions. Read next: `hsd_jax/tokenizer.py`.
+A GGUF file has the tokens and the merges. For the splitting of text before merging it has only a name
+(`tokenizer.ggml.pre`). llama.cpp maps the name to regular expressions, which this module repeats. Read next:
+`hsd_jax/tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-"""Kinds of tokens. A control token stands for no text; an unused one fills a hole between the ids."""
+"""Kinds of tokens. A control token represents no text. An unused token fills a gap in the ids."""
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
@@ -29,15 +30,15 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclasses.dataclass(frozen=True)
 class _Splitting:
-    """How text becomes words; each expression splits what the ones before have left whole."""
+    """How text is split into words. Each expression splits the pieces that the expressions before it have left."""
 
     expressions: tuple[str, ...]
     ignores_merges: bool = False
-    """A word that is a token becomes it, even if no merges lead there."""
+    """Whether a word that is a token becomes this token, even if the merges do not lead to it."""
     composes: bool = False
-    """Letters and their accents are joined first (NFC)."""
+    """Whether letters and their accents are joined first (NFC)."""
     adds_bos: bool = False
-    """Where the file does not say."""
+    """Whether a text begins with the start token, if the file does not say."""
 
 
 _LLAMA3 = _Splitting((_CONTRACTIONS + _WORDS % r"\p{N}{1,3}",), ignores_merges=True, adds_bos=True)
@@ -53,15 +54,15 @@ _SPLITTINGS = {
 
 
 def bos(header: Header) -> int | None:
-    """The start token, None if the file names none; raises a ValueError for what is no token id."""
+    """The start token, None if the file names none. Raises a ValueError if it is not a token id."""
     return _token(header, _KEY + "bos_token_id")
 
 
 def adds_bos(header: Header) -> bool:
-    """Whether a text begins with the start token: as the file says, else as the name of its splitting does.
+    """Whether a text begins with the start token, by the file, else by its kind of splitting.
 
     Raises:
-      ValueError: if the file says something else than true or false.
+      ValueError: if the file's value is not a bool.
     """
     found = header.get(_KEY + "add_bos_token")
     if found is None:
@@ -71,10 +72,10 @@ def adds_bos(header: Header) -> bool:
 
 
 def eos(header: Header) -> tuple[int, ...]:
-    """The end tokens: those of a text, of a turn and of a message, each once, in this order.
+    """The distinct end tokens of a text, of a turn and of a message, in this order.
 
     Raises:
-      ValueError: naming the key, for what is no token id.
+      ValueError: naming the key whose value is not a token id.
     """
     found = [_token(header, _KEY + "eos_token_id")]
     more = header.get(_KEY + "eos_token_ids")
@@ -84,18 +85,18 @@ def eos(header: Header) -> tuple[int, ...]:
 
 
 def chat_template(header: Header) -> str | None:
-    """The text of the template, None if the file has none; raises a ValueError for what is no text."""
+    """The text of the template, None if the file has none. Raises a ValueError if it is not a text."""
     return take(str | None, header.get("tokenizer.chat_template"), f"{header.path}: tokenizer.chat_template")
 
 
 def build(header: Header) -> tokenizers.Tokenizer:
-    """The tokenizer of the file, with its control and user-defined tokens as added ones.
+    """The tokenizer of the file, with its control and user-defined tokens as added tokens.
 
     Raises:
-      ValueError: naming the key, for a tokenizer of another kind, another way to split text, or lists that do not
+      ValueError: naming the key, for a tokenizer of another kind, an unknown splitting of text, or lists that do not
         belong together.
     """
-    # Seconds of import time that whoever works with token ids need not pay.
+    # Imported here, because it takes seconds and token ids do not need it.
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     splitting, path = _splitting(header), header.path
@@ -129,7 +130,7 @@ def build(header: Header) -> tokenizers.Tokenizer:
     tokenizer.add_tokens(added[_USER_DEFINED])
     if adds_bos(header):
         start = bos(header)
-        assert start is not None  # adds_bos has looked
+        assert start is not None  # adds_bos has checked it
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[tokens[start], "$A"],
             pair=[tokens[start], "$A", f"{tokens[start]}:1", "$B:1"],
@@ -139,7 +140,7 @@ def build(header: Header) -> tokenizers.Tokenizer:
 
 
 def wrapped(header: Header) -> Tokenizer:
-    """The tokenizer of the file as text needs it; two are equal if their files hold the same tokenizer.
+    """The tokenizer of the file as a `Tokenizer`. Two are equal if their files hold the same tokenizer.
 
     Raises:
       ValueError: as `build`, `bos`, `eos` and `chat_template`.
@@ -148,8 +149,8 @@ def wrapped(header: Header) -> Tokenizer:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: _token(header, f"{_KEY}{key}_token_id") for name, key in names.items()}
     special = {f"{name}_token": inner.id_to_token(token) for name, token in ids.items() if token is not None}
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
-    import transformers  # after what may fail: it takes seconds
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install torch
+    import transformers  # it takes seconds, so it comes after the checks
 
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **special)
     fast.chat_template = chat_template(header)
@@ -157,7 +158,7 @@ def wrapped(header: Header) -> Tokenizer:
 
 
 def _splitting(header: Header) -> _Splitting:
-    instead = "; give another one by tokenizer= (--tokenizer), a name or a folder"
+    instead = "; give the name or folder of another tokenizer with tokenizer= (--tokenizer)"
     kind, pre = header.get(_KEY + "model"), header.get(_KEY + "pre")
     if kind != "gpt2":
         raise ValueError(

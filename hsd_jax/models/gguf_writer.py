@@ -1,7 +1,7 @@
-"""Writes a target as one GGUF file, for llama.cpp and for tests, by the table that `gguf_file.py` reads by.
+"""Writes a target as one GGUF file, for llama.cpp and for tests.
 
-Matrices get one type, vectors are float32, as llama.cpp wants them. One tensor at a time is held besides the weights.
-Read next: `gguf_layout.py`.
+All matrices have one type. Vectors are float32, as llama.cpp requires. Besides the weights it holds one tensor at a
+time. Read next: `gguf_layout.py`, the table that it shares with `gguf_file.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hsd_jax.types import Weights
 _PLAIN = {"F32": np.dtype(np.float32), "BF16": jnp.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
 _QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {kind: kind for kind in _QUANTIZED}
-"""What matrices may be stored in, and GGML's names of it."""
+"""The types in which matrices may be stored, and GGML's names for them."""
 
 
 def save_gguf(
@@ -35,18 +35,19 @@ def save_gguf(
     dtype: str = "float32",
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the file, whole or not at all.
+    """Writes the file. A file never appears half-written.
 
     Args:
-      weights: in the tree of `init_target`, of any float dtype; or a Hugging Face folder, of which one tensor at a time
-        is read.
-      dtype: of the matrices, one of TYPES.
-      metadata: further keys, those of a tokenizer for example: truths, whole numbers (written as uint32), numbers
-        (float32), texts, or lists of them. Without a tokenizer llama.cpp works with token ids alone.
+      weights: weights in the tree of `init_target`, in any float dtype; or a Hugging Face folder, from which one tensor
+        at a time is read.
+      dtype: type of the matrices, one of TYPES.
+      metadata: further keys, for example those of a tokenizer: bools, integers (written as uint32), floats (float32),
+        texts, or lists of them. Without a tokenizer llama.cpp works only with token ids.
     Raises:
-      FileNotFoundError: if a folder is given that is none.
-      ValueError: naming the field, if GGUF cannot express `config`; naming the weight, if it is missing, unexpected,
-        misshapen or not finite, or its rows are no multiple of what the type packs together.
+      FileNotFoundError: if `weights` is a path but not a folder.
+      ValueError: if GGUF cannot express `config`; it names the field. Also if a weight is missing, unexpected,
+        misshapen or not finite, or if the length of its rows is not a multiple of the type's block; it names the
+        weight.
       OSError: naming the file, if it cannot be written.
     """
     if dtype not in TYPES:

@@ -1,8 +1,7 @@
-"""Hugging Face `config.json`, parsed and written by hand: the sizes and switches of a target.
+"""Reads and writes Hugging Face `config.json`, the sizes and switches of a target, without torch or transformers.
 
-Reads both styles, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters`
-(transformers 5), and writes the older one, which both read. Knows no weights and needs neither torch nor
-transformers. Read next: `convert.py`.
+It reads both styles: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). It
+writes the older style, which both versions read. Read next: `convert.py`, which reads the weights.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN | {"head_dim": 128},
     "gemma2": _GEMMA
     | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    # The text part of a Gemma 3 file leaves out whatever has its default, sizes included.
+    # The text part of a Gemma 3 file leaves out every key that has its default, also sizes.
     "gemma3_text": _GEMMA
     | {
         "max_position_embeddings": 131_072,
@@ -65,7 +64,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
 }
-"""What transformers assumes for a key that a file leaves out."""
+"""The defaults of transformers for keys that a file leaves out."""
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -79,7 +78,7 @@ _ARCHITECTURES = {
 
 @settings.dataclass
 class _Keys:
-    """What is read of a `config.json`, with what it may hold. `_FAMILIES` has the defaults."""
+    """The keys that are read from a `config.json`, with their allowed values. `_FAMILIES` has the defaults."""
 
     vocab_size: Count
     hidden_size: Count
@@ -113,7 +112,7 @@ class _Keys:
 
 @settings.dataclass
 class _RopeKeys:
-    """What is read of `rope_scaling` and `rope_parameters`."""
+    """The keys that are read from `rope_scaling` and `rope_parameters`."""
 
     rope_theta: Theta
     rope_type: Annotated[str, OneOf(ROPE_KINDS)]
@@ -125,7 +124,7 @@ class _RopeKeys:
 
 
 def _read_keys(kind: type, values: dict[str, Any], where: str, section: str = "") -> Any:
-    """The keys that `kind` has; a file may hold any others."""
+    """Reads the keys that `kind` has. A file may hold any other keys."""
     names = {field.name for field in dataclasses.fields(kind)}
     return settings.read(kind, {key: value for key, value in values.items() if key in names}, where, section)
 
@@ -135,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: if the folder or the file is missing.
-      ValueError: if the file holds no JSON object.
+      ValueError: if the file does not hold a JSON object.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder; give a local folder with a checkpoint")
@@ -152,14 +151,14 @@ def read_config(folder: str | Path) -> ModelConfig:
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: naming the key, its value and the allowed ones, if the model is none this library runs.
+      ValueError: if this library cannot run the model. It names the key, its value and the allowed ones.
     """
     path = Path(folder) / "config.json"
     return parse_config(read_json(path), str(path))
 
 
 def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
-    """`read_config` for an object already in memory; `where` names it in errors."""
+    """`read_config` for an object in memory. `where` is its name in errors."""
     family = values.get("model_type")
     if family == "gemma3":
         if not isinstance(values.get("text_config"), dict):
@@ -220,10 +219,10 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
 
 
 def format_config(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` object of a configuration, without special tokens and storage dtype.
+    """The `config.json` object of a configuration, without special tokens and the dtype of the weights.
 
     Raises:
-      ValueError: if the family named by `config.model_type` cannot express the configuration.
+      ValueError: if the family `config.model_type` cannot express the configuration.
     """
     family = config.model_type
     if family not in _FAMILIES:
@@ -277,7 +276,7 @@ def _refuse_unsupported(values: dict[str, Any], where: str) -> None:
 
 
 def _sliding(keys: _Keys, family: str, where: str) -> tuple[int | None, tuple[str, ...]]:
-    """Window and kind of each layer; a model without sliding layers has neither."""
+    """The window, and the kind of each layer. A model without sliding layers has neither."""
     window, num_layers = keys.sliding_window, keys.num_hidden_layers
     if family == "llama" or window is None or (family.startswith("qwen") and not keys.use_sliding_window):
         return None, ()
@@ -296,12 +295,12 @@ def _sliding(keys: _Keys, family: str, where: str) -> tuple[int | None, tuple[st
 
 
 def _ropes(keys: _Keys, family: str, where: str) -> tuple[RopeConfig, RopeConfig | None]:
-    """Rotary embedding of all layers, and of sliding ones where it is another."""
+    """The rotary embedding of all layers, and that of sliding layers if it differs."""
     scaling, by_type = keys.rope_scaling or {}, keys.rope_parameters or {}
     if family != "gemma3_text":
         parameters = scaling or by_type
         if FULL in parameters or SLIDING in parameters:
-            raise ValueError(f"{where}: rope_parameters differ by layer type, which {family} does not know")
+            raise ValueError(f"{where}: rope_parameters differ by layer type, which {family} does not support")
         return _rope(parameters, keys, keys.rope_theta, where), None
     for name in (FULL, SLIDING):
         settings.take(dict | None, by_type.get(name), f"{where}: rope_parameters.{name}")
@@ -345,11 +344,11 @@ def _format_rope(rope: RopeConfig) -> dict[str, Any] | None:
 
 
 def _check_expressed(config: ModelConfig, values: dict[str, Any]) -> None:
-    """Reads `values` back: what a family's file cannot say must not get lost in silence."""
+    """Reads `values` back and raises an error for a field that the family's file cannot express."""
     again = parse_config(values, "config.json as written")
     for field in dataclasses.fields(config):
         wanted, found = getattr(config, field.name), getattr(again, field.name)
         if wanted != found:
             raise ValueError(
-                f"ModelConfig.{field.name}={wanted!r}: a {config.model_type} config.json can only say {found!r}"
+                f"ModelConfig.{field.name}={wanted!r}: a {config.model_type} config.json can only store {found!r}"
             )

@@ -1,8 +1,8 @@
-"""Repositories of the Hugging Face hub as local folders: what is fetched of a target or a drafter, and what never is.
+"""Fetches targets and drafters from the Hugging Face hub into local folders: safetensors and settings, never pickles.
 
-The library `huggingface_hub` has the cache, the tokens and the downloads; its environment variables hold (HF_HOME,
-HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). Knows nothing about what the files mean beyond their names, and
-imports no jax. Read next: `convert.py`, which reads such a folder.
+The library `huggingface_hub` does the caching, the authentication and the downloads. Its environment variables apply
+(HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). This module knows files only by their names, apart from
+the index of shards, and does not import jax. Read next: `convert.py`, which reads such a folder.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hsd_jax.host.files import read_json
 __all__ = ["HubError", "fetch", "is_repo_name"]
 
 ANSWER_SECONDS = 10.0
-"""How long the hub may take until it answers: names, connections and redirects together."""
+"""The time limit for an answer of the hub, including name lookup, connections and redirects."""
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 DRAFTERS = {"drafter_config.json": "drafter.safetensors", "ngram_config.json": "ngram.safetensors"}
 STEERING = {"steering_config.json": "steering.safetensors"}
 PAIRS = {**DRAFTERS, **STEERING}
-"""Configurations of drafters and their weights. Steering lies beside a model, the others may lie alone."""
+"""Configuration files of drafters and their weights. Steering needs a model in its folder, the others do not."""
 
 SMALL_FILES = (
     CONFIG_FILE,
@@ -50,17 +50,16 @@ SMALL_FILES = (
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _BRANCH = "main"
-_BAD_TOKEN = "Invalid credentials in Authorization header"  # so the hub says where a token, not its absence, is wrong
+_BAD_TOKEN = "Invalid credentials in Authorization header"  # the hub's message for a wrong token, not a missing one
 _PART = re.compile(r"\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".jsonl", ".yaml", *PICKLES)
 
 
 class HubError(ValueError):
-    """Says why a repository cannot be had.
+    """The reason why a repository cannot be fetched.
 
-    `str` of it is "NAME (revision REVISION): REASON"; `reason` is the last part alone, for a caller that lists what
-    it has tried.
+    Its text is "NAME (revision REVISION): REASON". `reason` is the last part, for a caller that lists its attempts.
     """
 
     def __init__(self, name: str, revision: str, reason: str):
@@ -72,13 +71,13 @@ class HubError(ValueError):
 
 
 class _NoAnswer(Exception):
-    """The hub has not answered, or not as a hub does."""
+    """The hub gave no answer, or not the answer of a hub."""
 
 
 def is_repo_name(text: str) -> bool:
-    """Whether a text is ORG/NAME as the hub allows it, and no path of a file.
+    """Whether a text is ORG/NAME as the hub allows it and does not end like a file name.
 
-    Of a relative path of two parts, "runs/mine", nobody can say; the caller looks for a folder first.
+    A relative path of two parts, as "runs/mine", has the same form. The caller must look for a folder first.
     """
     parts = text.split("/")
     return (
@@ -94,26 +93,26 @@ def _to_stderr(text: str) -> None:
 
 
 def fetch(name: str, revision: str | None = None, report: Callable[[str], None] = _to_stderr) -> Path:
-    """The folder with a target or a drafter of the hub, in the cache that all Hugging Face libraries share.
+    """Fetches a target or a drafter of the hub and returns its folder in the shared cache of Hugging Face libraries.
 
-    The hub is asked first, so that a branch that has moved is seen. If it gives no answer within ANSWER_SECONDS, or if
-    HF_HUB_OFFLINE is set, a whole snapshot in the cache is taken. Fetched are SMALL_FILES and the safetensors that
-    the readers of this package open, all from the top of the repository: no pickles and no code. Progress is shown on
-    stderr.
+    The hub is asked first, so a branch that has moved is noticed. If the hub does not answer within ANSWER_SECONDS, or
+    if HF_HUB_OFFLINE is set, a complete snapshot from the cache is used. The function fetches SMALL_FILES and the
+    safetensors that this package reads, only from the top folder of the repository. It never fetches pickles or code.
+    Progress is shown on stderr.
 
     Args:
       name: ORG/NAME.
-      revision: a branch, a tag or a commit; None is the branch `main`.
-      report: is told, in a line, where the cache stands in for the hub.
+      revision: a branch, a tag or a commit. None: the branch `main`.
+      report: receives one line if the cache is used because the hub does not answer.
     Raises:
-      HubError: a ValueError that says what is wrong and what to do: no such repository or revision, no access, no
-        weights that can be read, no answer and nothing in the cache, no room on the disk.
+      HubError: a ValueError that states the fault and the remedy: no such repository or revision, no access, no
+        readable weights, no answer and nothing in the cache, or no space on the disk.
     """
     shown = _BRANCH if revision is None else revision
     if not is_repo_name(name):
-        raise HubError(name, shown, "no repository of the hub is called so; expected ORG/NAME")
+        raise HubError(name, shown, "not a name of the hub; expected ORG/NAME")
     if not shown.strip() or ".." in shown or shown.startswith("/"):
-        raise HubError(name, shown, "no branch, tag or commit can be called so")
+        raise HubError(name, shown, "not a valid name of a branch, tag or commit")
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -123,7 +122,7 @@ def fetch(name: str, revision: str | None = None, report: Callable[[str], None] 
             raise HubError(
                 name,
                 shown,
-                f"HF_HUB_OFFLINE is set and {lacks}. Unset it, or fetch where there is a network:"
+                f"HF_HUB_OFFLINE is set and {lacks}. Unset it, or fetch the repository with a network connection:"
                 f" `hf download {name}{'' if revision is None else f' --revision {revision}'}`",
             )
         return folder
@@ -132,8 +131,8 @@ def fetch(name: str, revision: str | None = None, report: Callable[[str], None] 
     except _NoAnswer as error:
         folder, lacks = _find_cached(cache, name, shown)
         if folder is None:
-            raise HubError(name, shown, f"{error}, and {lacks}. Look to the network, or give a local folder") from error
-        report(f"{name}: {error}; taking {folder.name[:12]} from the cache")
+            raise HubError(name, shown, f"{error}, and {lacks}. Check the network, or give a local folder") from error
+        report(f"{name}: {error}; using {folder.name[:12]} from the cache")
         return folder
     except Exception as error:
         raise HubError(name, shown, _refusal(error, name)) from error
@@ -144,15 +143,15 @@ def _ask(name: str, revision: str | None) -> tuple[str, list[str]]:
     """The commit of a revision and the paths of its files.
 
     Raises:
-      _NoAnswer: where there is none in time.
-      Exception: the library's, where the hub refuses.
+      _NoAnswer: if the hub does not answer in time.
+      Exception: the library's exception if the hub refuses.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
     endpoint = constants.ENDPOINT
-    # The library's limit holds for each read and each redirect, and for looking up a name there is none: all of them
-    # together are waited for here, and the library's limit is the longer one, so that it is never the first to end.
+    # The library's time limit applies to each read and each redirect, and not to name lookup. `within` limits the total
+    # time. The library's limit is longer, so that it never ends first.
     ask = functools.partial(HfApi(endpoint=endpoint).model_info, name, revision=revision, timeout=2 * ANSWER_SECONDS)
     try:
         answer = within(ANSWER_SECONDS, ask)
@@ -165,14 +164,14 @@ def _ask(name: str, revision: str | None) -> tuple[str, list[str]]:
     except Exception as error:
         raise _NoAnswer(f"no answer from {endpoint} ({_short(error)})") from error
     if not answer.sha or answer.siblings is None:
-        raise _NoAnswer(f"{endpoint} names neither commit nor files, which a hub does; look to HF_ENDPOINT")
+        raise _NoAnswer(f"{endpoint} does not answer with a commit and files, as a hub does; check HF_ENDPOINT")
     return answer.sha, [sibling.rfilename for sibling in answer.siblings]
 
 
 def _download(
     cache: Path, name: str, revision: str, commit: str, listing: list[str], report: Callable[[str], None]
 ) -> Path:
-    """Fetches what the folder of a commit lacks: the small files first, in which most faults show."""
+    """Fetches the missing files of a commit, the small files first, because they show most faults."""
     names = {path for path in listing if "/" not in path}
     lacks = _missing(names)
     if lacks:
@@ -194,19 +193,19 @@ def _download(
 
 
 def _checked_shards(folder: Path, names: set[str], name: str, revision: str) -> list[str]:
-    """`_shards`, all of which the repository holds; a HubError where it does not."""
+    """`_shards` of the repository. Raises a HubError if one is missing."""
     try:
         shards = _shards(folder, names)
         lacks = _missing(names, shards)
     except ValueError as error:
         shards, lacks = [], str(error)
     if lacks:
-        raise HubError(name, revision, f"the repository is not whole: {lacks}. Tell its owner, or take another")
+        raise HubError(name, revision, f"the repository is incomplete: {lacks}. Report it to its owner, or use another")
     return shards
 
 
 def _get(cache: Path, name: str, commit: str, file: str, dry_run: bool = False) -> Any:
-    """The path of one file, fetched if it is not in the cache; with `dry_run` what fetching it would take."""
+    """The path of one file, fetched if it is not in the cache. With `dry_run`, only the library's report about it."""
     from huggingface_hub import constants, hf_hub_download
 
     where = {"revision": commit, "cache_dir": cache, "endpoint": constants.ENDPOINT, "library_name": "hsd_jax"}
@@ -215,7 +214,7 @@ def _get(cache: Path, name: str, commit: str, file: str, dry_run: bool = False) 
 
 
 def _check_room(cache: Path, name: str, revision: str, commit: str, weights: list[str]) -> None:
-    """Raises a HubError where the disk is too small for the weights that are still to come."""
+    """Raises a HubError if the disk has no space for the weights that are still to be fetched."""
     infos = [_get(cache, name, commit, file, dry_run=True) for file in weights]
     wanted = sum(info.file_size or 0 for info in infos if info.will_download)
     free = shutil.disk_usage(cache).free
@@ -223,20 +222,21 @@ def _check_room(cache: Path, name: str, revision: str, commit: str, weights: lis
         raise HubError(
             name,
             revision,
-            f"{wanted / 1e9:,.1f} GB are to be fetched and {cache} has room for {free / 1e9:,.1f} GB. Make room there,"
-            " or set HF_HOME to a folder on a larger disk",
+            f"{wanted / 1e9:,.1f} GB are to be fetched and {cache} has {free / 1e9:,.1f} GB free. Free some space"
+            " there, or set HF_HOME to a folder on a larger disk",
         )
 
 
 def _write_ref(cache: Path, name: str, revision: str, commit: str, report: Callable[[str], None]) -> None:
-    """Notes which commit a branch stands at, as the library does, which does so before it has the files.
+    """Records the current commit of a branch in the cache.
 
-    Here it comes last: an update that breaks off leaves the snapshot that was there to be found offline.
+    The library records it before it has the files. Here it comes last, so that after an interrupted update the old
+    snapshot is still found offline.
     """
     ref = _store(cache, name) / "refs" / revision
     if revision == commit or (ref.is_file() and ref.read_text().strip() == commit):
         return
-    # Each host has a cache of its own: `files.replacing` writes on the first host of a run alone.
+    # `files.replacing` writes only on the first host of a run, but each host has its own cache.
     temporary = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
     try:
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def _store(cache: Path, name: str) -> Path:
 
 
 def _find_cached(cache: Path, name: str, revision: str) -> tuple[Path | None, str]:
-    """The whole snapshot of a revision in the cache; or None, and in words what it lacks."""
+    """The complete snapshot of a revision in the cache, or None and a text that says what is missing."""
     store, commit = _store(cache, name), revision
     if not _COMMIT.fullmatch(revision):
         try:
@@ -264,18 +264,18 @@ def _find_cached(cache: Path, name: str, revision: str) -> tuple[Path | None, st
     folder = store / "snapshots" / commit
     if not _COMMIT.fullmatch(commit) or not folder.is_dir():
         return None, f"it is not in the cache {cache}"
-    names = {path.name for path in folder.iterdir() if path.is_file()}  # False for a link whose file is gone
+    names = {path.name for path in folder.iterdir() if path.is_file()}  # False for a broken link
     try:
         lacks = _missing(names, _shards(folder, names))
     except (ValueError, OSError) as error:
         lacks = _short(error)
-    return (None, f"it is in the cache {cache} only in part: {lacks}") if lacks else (folder, "")
+    return (None, f"it is incomplete in the cache {cache}: {lacks}") if lacks else (folder, "")
 
 
 def _missing(names: set[str], shards: Iterable[str] = ()) -> str:
-    """In words what a folder with these files lacks to be a target or a drafter; empty if nothing.
+    """A text that says what a folder with these files lacks as a target or a drafter. Empty if it lacks nothing.
 
-    Without `shards`, an index stands for all it names.
+    Without `shards`, the files that an index names are assumed to exist.
     """
     for shard in shards:
         if shard not in names:
@@ -283,19 +283,19 @@ def _missing(names: set[str], shards: Iterable[str] = ()) -> str:
     for config, weights in PAIRS.items():
         if (config in names) != (weights in names):
             there, gone = (config, weights) if config in names else (weights, config)
-            return f"{there} is there and {gone} is missing"
+            return f"{there} exists but {gone} is missing"
     if names.intersection(DRAFTERS) and not names.intersection((*STEERING, WEIGHTS_FILE, INDEX_FILE)):
         return ""
     if not names.intersection((WEIGHTS_FILE, INDEX_FILE)):
-        return f"neither {WEIGHTS_FILE} nor {INDEX_FILE} is there"
+        return f"{WEIGHTS_FILE} and {INDEX_FILE} are missing"
     return "" if CONFIG_FILE in names else f"{CONFIG_FILE} is missing"
 
 
 def _shards(folder: Path, names: set[str]) -> list[str]:
-    """The files that hold a model's weights, as `convert.read_weights` looks for them; none of a drafter alone.
+    """The files of a model's weights, as `convert.read_weights` reads them. Empty for a drafter without a model.
 
     Raises:
-      ValueError: if the index names none, or others than safetensors of the same folder.
+      ValueError: if the index names no file, or a file other than safetensors of the same folder.
     """
     if WEIGHTS_FILE in names or INDEX_FILE not in names:
         return [WEIGHTS_FILE] if WEIGHTS_FILE in names else []
@@ -311,35 +311,35 @@ def _shards(folder: Path, names: set[str]) -> list[str]:
 
 
 def _useless(lacks: str, name: str, listing: list[str]) -> str:
-    """Why nothing of a repository is fetched."""
+    """The reason why nothing of a repository is fetched."""
     top = sorted(path for path in listing if "/" not in path)
     has_weights = any(path.endswith(".safetensors") for path in top)
     ggufs = sorted(path for path in listing if path.endswith(".gguf"))
     pickles = [path for path in top if path.endswith(PICKLES)]
     if ggufs and not has_weights:
         return (
-            f"holds its weights only as GGUF ({_few(ggufs)}). Fetch one, `hf download {name} {ggufs[0]}`, and give the"
+            f"has its weights only as GGUF ({_few(ggufs)}). Fetch one, `hf download {name} {ggufs[0]}`, and give the"
             " path that it prints"
         )
     if pickles and not has_weights:
         return (
-            f"holds its weights only as pickles ({_few(pickles)}), which are never loaded, because they can run code."
+            f"has its weights only as pickles ({_few(pickles)}), which are never loaded, because they can run code."
             " Convert them to safetensors (in transformers: save_pretrained)"
         )
     return (
         f"{lacks}. Expected a model ({CONFIG_FILE} and {WEIGHTS_FILE} or its shards) or a drafter"
-        f" ({', '.join(DRAFTERS)}) at the top of the repository; there are {_few(top) or 'no files'}"
+        f" ({', '.join(DRAFTERS)}) at the top of the repository; found {_few(top) or 'no files'}"
     )
 
 
 def _refusal(error: Exception, name: str) -> str:
-    """What the hub's answer means, and what to do about it."""
+    """The meaning of the hub's answer, and the remedy."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{name}"
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"gated: its owner lets in who asks. Ask for access at {page}, then log in with `hf auth login` or set"
+            f"gated: its owner grants access on request. Request it at {page}, then log in with `hf auth login` or set"
             " HF_TOKEN"
         )
     response = error.response if isinstance(error, errors.HfHubHTTPError) else None
@@ -347,25 +347,25 @@ def _refusal(error: Exception, name: str) -> str:
     is_stranger = status == 401 and response is not None and response.headers.get("X-Error-Message") != _BAD_TOKEN
     if is_stranger or isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"no such repository, or a private one ({page}). Look at its name, or log in with `hf auth login` or set"
+            f"no such repository, or a private one ({page}). Check its name, or log in with `hf auth login` or set"
             " HF_TOKEN"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no such branch, tag or commit; {page}/tree/main lists them"
     if status in (401, 403):
         return (
-            f"the hub refuses the token (status {status}). Log in again with `hf auth login`, or set HF_TOKEN to one"
-            " that is valid"
+            f"the hub refuses the token (status {status}). Log in again with `hf auth login`, or set HF_TOKEN to a"
+            " valid token"
         )
-    return f"the hub refuses it ({_short(error)}); look at {page}"
+    return f"the hub refuses the request ({_short(error)}); see {page}"
 
 
 def _broken(error: Exception, name: str, cache: Path) -> str:
-    """Why a download has ended, and what to do about it."""
+    """The reason why a download failed, and the remedy."""
     from huggingface_hub.errors import HfHubHTTPError
 
     chain, cause = [], error
-    while cause is not None and cause not in chain:  # the library wraps what it has caught
+    while cause is not None and cause not in chain:  # the library wraps the exceptions that it catches
         chain.append(cause)
         cause = cause.__cause__
     for cause in chain:
@@ -373,10 +373,10 @@ def _broken(error: Exception, name: str, cache: Path) -> str:
             return _refusal(cause, name)
     code = next((cause.errno for cause in chain if isinstance(cause, OSError) and cause.errno), None)
     if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-        return f"no room is left on the disk of {cache}. Make room there, or set HF_HOME to a folder on a larger disk"
+        return f"the disk of {cache} is full. Free some space, or set HF_HOME to a folder on a larger disk"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{cache} cannot be written. Set HF_HOME to a folder that can"
-    return f"the download broke off ({_short(chain[-1])}). Start again: what has come whole is kept"
+        return f"{cache} cannot be written. Set HF_HOME to a folder that can be written"
+    return f"the download failed ({_short(chain[-1])}). Start again: complete files are kept"
 
 
 def _short(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """The linen layers that target and drafter share: products, norms, rotary embedding, attention, MLP, block.
 
-Kernels are stored [out, in] as in Hugging Face files. What computes them is chosen in `kernels/ops.py`.
+Weights are stored [out, in] as in Hugging Face files. `kernels/ops.py` chooses the implementation of each operation.
 Read next: `target.py`.
 """
 
@@ -23,7 +23,7 @@ from hsd_jax.models.cache import take_nodes
 
 
 class Weight(nn.Module):
-    """An [out, in] kernel and its bias, None without one; `out` may be several axes."""
+    """A kernel [out, in] and its bias, or None without a bias. `out` may be several axes."""
 
     out_features: int | tuple[int, ...]
     in_features: int
@@ -40,16 +40,16 @@ class Weight(nn.Module):
 
 
 def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
-    """`x` through several weights of one width, biases added."""
+    """Multiplies `x` by several weights with the same input width and adds their biases."""
     pairs = [weight() for weight in weights]
     products = matmuls(x, tuple(kernel for kernel, _ in pairs))
     return [y if bias is None else y + bias.astype(jnp.float32) for y, (_, bias) in zip(products, pairs, strict=True)]
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with its weight; `offset` as in `ops.rms_norm`.
+    """`rms_norm` with its weight. `offset` is as in `ops.rms_norm`.
 
-    `feeds_product`: nothing but products with kernels of the weight's dtype reads the result.
+    `feeds_product` states that only products with kernels of the weight's dtype read the result.
     """
 
     eps: float
@@ -87,14 +87,14 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rope_table(
     rope: RopeConfig, head_dim: int, positions: Int[Array, "B N"]
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"]]:
-    """Cosine and signed sine for the half-rotation form; angles in float32, bf16 angles are wrong past 256."""
+    """Cosine and signed sine for the half-rotation form. Angles are float32: bfloat16 angles are wrong past 256."""
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
 def attend_after(keys: Float[Array, "B G M E"], values: Float[Array, "B G M E"]):
-    """`attend` where the nodes also see entries of earlier passes of this round, which no cache holds."""
+    """Makes an `attend` whose nodes also see entries of earlier passes of this round, which are not in the cache."""
 
     def after(query, new, *rest):
         joined = jnp.concatenate([keys.astype(new[0].dtype), new[0]], 2)
@@ -104,10 +104,10 @@ def attend_after(keys: Float[Array, "B G M E"], values: Float[Array, "B G M E"])
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Returns its output and the new keys and values, rotary embedding applied.
+    """Grouped-query attention. Returns its output, and the new keys and values with rotary embedding applied.
 
-    `attend_fn` stands in for `attend` where who sees whom is no mask over nodes (`models/unroll.py`). `asking`
-    [B, asked] are the nodes whose output is wanted, of all the keys and values; None: all nodes.
+    `attend_fn` replaces `attend` if visibility is not a mask over nodes (`models/unroll.py`). `asking` [B, asked] are
+    the nodes whose output is computed. None: all nodes. Keys and values are always computed for all nodes.
     """
 
     num_heads: int
@@ -160,7 +160,7 @@ class Attention(nn.Module):
             query = query.reshape(batch, num, groups, per_group, width).transpose(0, 2, 1, 3, 4)
             query = query.reshape(batch, groups, num * per_group, width)
             key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-            if cached is not None:  # rounded as the cache will round them: a node's text must not depend on the round
+            if cached is not None:  # round as the cache does: a node's logits must not depend on the round
                 key, value = rounded(key, cached[0].dtype), rounded(value, cached[1].dtype)
         out = attend_fn(query, (key, value), new_mask, cached, seen, self.scale, self.softcap)
         num = query.shape[2] // per_group
@@ -171,8 +171,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated MLP: down(act(gate(x)) * (up(x) + up_bias)). The bias is an input, one a node, or what it is the
-    product of, or None."""
+    """The gated MLP: down(act(gate(x)) * (up(x) + up_bias)).
+
+    `up_bias` is an input: one bias per node, the two factors of it, or None.
+    """
 
     intermediate_size: int
     activation: str = "silu"
@@ -201,10 +203,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer, with Gemma's second norms where `post_norms` asks for them."""
+    """One decoder layer, with Gemma's second norms if `post_norms` is set."""
 
     config: Any
-    """A `ModelConfig` or a `DrafterConfig`; the fields a drafter lacks take their plain values."""
+    """A `ModelConfig` or a `TrunkConfig`. Fields that a drafter lacks take their default values."""
 
     @nn.compact
     def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None, up_bias=None):

@@ -1,8 +1,8 @@
-"""Weights as devices multiply them fastest: projections of one input packed, key/value heads repeated over a mesh.
+"""Puts weights into the form that devices multiply fastest: packed projections, and key/value heads repeated on a mesh.
 
-Packed, queries, keys and values are grouped by key/value head, so that a mesh splits a packed kernel as it splits
-heads. The layers (`layers.py`) read either form; training and the CPU kernels, which take several kernels in a call,
-keep them apart. Read next: `host/sharding.py`, which has a row for each packed weight.
+A packed kernel groups queries, keys and values by key/value head, so that a mesh splits it in the same way as heads.
+The layers (`layers.py`) read both forms. Training and the CPU kernels, which take several kernels per call, use
+unpacked weights. Read next: `host/sharding.py`, which has a row for each packed weight.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from hsd_jax.types import Weights
 def arranged(
     weights: Weights, config: Any, num_shards: int = 1, packs: bool = True, frees: bool = False
 ) -> tuple[Weights, Any]:
-    """The weights of a target or a drafter for so many devices, and the configuration that reads them.
+    """The weights of a target or a drafter for `num_shards` devices, and the configuration that fits them.
 
-    Fewer key/value heads than devices are repeated until each device has one: its query heads then need no other, and
-    no cache is gathered. Where devices neither divide the heads nor are divided by them, heads stay whole everywhere.
+    If there are fewer key/value heads than devices, each is repeated, so that every device has one. The query heads of
+    a device then need no other head, and no cache is gathered. If the number of devices neither divides the number of
+    heads nor is a multiple of it, heads are not split.
 
     Args:
-      config: where it has no heads, nothing changes.
-      num_shards: devices that share the heads, those of the mesh axis "model".
+      config: a configuration without heads changes nothing.
+      num_shards: number of devices that share the heads, those of the mesh axis "model".
       packs: whether to pack projections.
       frees: as in `pack`.
     """
@@ -43,14 +44,14 @@ def arranged(
 
 
 def _mapped(node: Any, change: Callable[[dict], dict]) -> Any:
-    """A tree of dicts, `change` applied to each of them, leaves first."""
+    """Applies `change` to each dict of a tree, the innermost first."""
     if not isinstance(node, dict):
         return node
     return change({name: _mapped(child, change) for name, child in node.items()})
 
 
 def _repeated(node: dict, config: Any, times: int) -> dict:
-    """Attention with each key/value head `times` over, packed already or not."""
+    """The weights of an attention with each key/value head repeated `times` times. They may already be packed."""
     groups = config.num_kv_heads
 
     def repeat(x: Array) -> Array:
@@ -72,12 +73,14 @@ def _repeated(node: dict, config: Any, times: int) -> dict:
 
 
 def pack(weights: Weights, config: Any, num_shards: int = 1, frees: bool = False) -> Weights:
-    """The weights with `q`, `k`, `v` as `qkv` and `gate`, `up` as `gate_up`.
+    """The weights with `q`, `k`, `v` packed as `qkv`, and `gate`, `up` packed as `gate_up`.
 
     Args:
-      config: theirs, with heads.
-      num_shards: devices that share the heads. Heads that they do not divide stay apart, as they would be cut.
-      frees: each weight is gone once it is packed: a device need not hold all of them twice.
+      config: the configuration of the weights. It must have heads.
+      num_shards: number of devices that share the heads. If it does not divide the number of key/value heads, `q`, `k`
+        and `v` are not packed, because a mesh would split a head.
+      frees: whether each original weight is deleted once it is packed, so that a device need not hold all of them
+        twice.
     """
     groups = config.num_kv_heads
 
@@ -92,7 +95,7 @@ def pack(weights: Weights, config: Any, num_shards: int = 1, frees: bool = False
 
 
 def _joined(parts: list[dict[str, Any]], join: Any, frees: bool) -> dict[str, Any]:
-    joined = jax.tree.map(lambda *arrays: join(list(arrays)), *parts)  # of a kernel in 8 bits its scales too
+    joined = jax.tree.map(lambda *arrays: join(list(arrays)), *parts)  # also the scales of a quantized kernel
     if frees:
         jax.block_until_ready(joined)
         jax.tree.map(lambda array: array.delete(), parts)
@@ -100,6 +103,6 @@ def _joined(parts: list[dict[str, Any]], join: Any, frees: bool) -> dict[str, An
 
 
 def _by_group(parts: list[Array], groups: int) -> Array:
-    """Kernels [out, in], or biases [out], of q, k and v with the rows of a key/value head next to each other."""
+    """Joins kernels [out, in], or biases [out], of q, k and v so that the rows of a key/value head are contiguous."""
     split = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return jnp.concatenate(split, 1).reshape(-1, *parts[0].shape[1:])

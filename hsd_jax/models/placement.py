@@ -1,6 +1,6 @@
-"""Where weights lie and in what: the device of each slice, the dtype, 8 bits or not, and whether there is room.
+"""Decides how weights are held: the device of each slice, the dtype, quantization, and whether they fit into memory.
 
-A tensor is put together from the slices of its devices, so none ever holds more than its own. Read next:
+A tensor is assembled from the slices of its devices, so no device ever holds more than its own slice. Read next:
 `tensor_files.py`, which reads the slices.
 """
 
@@ -24,51 +24,56 @@ from hsd_jax.kernels import int8, native
 from hsd_jax.types import Weights
 
 _BLOCK = 1 << 24
-"""Numbers that are looked at in a go on the host."""
+"""How many numbers the host checks at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How loaded weights are to be held."""
+    """How loaded weights are held."""
 
     mesh: Mesh | None = None
     """None: the default device."""
     widens: bool = False
-    """Whether bfloat16 is held as float32, number by number the same, where a CPU would widen it in every pass."""
+    """Whether bfloat16 weights are held as float32 on a CPU that would widen them in every pass. The values stay the
+    same."""
     quantize: str | None = None
-    """One of `config.QUANTIZED`: the matrices, embedding and LM head among them. Norms and biases stay."""
+    """One of `config.QUANTIZED`, for all matrices, the embedding and the LM head included. Norms and biases are not
+    quantized."""
 
     def held_dtype(self, dtype: Any) -> np.dtype:
-        """What weights of a dtype are kept in: float32 for bfloat16 on a CPU without kernels, if that is wanted."""
+        """The dtype in which weights are held: float32 for bfloat16 on a CPU without kernels, if `widens`."""
         is_multiplied = not native.is_emulated(dtype) or (self.mesh is None and native.available())
         return jnp.dtype(dtype if is_multiplied or not self.widens else jnp.float32)
 
     def shardings(self, weights: Weights, heads: tuple[int, int]) -> dict[str, Any]:
-        """The sharding of each weight by its dotted path, None: whole on the default device.
+        """The sharding of each weight by its dotted path. None: the weight is not split and lies on the default device.
 
         Args:
-          weights: their shapes are enough.
+          weights: arrays, or only their shapes.
+          heads: numbers of query heads and of key/value heads, which are never split.
         """
         if self.mesh is None:
             return dict.fromkeys(flatten_dict(weights, sep="."))
         return dict(flatten_dict(sharding_lib.weight_shardings(self.mesh, weights, *heads), sep="."))
 
     def quantized(self, weight: Array) -> Any:
-        """A weight as it is held: a matrix in 8 bits, if that is wanted, each part where the whole was."""
+        """Quantizes a matrix if `quantize` is set. Each part stays on its device."""
         if not self._is_quantized(weight):
             return weight
-        return jax.block_until_ready(_quantize(weight))  # one at a time: the next would need room for floats too
+        return jax.block_until_ready(_quantize(weight))  # one at a time: the floats of a second one may not fit
 
     def _is_quantized(self, weight: Array | jax.ShapeDtypeStruct) -> bool:
         return self.quantize is not None and weight.ndim == 2 and jnp.issubdtype(weight.dtype, jnp.floating)
 
     def check_room(self, floats: Weights, heads: tuple[int, int], what: str) -> None:
-        """Refuses weights that will not fit, before any is read.
+        """Checks that the weights fit into memory, before any is read.
 
         Args:
-          floats: shapes and dtypes, before they are quantized.
+          floats: shapes and dtypes of the weights before quantization.
+          heads: as in `shardings`.
+          what: the start of the error message.
         Raises:
-          ValueError: with the bytes needed and free on a device, or on the host if that holds them.
+          ValueError: with the bytes needed and free on a device, or on the host if the host holds them.
         """
         shardings, largest, needed = self.shardings(floats, heads), 0, 0
         weights: dict[str, Any] = flatten_dict(floats, sep=".")
@@ -77,9 +82,9 @@ class Placement:
             count = math.prod(weight.shape if sharding is None else sharding.shard_shape(weight.shape))
             needed += count if self._is_quantized(weight) else count * weight.dtype.itemsize
             largest = max(largest, count * weight.dtype.itemsize)
-        needed += largest if self.quantize else 0  # as floats first
+        needed += largest if self.quantize else 0  # a weight is read as floats first
         on_host = _devices(self.mesh)[0].platform == "cpu"
-        advice = 'Hold them in fewer bytes (dtype="bfloat16", quantize="int8")'
+        advice = 'Use a smaller type (dtype="bfloat16", quantize="int8")'
         advice += "" if on_host else ' or spread them over more devices (mesh="model=N")'
         check_free(self.mesh, needed, f"{what}: its weights need", advice)
 
@@ -88,13 +93,13 @@ HERE = Placement()
 
 
 def check_free(mesh: Mesh | None, needed: int, what: str, advice: str) -> None:
-    """Refuses what will not fit.
+    """Checks that `needed` bytes are free on each device.
 
     Args:
       needed: bytes on each device.
-      what, advice: begin and end the error.
+      what, advice: start and end of the error message.
     Raises:
-      ValueError: with the bytes needed and free on a device, or on the host if that holds them.
+      ValueError: with the bytes needed and free on a device, or on the host if its devices are CPUs.
     """
     devices = _devices(mesh)
     on_host = devices[0].platform == "cpu"
@@ -111,12 +116,12 @@ def check_free(mesh: Mesh | None, needed: int, what: str, advice: str) -> None:
 def assemble(
     shape: tuple[int, ...], sharding: Sharding | None, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> Array:
-    """An array from the slices of its devices, each read when its turn comes; what is replicated is read once."""
+    """Assembles an array from the slices of its devices. Slices are read one by one, and replicated slices once."""
     if sharding is None:
         return jax.device_put(read((slice(None),) * len(shape)))
     parts, there = [], {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        assert index is not None  # as for no device that is addressable
+        assert index is not None  # every addressable device has an index
         key = str(index)
         if key not in there:
             there[key] = read(index)
@@ -126,7 +131,7 @@ def assemble(
 
 
 def all_finite(weight: Array) -> Any:
-    """Whether no number is NaN or infinity, found where the numbers lie; of a device a flag that may be due yet."""
+    """Whether no number is NaN or infinity. An accelerator checks its own numbers and returns a flag asynchronously."""
     if weight.platform() != "cpu":
         return _all_finite(weight)
     return all(_is_finite_here(np.asarray(part.data)) for part in weight.addressable_shards if part.replica_id == 0)
@@ -134,7 +139,7 @@ def all_finite(weight: Array) -> Any:
 
 def _is_finite_here(numbers: np.ndarray) -> bool:
     flat = numbers.reshape(-1)
-    if flat.dtype == jnp.bfloat16:  # numpy has no fast test of these: the exponent is all ones
+    if flat.dtype == jnp.bfloat16:  # numpy has no fast test: NaN and infinity have an exponent of all ones
         flat = (flat.view(np.uint16) for flat in np.split(flat, range(_BLOCK, flat.size, _BLOCK)))
         return all(not ((block & 0x7F80) == 0x7F80).any() for block in flat)
     return all(np.isfinite(block).all() for block in np.split(flat, range(_BLOCK, flat.size, _BLOCK)))
@@ -144,7 +149,7 @@ _all_finite = jax.jit(lambda weight: jnp.isfinite(weight).all())
 
 
 def _quantize(weight: Array) -> int8.Int8:
-    """`int8.quantize` on the devices that hold the weight; the scales of a row that is cut are one."""
+    """`int8.quantize` on the devices that hold the weight. A row that is split over devices has one scale."""
     if not isinstance(weight.sharding, NamedSharding):
         return jax.jit(int8.quantize)(weight)
     scales = NamedSharding(weight.sharding.mesh, PartitionSpec(weight.sharding.spec[0]))
@@ -157,7 +162,7 @@ def _devices(mesh: Mesh | None) -> list[Any]:
 
 
 def _free_on_devices(devices: list[Any]) -> int | None:
-    """Bytes free on the fullest device; None where devices do not tell."""
+    """Free bytes on the fullest device. None if the devices do not report them."""
     stats = [device.memory_stats() or {} for device in devices]
     if not all("bytes_limit" in stat for stat in stats):
         return None
@@ -165,7 +170,8 @@ def _free_on_devices(devices: list[Any]) -> int | None:
 
 
 def _free_on_host(root: Path = Path("/")) -> int | None:
-    """Bytes that processes may still take, of machine and container; None where the system does not tell."""
+    """Bytes that processes may still use, by the machine and by its container. None if the system does not report
+    them."""
     found = []
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()

@@ -1,9 +1,9 @@
-"""The steering of a small model, as a linen module: one vector of the target's states, a bias in every MLP.
+"""The steering of a small model as a linen module: a vector g, made from states of the target, biases every MLP.
 
     g = LayerNorm(W_mix [h; m; l]),   a -> W_down((W_up a + W_steer g) * act(W_gate a))
 
-W_mix begins as the sum of the states, W_steer as zeros: an untrained one changes no bit of the model (Berdoz et al.,
-arXiv:2511.09844). Read next: `drafters/steered`.
+W_mix is initialised to the sum of the states and W_steer to zeros, so untrained steering does not change the model
+(Berdoz et al., arXiv:2511.09844). Read next: `drafters/steered`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from hsd_jax.kernels.ops import matmul
 
 
 class Steer(NamedTuple):
-    """What steers tokens: a vector for each, and what makes a bias of it in every layer."""
+    """The steering of some tokens: a vector for each token, and the kernel that makes each layer's bias from it."""
 
     vectors: Float[Array, "B N W"]
     kernel: Float[Array, "L F W"]
 
     def up_bias(self) -> Float[Array, "B N L F"]:
-        """The biases of all layers, in one product: for the few tokens of a round. A prompt or a row of training has
-        many, and a layer makes its own."""
+        """The biases of all layers, in one product.
+
+        This is for the few tokens of a round. For the many tokens of a prompt or of training, each layer computes its
+        own bias.
+        """
         if not native.applies(self.kernel):
             return matmul(self.vectors, self.kernel)
         num_layers, num_outputs, width = self.kernel.shape
@@ -36,7 +39,7 @@ class Steer(NamedTuple):
 
 
 def of_layer(up_bias: Float[Array, "B N L F"] | Steer | None, layer: int) -> Array | tuple[Array, Array] | None:
-    """The bias of one layer, or the two that it is the product of."""
+    """The bias of one layer, or its two factors."""
     if up_bias is None:
         return None
     return (up_bias.vectors, up_bias.kernel[layer]) if isinstance(up_bias, Steer) else up_bias[:, :, layer]
@@ -54,12 +57,12 @@ class Kernel(nn.Module):
 
 
 class Steering(nn.Module):
-    """From states of the target to what steers every layer of the drafter."""
+    """Computes the steering of every layer of the drafter from states of the target."""
 
     width: int
-    """Numbers of one of the target's states."""
+    """The width of one of the target's states."""
     num_states: int
-    """States of a token, side by side."""
+    """The number of states per token, concatenated in `features`."""
     num_layers: int
     intermediate_size: int
 

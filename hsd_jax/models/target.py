@@ -1,8 +1,8 @@
 """The target: one parameterised decoder-only transformer, as pure functions of its weights.
 
-Covers Llama 2/3, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 by the fields of `ModelConfig`. A pass scores N nodes a
-row against the committed cache under any mask among the nodes: causal in prefill and training, the ancestor mask in
-verification. It never writes to the cache (`cache.py`). Read next: `infer/step.py`.
+The fields of `ModelConfig` make it a Llama 2/3, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3. A pass computes N nodes per
+row, which see the committed cache and each other under any mask: a causal mask in prefill and training, the ancestor
+mask in verification. A pass never writes to the cache (`cache.py`). Read next: `infer/step.py`.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ def masks_within(
     cache: KVCache | None = None,
     active: Bool[Array, "B N"] | None = None,
 ) -> tuple[Bool[Array, "B N X"], Seen | None]:
-    """Who sees whom among the nodes of a pass, and which cache slots a node sees.
+    """The mask among the nodes of a pass, and the cache slots that each node sees.
 
     Args:
-      window: positions that a node sees, its own included; None: all.
-      new_mask: where it covers entries of earlier passes too (X > N), all of these are taken to be within the window.
-      active: nodes that count; the others see nothing. None: all.
+      window: the number of positions that a node sees, its own included. None: all.
+      new_mask: if it also covers entries of earlier passes (X > N), the window is not applied to it.
+      active: nodes whose output is used. The other nodes see nothing. None: all nodes.
     """
     if active is None and (rows := native.active_rows()) is not None:
-        active = rows[:, None]  # what the kernels skip sees nothing either
+        active = rows[:, None]  # rows that the kernels skip see nothing
     if active is not None:
         new_mask = new_mask & active[:, :, None]
     if window is not None and new_mask.shape[1] == new_mask.shape[2]:
@@ -105,17 +105,17 @@ def masks_within(
 
 
 def head_rows(weights: Weights, config: ModelConfig) -> Kernel:
-    """The weights of the LM head, a row for each token."""
+    """The weights of the LM head, one row per token."""
     return weights["embedding" if config.tie_embeddings else "head"]
 
 
 def lm_head(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
-    """Logits in float32 from states after a final norm; serves the target and every drafter of it."""
+    """Logits in float32 from states after a final norm. The target and its drafters use it."""
     return logits_of_rows(head_rows(weights, config), config, hidden)
 
 
 def logits_of_rows(rows: Kernel, config: ModelConfig, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
-    """`lm_head` for the tokens of some rows of the head."""
+    """`lm_head` for a subset of tokens, given by their rows of the head."""
     logits = matmul(hidden, rows)
     if config.logit_softcap is not None:
         logits = jnp.tanh(logits / config.logit_softcap) * config.logit_softcap
@@ -136,22 +136,25 @@ def forward(
     up_bias: Float[Array, "B N L F"] | Steer | None = None,
     remat: bool = False,
 ) -> ModelOutput:
-    """One pass of the target over N nodes a row.
+    """One pass of the target over N nodes per row.
 
     Args:
-      positions: absolute positions; in a tree they follow depth, not node index.
-      new_mask: `new_mask[b, i, j]`: node i sees node j, after the `earlier` entries; must be reflexive.
-      cache: committed slots, all of which every node sees (up to a sliding window).
+      positions: absolute positions. In a tree they follow the depth of a node and not its index.
+      new_mask: `new_mask[b, i, j]` says whether node i sees entry j: the `earlier` entries come first, then the nodes.
+        Each node must see itself.
+      cache: committed slots. Every node sees all of them, or those in its sliding window.
       aux_layers: layers whose residual stream is returned in `features`.
-      active: nodes that count, None: all. What is returned of the others means nothing; the CPU kernels skip them.
-      earlier: keys and values of earlier passes over drafts, which no cache holds: `small_lm` grows trees so.
-      up_bias: added in every layer's MLP before the gate: what steers a drafter (`drafters/steered`).
+      active: nodes whose output is used. None: all. The output of other nodes has no meaning, and the CPU kernels skip
+        them.
+      earlier: keys and values of earlier passes over drafts, which are not in the cache. `small_lm` grows trees with
+        them.
+      up_bias: the steering of a drafter, added to the up-projection of every layer's MLP (`drafters/steered`).
     """
     with native.only(active):
         output = Target(config, remat).apply(
             {"params": weights}, tokens, positions, new_mask, cache, aux_layers, active, earlier, up_bias
         )
-    return cast(ModelOutput, output)  # flax allows for mutable collections, of which there are none
+    return cast(ModelOutput, output)  # flax's type also covers mutable collections; the target has none
 
 
 def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
@@ -162,11 +165,11 @@ def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
 def sequence_layout(
     batch: int, num: int, starts: Int[Array, "B T"] | None = None
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T T"]]:
-    """Positions in rows of T tokens, and who sees whom: what comes before, in the same document.
+    """Positions in rows of T tokens, and the mask: a token sees itself and earlier tokens of its document.
 
     Args:
-      starts: the place in the row where the document of each token begins, from which positions count. None: rows of
-        one document each.
+      starts: for each token, the index in the row where its document begins. Positions count from there. None: each
+        row is one document.
     """
     index, causal = jnp.arange(num), causal_mask(batch, num)
     if starts is None:
@@ -181,7 +184,7 @@ def forward_sequence(
     starts: Int[Array, "B T"] | None = None,
     **options,
 ) -> ModelOutput:
-    """One causal pass over whole sequences from position 0: training, prefill, scoring.
+    """One causal pass over complete sequences from position 0, for training and scoring.
 
     Args:
       starts: as in `sequence_layout`, for rows that pack several documents.
@@ -203,11 +206,11 @@ def read_chunk(
 ) -> tuple[ModelOutput, KVCache]:
     """A causal pass over the tokens at positions `start` to `start` + chunk, and the cache with their entries.
 
-    A prompt read in chunks has the bits of one read whole, where the kernels are on, and memory linear in its length.
-    Needs room for as many slots from `start` on.
+    With the CPU kernels, a prompt read in chunks gives exactly the results of a prompt read at once. The memory is
+    linear in the length of the prompt. The cache needs a full chunk of slots from `start` on.
 
     Args:
-      num_read: tokens of each row that are to be read in all, whatever the chunk; after them nothing counts.
+      num_read: the total number of tokens of each row that all chunks read. Later tokens are ignored.
     """
     batch, num = tokens.shape
     positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))

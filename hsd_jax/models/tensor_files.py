@@ -1,8 +1,8 @@
-"""Trees of weights in files: checking, reading, and for safetensors opening and writing whole or not at all.
+"""Checks and reads trees of weights in files, and writes safetensors.
 
 Every name and shape is checked before a number is read, and every number before it is used. A tensor goes from its file
-to where it will lie, slice by slice. The kind of file is known only to the subclasses of `StoredTensor`: `Safetensor`
-here and `GgufTensor` in `gguf_file.py`. Knows dotted paths, no models. Read next: `placement.py`, `convert.py`.
+to its devices slice by slice. Only the subclasses of `StoredTensor` know the kind of file: `Safetensor` here and
+`GgufTensor` in `gguf_file.py`. This module knows dotted paths and no models. Read next: `placement.py`, `convert.py`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from hsd_jax.models.placement import HERE, Placement, all_finite, assemble
 from hsd_jax.types import Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What weights may be held and stored in."""
+"""The dtypes in which weights may be held and stored."""
 _NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
 _IDS = "I32"
 _ROWS_BYTES = 64 << 20
-"""Of a slice that is read in a go, about: what the host holds besides the weights themselves."""
+"""The approximate size of a block that is read at once. The host holds one block besides the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor(abc.ABC):
-    """A tensor in a file, unread, under the name it has there."""
+    """An unread tensor in a file, with the name that it has there."""
 
     readable: ClassVar[tuple[str, ...]]
-    """The dtypes of this kind of file whose numbers can be read as floats."""
+    """The dtypes of this kind of file that can be read as floats."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As the file calls it."""
+    """The file's name for the dtype."""
 
     def __str__(self) -> str:
         return f"{self.file}: tensor {self.name!r}"
 
     @abc.abstractmethod
     def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
-        """A slice in blocks of at most `step` rows, in their order. Holds no pages of the file when it ends.
+        """Yields a slice in consecutive blocks of at most `step` rows. At the end no page of the file stays mapped.
 
         Args:
           index: a slice of step 1 for each axis, within the shape.
@@ -60,7 +60,7 @@ class StoredTensor(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, stride: int) -> np.ndarray:
-        """Every `stride`-th number of the tensor, row after row; what lies between is read little or not."""
+        """Every `stride`-th number of the tensor in row-major order. It reads little else from the file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Safetensor(StoredTensor):
     readable = tuple(_NUMPY)
 
     def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
-        with safe_open(self.file, framework="np") as handle:  # mapped anew: pages read before do not add up
+        with safe_open(self.file, framework="np") as handle:  # mapped anew, which releases the pages read before
             part, (rows, *rest) = handle.get_slice(self.name), index
             for row in range(rows.start, rows.stop, step):
                 yield part[tuple([slice(row, min(row + step, rows.stop)), *rest])]
@@ -83,7 +83,7 @@ class Safetensor(StoredTensor):
 
 
 def checked_dtype(dtype: Any) -> np.dtype:
-    """The dtype, if weights may be kept in it; a ValueError names the allowed ones."""
+    """The dtype, if weights may be held in it. Else a ValueError names the allowed ones."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -98,7 +98,7 @@ def open_all(files: list[Path]) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     for file in files:
         size = file.stat().st_size
-        if size == 0:  # cannot be mapped
+        if size == 0:  # an empty file cannot be mapped
             raise ValueError(f"{file}: empty; fetch the file again")
         try:
             with safe_open(file, framework="np") as handle:
@@ -107,19 +107,19 @@ def open_all(files: list[Path]) -> list[StoredTensor]:
                     tensors.append(Safetensor(file, name, tuple(facts.get_shape()), facts.get_dtype()))
         except SafetensorError as error:
             raise ValueError(
-                f"{file}: not a whole safetensors file ({error}; {size} bytes found). A download cut short or a"
-                " Git LFS pointer? Fetch it again"
+                f"{file}: not a complete safetensors file ({error}; {size} bytes found). It may be a truncated download"
+                " or a Git LFS pointer. Fetch it again"
             ) from error
     return tensors
 
 
 def stored_dtype(tensors: Iterable[StoredTensor]) -> str:
-    """What tensors are to be held in so that none is rounded: bfloat16 if all are stored in it, else float32."""
+    """The dtype that holds all tensors without rounding: bfloat16 if all are stored in bfloat16, else float32."""
     return "bfloat16" if {tensor.dtype for tensor in tensors} == {"BF16"} else "float32"
 
 
 def _rows(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]:
-    """A slice of a tensor in blocks of rows of about `_ROWS_BYTES`."""
+    """Yields a slice of a tensor in blocks of rows of about `_ROWS_BYTES` each."""
     whole = (*index, *[slice(None)] * len(tensor.shape))
     within = tuple(slice(*s.indices(n)[:2]) for s, n in zip(whole, tensor.shape, strict=False))
     step = max(_ROWS_BYTES // (8 * int(np.prod(tensor.shape[1:], dtype=np.int64)) or 1), 1)
@@ -132,9 +132,9 @@ def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _read(tensor: StoredTensor, index: tuple[slice, ...], dtype: np.dtype, held_dtype: np.dtype) -> np.ndarray:
-    """A slice of a tensor, rounded to `dtype` and held in another, from the start of a cache line on.
+    """A slice of a tensor, rounded to `dtype` and held in `held_dtype`.
 
-    There jax takes an array of the host for one of a CPU device without a copy.
+    The array starts at a cache line, so that jax uses it as an array of a CPU device without a copy.
     """
     shape = [len(range(*s.indices(n))) for s, n in zip(index, tensor.shape, strict=True)]
     size = int(np.prod(shape)) * held_dtype.itemsize
@@ -142,7 +142,7 @@ def _read(tensor: StoredTensor, index: tuple[slice, ...], dtype: np.dtype, held_
     start = -room.ctypes.data % 64
     out, at = room[start : start + size].view(held_dtype).reshape(shape), 0
     for rows in _rows(tensor, index):
-        with np.errstate(over="ignore"):  # an overflow is found by who checks
+        with np.errstate(over="ignore"):  # the caller checks for infinities
             out[at : at + len(rows)] = rows.astype(dtype, copy=False)
         at += len(rows)
     return out
@@ -161,7 +161,8 @@ def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
-    """Where the numbers of each tensor of a file begin; size and time of change keep the answer fresh."""
+    """The offset of each tensor's data in a file. `size` and `changed` are keys of the cache: a changed file is read
+    again."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -169,7 +170,7 @@ def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
 
 
 def sample(tensor: StoredTensor, stride: int, dtype: np.dtype) -> np.ndarray:
-    """Every `stride`-th number of a tensor in `dtype`."""
+    """Every `stride`-th number of a tensor, in `dtype`."""
     return tensor.sample(stride).astype(dtype)
 
 
@@ -178,12 +179,12 @@ def _check_names(found: Iterable[str], expected: Iterable[str], where: str, conf
     missing, extra = sorted(expected - found), sorted(found - expected)
     if missing:
         raise ValueError(
-            f"{where}: missing tensor {missing[0]!r} ({len(missing)} of {len(expected)} missing) which {config} asks"
-            f" for; found {', '.join(sorted(found)[:3]) or 'none'}. The files or {config} belong to another model"
+            f"{where}: missing tensor {missing[0]!r} ({len(missing)} of {len(expected)} missing) that {config} needs;"
+            f" found {', '.join(sorted(found)[:3]) or 'none'}. The files or {config} belong to another model"
         )
     if extra:
         raise ValueError(
-            f"{where}: tensor {extra[0]!r} ({len(extra)} in all) has no place in the model of {config}, which expects"
+            f"{where}: tensor {extra[0]!r} ({len(extra)} in all) is not part of the model of {config}, which has"
             f" {len(expected)} tensors; {config} belongs to another model"
         )
 
@@ -204,7 +205,8 @@ def check_tensors(
     config: str,
     ids: tuple[str, ...] = (),
 ) -> None:
-    """Raises a ValueError that names the tensor, unless exactly those `wanted` are there, as `load_tree` reads them."""
+    """Raises a ValueError that names the tensor unless `stored` has exactly the tensors `wanted`, in the right shapes
+    and dtypes. The arguments are those of `load_tree`."""
     _check_names(stored, wanted.values(), str(folder), config)
     for path, name in wanted.items():
         tensor = stored[name]
@@ -225,11 +227,19 @@ def load_tree(
     placement: Placement = HERE,
     heads: tuple[int, int] = (1, 1),
 ) -> Weights:
-    """The tensors `wanted` (our path -> stored name) as a nested tree; all shapes are checked before any is read.
+    """Reads tensors as a nested tree. All shapes are checked before any tensor is read.
 
     Args:
-      ids: paths that hold token ids, int32 whatever `dtype` is.
-      heads: query heads and key/value heads, which a mesh never cuts in two.
+      stored: the tensors by their names in the files.
+      wanted: the name in the files for each of our paths.
+      shapes: the expected shape for each of our paths.
+      dtype: dtype to which the numbers are rounded.
+      folder, config: the files and their configuration, for error messages.
+      ids: paths of token ids, which are int32 for every `dtype`.
+      placement: the devices and types of the weights.
+      heads: numbers of query heads and of key/value heads, which a mesh never splits.
+    Raises:
+      ValueError: as `check_tensors`. Also for too little memory, and for NaN or infinity.
     """
     check_tensors(stored, wanted, shapes, folder, config, ids)
     held = placement.held_dtype(dtype)
@@ -247,13 +257,13 @@ def load_tree(
         for path, is_finite in checks.items():
             _check_finite(bool(is_finite), dtype, str(stored[wanted[path]]))
     except BaseException:
-        arrays, checks, array = {}, {}, None  # an interpreter keeps the frames of its last error
+        arrays, checks, array = {}, {}, None  # frees the memory: Python keeps the frames of the last error
         raise
     return unflatten_dict(arrays, sep=".")
 
 
 def checked_weights(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Weights to save by their dotted paths; a ValueError for a missing, unexpected or misshapen one."""
+    """The weights to save by their dotted paths. Raises a ValueError for a missing, unexpected or misshapen weight."""
     flat: dict[str, Any] = flatten_dict(weights, sep=".")
     _check_names(flat, shapes, "weights to save", "the configuration")
     for key, array in flat.items():
@@ -262,7 +272,7 @@ def checked_weights(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> dic
 
 
 def checked_numbers(key: str, array: Any, dtype: np.dtype) -> np.ndarray:
-    """The numbers of a weight to save in `dtype`; a ValueError for one that is not finite in it."""
+    """The numbers of a weight to save, in `dtype`. Raises a ValueError for a number that is not finite in it."""
     with np.errstate(over="ignore"):  # an overflow is reported below
         cast = np.asarray(array).astype(dtype)
     _check_finite(bool(np.isfinite(cast).all()), dtype, f"weights to save: {key!r}")
@@ -277,8 +287,11 @@ def store_tree(
     name: Callable[[str], str],
     ids: tuple[str, ...] = (),
 ) -> None:
-    """Writes a tree to one safetensors file, whole or not at all; `ids` as in `load_tree`.
+    """Writes a tree to one safetensors file. A file never appears half-written.
 
+    Args:
+      name: converts our path of a weight to its name in the file.
+      ids: as in `load_tree`.
     Raises:
       ValueError: if a weight is missing, unexpected, misshapen or not finite.
       OSError: naming the file, if it cannot be written.
@@ -290,6 +303,6 @@ def store_tree(
     with replacing(path) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})  # transformers refuses files without it
-        except SafetensorError as error:  # so it calls a full disk
+        except SafetensorError as error:  # a full disk, for example
             raise OSError(str(error)) from error
         temporary.chmod(0o644)  # safetensors writes files for the owner only

@@ -1,9 +1,9 @@
-"""The trunk: token-free states for the positions ahead, and the product that makes logits of them.
+"""The trunk computes states for the next positions. A product with the target's LM head turns them into logits.
 
-It reads the target's features of committed positions and gives K states. Recurrent, it maps a state that predicts
-position t to one that predicts t + 1 (Lyanna, arXiv:2602.21224), without a token or, as EAGLE does, with the embedding
-of a drafted one. Parallel, it gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
-1.4). Read next: the rooms that use it, `drafters/hidden/` and `drafters/eagle/`.
+It reads the target's features of committed positions and gives K states. A recurrent trunk maps a state that predicts
+position t to one that predicts t + 1 (Lyanna, arXiv:2602.21224). It reads no token, or in EAGLE the embedding of a
+drafted token. A parallel trunk gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
+1.4). Read next: the packages that use it, `drafters/hidden/` and `drafters/eagle/`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Trunk(nn.Module):
     """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none.
 
     A parallel trunk adds `num_slots` slots after the states of a pass. `slots_after` [B] is the index of each row's
-    last state, from whose input they start and whose positions they continue. `positions` and `new_mask` then cover
-    states and slots. `asking` [B, asked] are the nodes whose next states are wanted: of the others the last layer makes
-    keys and values only.
+    last state. The slots start from its input and continue its positions. `positions` and `new_mask` then cover states
+    and slots. `asking` [B, asked] are the nodes whose next states are computed. For the other nodes the last layer
+    computes only keys and values.
     """
 
     config: TrunkConfig
@@ -49,8 +49,8 @@ class Trunk(nn.Module):
             self.slots = self.param("slots", nn.initializers.zeros, (c.num_steps - 1, c.hidden_size))
 
     def inputs(self, states, embeddings):
-        """What the first layer reads at features of committed positions, or at the trunk's own states."""
-        if self.config.reads_drafts:  # EAGLE's layer over feature and embedding, around the feature itself
+        """The input of the first layer for features of committed positions, or for the trunk's own states."""
+        if self.config.reads_drafts:  # EAGLE's layer over feature and embedding, added to the feature
             pair = jnp.concatenate([states, self.embedding_norm(embeddings)], -1)
             return states + linears(pair, self.pair_in)[0]
         if not self.config.committed_embeddings:
@@ -60,7 +60,7 @@ class Trunk(nn.Module):
         return states + linears(self.embedding_norm(embeddings), self.embedding_in)[0]
 
     def slot_inputs(self, last, num_slots):
-        """What it reads at the slots [..., slots, H] after the committed position whose input is `last` [..., H]."""
+        """The inputs of the slots [..., slots, H] after the committed position whose input is `last` [..., H]."""
         return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
 
     def __call__(
@@ -107,19 +107,19 @@ def trunk_pass(
     asking: Int[Array, "B asked"] | None = None,
     active: Bool[Array, "B N"] | None = None,
 ) -> tuple[Float[Array, "B asked H"], NewKV]:
-    """One pass of the trunk over N states a row.
+    """One pass of the trunk over N states per row.
 
     Args:
       states: features of committed positions, or the trunk's own states.
-      embeddings: the target's embedding of the token that follows each position, where that token is committed;
-        None for the trunk's own states. Ignored when the configuration has no committed embeddings. An EAGLE
-        drafter reads those of drafted tokens too.
-      new_mask: which of the `earlier` entries, and after them of the N states, each state sees.
+      embeddings: the target's embedding of the token after each position, if that token is committed. None for the
+        trunk's own states. It is ignored if the configuration has no committed embeddings. An EAGLE drafter also reads
+        the embeddings of drafted tokens.
+      new_mask: the entries that each state sees: first the `earlier` entries, then the N states.
       earlier: keys and values of earlier passes of the same round.
-      asking: the nodes whose next states are wanted; None: all N.
-      active: as in `target.forward`, without `asking`.
+      asking: the nodes whose next states are computed. None: all N.
+      active: as in `target.forward`. Only without `asking`.
     Returns:
-      The next states, before the output norm, and keys and values, of all N, to commit or to drop.
+      The next states before the output norm, and the keys and values of all N states, which are not yet committed.
     """
     variables = {"params": weights["trunk"]}
     rest: dict[str, Any] = {"asking": asking, "active": active}
@@ -131,7 +131,7 @@ def trunk_pass(
 def embed_committed(
     target_weights: Weights, target_config: ModelConfig, config: DrafterConfig, tokens: Int[Array, "B N"]
 ) -> Float[Array, "B N H"] | None:
-    """The target's embeddings of committed tokens; None if the drafter does not read them (methods.md, A1)."""
+    """The target's embeddings of committed tokens. None if the drafter does not read them (methods.md, A1)."""
     if not config.committed_embeddings:
         return None
     return embed(target_weights["embedding"], tokens) * target_config.embed_scale
@@ -143,14 +143,14 @@ def trunk_inputs(
     states: Float[Array, "B N H"],
     embeddings: Float[Array, "B N H"] | None,
 ) -> Float[Array, "B N H"]:
-    """What the first layer of `trunk_pass` reads at these states."""
+    """The input of the first layer of `trunk_pass` for these states."""
     return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, states, embeddings, method="inputs"))
 
 
 def slot_inputs(
     weights: Weights, config: TrunkConfig, last: Float[Array, "B A H"], num_slots: int
 ) -> Float[Array, "B A slots H"]:
-    """What the first layer reads at the slots after committed positions whose own inputs are `last`."""
+    """The inputs of the first layer for the slots after committed positions whose inputs are `last`."""
     return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, last, num_slots, method="slot_inputs"))
 
 
@@ -163,12 +163,13 @@ def recurrent_states(
     num_states: int,
     cache: KVCache,
 ) -> tuple[Float[Array, "B K H"], NewKV]:
-    """K = `num_states` states of the recurrent trunk: one pass over the features, then K - 1 over the state before.
+    """K = `num_states` states of the recurrent trunk: one pass over the features, then K - 1 over the previous state.
 
     Args:
-      features: those of committed positions after the cache, of which `num_features` a row count.
+      features: features of committed positions after the cache.
+      num_features: the number of valid features of each row.
     Returns:
-      The states, before the output norm, and keys and values of the features; those of the states are dropped.
+      The states before the output norm, and the keys and values of the features. Those of the states are dropped.
     """
     batch, num = features.shape[:2]
     positions = cache.length[:, None] + jnp.arange(num)
@@ -196,10 +197,10 @@ def parallel_states(
 ) -> tuple[Float[Array, "B K H"], NewKV]:
     """K = `num_states` states of the parallel trunk, in one pass over the features and K - 1 slots after them.
 
-    The first state is what the trunk makes of the last feature, as in the recurrence: that node is the first slot.
-    The slot of depth k is k - 1 positions further. It starts as the last feature does, its embedding included,
-    plus a vector learned for its depth, and sees the features and the slots up to itself. Features see no slot, so
-    what is committed of them does not depend on K; nor do the states of the lower depths.
+    The first state is the trunk's output at the last feature, as in the recurrence. The slot of depth k (2 to K) is
+    k - 1 positions further. Its input is that of the last feature, embedding included, plus a vector that is learned
+    for its depth. It sees the features and the slots up to itself. Features see no slot, so their committed keys and
+    values do not depend on K. The states of lower depths do not depend on K either.
 
     Args, Returns: as `recurrent_states`.
     """
@@ -219,7 +220,7 @@ def parallel_states(
 
 
 STATES = {RECURRENT: recurrent_states, PARALLEL: parallel_states}
-"""How the states of a round are computed, by the kind of trunk."""
+"""The function that computes the states of a round, by the kind of trunk."""
 
 
 def trunk_features(
@@ -228,14 +229,13 @@ def trunk_features(
     hidden: Float[Array, "... H"],
     features: tuple[Float[Array, "... H"], ...],
 ) -> Float[Array, "... H"]:
-    """What the trunk reads of a pass of the target: its final hidden states, or residual streams of several layers,
-    fused.
+    """The trunk's input from a pass of the target: final hidden states, or fused residual streams of several layers.
 
-    Fusion is one linear layer over the residual streams, each normalised with its own weights, side by side. It sees
-    committed positions only, so the recurrence stays token-free (methods.md, A2).
+    The fusion normalises each residual stream with its own weights, concatenates them and applies one linear layer. It
+    reads only committed positions, so the recurrence stays token-free (methods.md, A2).
 
     Args:
-      hidden, features: of a pass of the target whose `aux_layers` are `config.feature_layers`.
+      hidden, features: outputs of a pass of the target whose `aux_layers` are `config.feature_layers`.
     """
     if not config.feature_layers:
         return hidden
@@ -251,10 +251,12 @@ def base_logits(
     target_config: ModelConfig,
     states: Float[Array, "... H"],
 ) -> Float[Array, "... C"]:
-    """Logits of all states through the target's own LM head, in one product.
+    """Logits of all states through the target's LM head, in one product.
 
-    With a reduced draft vocabulary the rows that `draft_vocab.attach` copied from
-    the target's head stand in for the whole of it.
+    With a reduced draft vocabulary, the rows that `draft_vocab.attach` copied from the target's head replace the head.
+
+    Raises:
+      ValueError: if these rows were not attached.
     """
     norm = weights["output_norm"]["weight"]
     normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
@@ -269,7 +271,7 @@ def base_logits(
 
 
 def init_fusion(key: jax.Array, config: DrafterConfig) -> Weights:
-    """What every trained drafter has: the norm before the head, and the fusion of feature layers if it reads any."""
+    """Initial weights that every trained drafter has: the norm before the head, and the fusion of feature layers."""
     weights: Weights = {"output_norm": {"weight": jnp.ones(config.hidden_size)}}
     width = config.hidden_size * len(config.feature_layers)
     if width:

@@ -1,10 +1,13 @@
-"""The trunk's K states from many anchors at once, as a round would compute them: training sees what inference sees.
+"""Computes the trunk's K states from many anchors at once, for training.
 
-An anchor a is the position of the last committed feature of a round whose root is token a + 1. Its first state reads
-the committed entries 0..a; state k + 1 is at position a + k and also sees what is between, of the same anchor.
-The recurrent trunk feeds it state k (EAGLE-3's training-time test, with no token in the recurrence), an EAGLE
-drafter's also the token there, the row's (EAGLE-3's own, and HASS) or one drawn from state k, the parallel trunk slot
-k, all slots at once. Equal to a round's states, which a test holds it to. Read next: `train/drafter.py`.
+The states equal those of a round at inference, which a test checks. An anchor a is the position of the last committed
+feature of a round whose root is token a + 1. Its first state reads the committed entries 0..a. State k + 1 is at
+position a + k. It also sees the entries of the same anchor between a and its own position.
+
+The input of state k + 1 depends on the trunk. In a recurrent trunk it is state k (EAGLE-3's training-time test, without
+tokens in the recurrence). An EAGLE drafter also reads the token at that position: the row's token (as in EAGLE-3 and
+HASS), or one drawn from state k. In a parallel trunk it is slot k, and all slots are computed at once. Read next:
+`train/drafter.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from hsd_jax.types import Weights
 
 KV = tuple[Array, Array]
 EmbedDraft = Callable[[int, Float[Array, "B A H"]], Float[Array, "B A H"]]
-"""`embed_draft(depth, state)`: the target's embedding of the token of that depth, which `state` predicts."""
+"""`embed_draft(depth, state)`: the target's embedding of the token at that depth, which `state` predicts."""
 
 
 def attend_own(
@@ -40,14 +43,15 @@ def attend_own(
     *,
     own: tuple[KV, ...] | None,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` where each node sees committed entries under a mask, and its own anchor's states only.
+    """`ops.attend` where each node sees committed entries under a mask, and only the states of its own anchor.
 
-    The nodes of a pass are anchors; an own entry is one product a node, so memory grows with A (T + K), not with
-    (A K)^2.
+    The nodes of a pass are anchors. A node computes one product per own entry, so memory grows with A (T + K) and not
+    with (A K)^2.
 
     Args:
-      new: keys and values of this pass [B, G, A, E]; each node sees its own.
-      own: those of the anchors' earlier states, oldest first. None: the first step, whose entry is committed.
+      new: keys and values of this pass [B, G, A, E]. Each node sees only its own entry.
+      own: keys and values of the anchors' earlier states, oldest first. None: the first step, whose entry is among the
+        committed entries.
     """
     del new_mask, softcap  # a drafter has no softcap
     entries = () if own is None else (*own, new)
@@ -78,13 +82,13 @@ def attend_slots(
     *,
     num_slots: int,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` where each slot sees committed entries under a mask, and its anchor's slots up to itself.
+    """`ops.attend` where each slot sees committed entries under a mask, and the slots of its anchor up to itself.
 
-    The nodes of a pass are slots, anchor by anchor. As in `attend_own`, memory grows with A S (T + S).
+    The nodes of a pass are slots, anchor by anchor. Memory grows with A S (T + S).
 
     Args:
       new: keys and values of all slots [B, G, A S, E].
-      num_slots: S, of an anchor.
+      num_slots: S, the number of slots per anchor.
     """
     del new_mask, softcap
     batch, groups, nodes, width = query.shape
@@ -101,16 +105,16 @@ def attend_slots(
 
 
 class _Context(NamedTuple):
-    """The committed entries of a row, and which of them what is drafted from its anchors sees."""
+    """The committed entries of a row, and which of them the states of its anchors see."""
 
     window: int | None
     positions: Int[Array, "B T"]
     at_anchors: Int[Array, "B A"]
-    """Positions of the anchors; as `positions`, counted from the beginning of a document."""
+    """Positions of the anchors, counted from the beginning of their document, as `positions`."""
     causal: Bool[Array, "B A T"]
 
     def mask(self, ahead: int) -> Bool[Array, "B A T"]:
-        """What a node `ahead` of each anchor sees: what its anchor does, within the window."""
+        """The entries that a node `ahead` positions after each anchor sees: those of its anchor, within the window."""
         if self.window is None:
             return self.causal
         return self.causal & (self.at_anchors[:, :, None] + ahead - self.positions[:, None] < self.window)
@@ -129,14 +133,15 @@ def unroll(
     starts: Int[Array, "B T"] | None = None,
     embed_draft: EmbedDraft | None = None,
 ) -> Float[Array, "B A K H"]:
-    """States g_1..g_K of every anchor, before the output norm; g_k of anchor a predicts the token at a + 1 + k.
+    """States g_1..g_K of every anchor, before the output norm. g_k of anchor a predicts the token at a + 1 + k.
 
     Args:
-      features: the target's hidden states of positions 0..T-1.
-      embeddings: the target's embedding of the token after each position; None without committed embeddings.
-      anchors: places in the row, 0..T-1, in any order.
-      starts: where the document of each token begins; no state sees what comes before. None: rows of one document.
-      embed_draft: what states that read drafted tokens read; None: the row's tokens.
+      features: the target's features of positions 0..T-1, as the trunk reads them.
+      embeddings: the target's embedding of the token after each position. None without committed embeddings.
+      anchors: indices in the row, 0..T-1, in any order.
+      starts: the index in the row where the document of each token begins. No state sees earlier tokens. None: each
+        row is one document.
+      embed_draft: gives the embeddings of drafted tokens to states that read them. None: the row's tokens are used.
     """
     batch, num = features.shape[:2]
     positions, causal = sequence_layout(batch, num, starts)
@@ -151,8 +156,8 @@ def unroll(
         before, (x, kv) = x, _block(weights, config, layer, x, table, sees, None, None)
         committed.append(kv)
 
-    # Step 1 once more, for the anchors only, through the last layer: of the pass above XLA then keeps no more than
-    # the keys and values of that layer.
+    # The last layer of step 1 is computed again for the anchors only. XLA then keeps only the keys and values of that
+    # layer from the pass above.
     first = functools.partial(attend_own, own=None)
     at_anchors = rope_table(config.rope, config.head_dim, context.at_anchors)
     last = config.num_layers - 1
@@ -182,7 +187,7 @@ def unroll(
 def _row_tokens(
     embeddings: Float[Array, "B T H"], anchors: Int[Array, "B A"], step: int, state: Array
 ) -> Float[Array, "B A H"]:
-    """An `EmbedDraft` of the row's own tokens."""
+    """An `EmbedDraft` that uses the tokens of the row."""
     del state
     return _take(embeddings, jnp.minimum(anchors + step, embeddings.shape[1] - 1))
 
@@ -201,7 +206,7 @@ def _recurrence(
     context: _Context,
     committed: list[KV],
 ) -> Float[Array, "B A later H"]:
-    """g_2..g_K of every anchor, each from the one before; `state` is g_1."""
+    """g_2..g_K of every anchor, each computed from the previous state. `state` is g_1."""
     states: list[Array] = []
     own: list[tuple[KV, ...]] = [()] * config.num_layers
     for step in range(1, config.num_steps):
@@ -224,7 +229,7 @@ def _all_slots(
     context: _Context,
     committed: list[KV],
 ) -> Float[Array, "B A later H"]:
-    """g_2..g_K of every anchor in one pass over K - 1 slots each; `last` is the trunk's input at the anchors."""
+    """g_2..g_K of every anchor, in one pass over K - 1 slots per anchor. `last` is the trunk's input at the anchors."""
     (batch, num), num_slots = context.at_anchors.shape, config.num_steps - 1
     x = slot_inputs(weights, config, last, num_slots).reshape(batch, num * num_slots, -1)
     positions = context.at_anchors[:, :, None] + 1 + jnp.arange(num_slots)

@@ -357,7 +357,7 @@ def test_decode_finds_what_was_kept(found_by_name, kept_folder):
     found = plan_of(params)
     assert found.tree == SMALL and "when `tune` measured it" in found.reason and not found.is_adaptive
     assert plan_of(params, tuned=False) == usual != found
-    assert plan_of(params, tree=CHAIN).reason == plan_of(params, speculate=False).reason == "asked for"
+    assert plan_of(params, tree=CHAIN).reason == plan_of(params, speculate=False).reason == "requested"
     for settings in ({"reuse": "sum"}, {"accept": "recursive"}, {"temperature": 0.8}):  # not measured so
         assert "`tune`" not in plan_of(params, **settings).reason
     # A later record for the same size takes its place; those for other sizes stay.

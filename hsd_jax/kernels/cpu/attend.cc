@@ -1,9 +1,10 @@
 // Attention of some queries over the committed slots of a cache and over the nodes of this pass, in one softmax.
 //
-// XLA runs it as ten small operations a layer. Here a vector holds one number of each of its queries, so that no sum
-// runs across a vector, and entries are walked in order, slots first and nodes behind them. An entry that a query does
-// not see adds a zero, which changes no bit: a node's result is the same whether an ancestor is already committed or
-// still a node of this pass. Only the slots that somebody sees are read, and a query that sees nothing costs nothing.
+// XLA runs ten small operations per layer for it. Here a vector register holds one number of each of its queries, so no
+// sum runs across a vector. Entries are processed in order: first the slots, then the nodes. An entry that a query does
+// not see adds a zero, which changes no bit. A node's result is therefore the same whether an ancestor is already
+// committed or still a node of this pass. Slots that no query sees are not read, and a query that sees nothing costs
+// nothing.
 
 #include <algorithm>
 #include <climits>
@@ -13,16 +14,16 @@
 
 constexpr int kQueriesAtOnce = 2 * kLanes;
 
-struct Entries {  // of one row of the batch and one key/value head: the slots that somebody sees, or the nodes
+struct Entries {  // of one row of the batch and one key/value head: the slots that any query sees, or the nodes
   const float* keys;
   const float* values;
   int64_t used;
 };
 
-// Who of up to kQueriesAtOnce queries sees what. Slots are counted from the first one that anybody sees.
+// The entries that each of up to kQueriesAtOnce queries sees. Slots are counted from the first one that any query sees.
 struct Sight {
   int64_t first[kQueriesAtOnce], last[kQueriesAtOnce];  // slots [first, last) of each query
-  const bool* nodes[kQueriesAtOnce];                    // a flag for each node
+  const bool* nodes[kQueriesAtOnce];                    // one flag per node
   int64_t all_first = 0, all_last = 0;                  // slots that all queries see
 
   // Hides the scores of entry j, which is a slot or a node, from the queries that do not see it.
@@ -33,7 +34,7 @@ struct Sight {
   }
 };
 
-// scores[j] = keys[j] . queries for kKeys keys and the queries of kVectors vectors; `turned` is [width, queries].
+// scores[j] = keys[j] . queries for kKeys keys and the queries of kVectors vectors. `turned` is [width, queries].
 template <int kVectors, int kKeys>
 static inline void Score(const float* keys, const float* turned, int64_t width, float* scores) {
   Vec acc[kKeys][kVectors] = {};
@@ -102,7 +103,7 @@ static void MixAll(const float* weights, int64_t stride, const float* share, con
   if constexpr (kQueries > 1) MixAll<kQueries / 2>(weights + q, stride, share + q, parts, n - q, width, out + q * width);
 }
 
-// Up to kVectors vectors of queries.
+// The attention of up to kVectors vectors of queries.
 template <int kVectors>
 static void AttendSome(const float* const* queries, int64_t n, int64_t width, const Entries (&parts)[2],
                        const Sight& sight, float scale, float softcap, float* out) {
@@ -146,7 +147,7 @@ static void AttendSome(const float* const* queries, int64_t n, int64_t width, co
   MixAll<kQueries>(scores.data(), kStride, share, parts, n, width, out);
 }
 
-// The rows of a batch as XLA hands them over; a node has `per_node` queries, which see what it sees.
+// The arguments of a call. A node has `per_node` queries, which see the same entries.
 struct Call {
   const float *query, *new_keys, *new_values, *keys, *values;
   const bool* new_mask;

@@ -1,16 +1,16 @@
 // Standard Gumbel noise, -log(-log(u)), from the bits of jax.random.bits (Threefry-2x32, 20 rounds, partitionable
-// counters), in one pass over registers.
+// counters). All steps of a number are computed in registers.
 //
-// XLA on CPU runs the rounds as a loop over whole arrays, which pass through memory each time: 9 to 22 ns a number; and
-// each logarithm as another: 6 ns.
+// XLA on CPU runs each round as a loop over complete arrays in memory, which takes 9 to 22 ns per number. Each
+// logarithm is one more loop of 6 ns per number.
 
 #include "tiles.h"
 
-constexpr int kVectors = 4;  // at once: the rounds of one wait for each other
+constexpr int kVectors = 4;  // processed together, because each round of one vector waits for the round before
 
 static inline Word Rotate(Word x, int by) { return (x << by) | (x >> (32 - by)); }
 
-// Threefry-2x32 of the counters (0, i) .. (0, i + kVectors * kLanes - 1): the xor of both words.
+// Threefry-2x32 of the counters (0, i) .. (0, i + kVectors * kLanes - 1). The result is the xor of both words.
 static inline void Bits(const uint32_t (&keys)[3], Word i, Word (&out)[kVectors]) {
   static constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
   Word a[kVectors], b[kVectors];
@@ -55,7 +55,7 @@ static inline Vec Log(Vec x) {
   p = p * f + 3.3333312e-1f;
   const Vec square = f * f;
   Vec low = p * f * square;
-  low = e * -2.12194440e-4f + low;  // log(2) is 0.693359375, which has few bits, less this
+  low = e * -2.12194440e-4f + low;  // log(2) = 0.693359375, which has few bits, - 2.12194440e-4
   low = square * -0.5f + low;
   return e * 0.693359375f + (f + low);
 }
@@ -71,7 +71,7 @@ static void Fill(const uint32_t* key, int64_t num, float* out) {
     Vec noise[kVectors];
     for (int v = 0; v < kVectors; v++) {
       const Vec one_to_two = (Vec)((bits[v] >> 9) | 0x3F800000u);
-      const Vec uniform = one_to_two - 1.0f, least = Vec{} + 1.17549435e-38f;  // the least normal number in place of 0
+      const Vec uniform = one_to_two - 1.0f, least = Vec{} + 1.17549435e-38f;  // the least normal number replaces 0
       noise[v] = -Log(-Log(uniform > least ? uniform : least));
     }
     std::memcpy(out + i, noise, std::min<int64_t>(kBlock, num - i) * sizeof(float));
@@ -82,13 +82,13 @@ using Keys = ffi::Buffer<ffi::U32, 2>;
 using Noise = ffi::Buffer<ffi::F32, 2>;
 using Flags = ffi::Buffer<ffi::PRED, 1>;
 
-// noise[r, :] of the key [r, 2]; zeros where a flag says that the row does not count. No flags: all rows count.
+// noise[r, :] from the key [r, 2]. A row whose flag is false gets zeros. Without flags all rows are active.
 static ffi::Error Gumbel(ffi::ThreadPool pool, Keys keys, Flags flags, ffi::Result<Noise> noise) {
   int64_t rows = noise->dimensions()[0], num = noise->dimensions()[1];
   if (keys.dimensions()[0] != rows || keys.dimensions()[1] != 2 || num >= (int64_t(1) << 32))
-    return ffi::Error::InvalidArgument("gumbel: keys are [rows, 2], rows shorter than 2^32");
+    return ffi::Error::InvalidArgument("gumbel: keys must be [rows, 2] and rows shorter than 2^32");
   int64_t num_flags = flags.element_count();
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("gumbel: a flag a row, or none");
+  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("gumbel: one flag per row, or none");
   const bool* counts = num_flags ? flags.typed_data() : nullptr;
   ByRows(pool, rows, num, 32 << 10, [=, key = keys.typed_data(), to = noise->typed_data()](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; r++)

@@ -1,17 +1,17 @@
-// What is done to each row on its own: a row of a table looked up, root-mean-square norm, rotary embedding, the places of
-// the largest numbers.
+// Operations on single rows: lookup in a table, root-mean-square norm, rotary embedding, the places of the largest
+// numbers.
 //
-// A table is read where it lies. XLA gathers no bfloat16 on a CPU: it would make the whole table anew, in another type,
-// at every call of the decode loop.
+// The lookup reads the table without a conversion. XLA cannot gather bfloat16 on a CPU: it would convert the whole
+// table at every call of the decode loop.
 //
-// XLA adds squares up in an order that depends on how many rows there are, and rounds a rotation once or twice depending
-// on what it is fused with. Here a row's result depends on the row alone.
+// XLA sums squares in an order that depends on the number of rows, and it rounds a rotation once or twice, depending on
+// the operations that it is fused with. Here a row's result depends only on the row.
 
 #include <cmath>
 
 #include "tiles.h"
 
-// Numbers that are worth another thread.
+// How many numbers are worth another thread.
 constexpr int64_t kPiece = 32 << 10;
 
 // y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
@@ -52,7 +52,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRmsNorm, RmsNorm,
 using Floats4 = ffi::Buffer<ffi::F32, 4>;
 using Floats3 = ffi::Buffer<ffi::F32, 3>;
 
-// Rotates heads x [B, N, h, E] by the tables cosine and signed sine [B, N, E]; halves are paired.
+// Rotates heads x [B, N, h, E] by the tables cosine and signed sine [B, N, E]. Elements i and i + E/2 are a pair.
 static ffi::Error Rope(Floats4 x, Floats3 cosine, Floats3 sine, ffi::ResultBuffer<ffi::F32, 4> y) {
   int64_t rows = x.dimensions()[0] * x.dimensions()[1], heads = x.dimensions()[2], width = x.dimensions()[3];
   if (cosine.element_count() != size_t(rows * width) || sine.element_count() != size_t(rows * width))
@@ -76,13 +76,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope,
 
 using Flags = ffi::Buffer<ffi::PRED, 1>;
 
-// The first place of the largest number of each row; the last place in a row of NaNs; 0 where a flag says that the row
-// does not count. No flags: all rows count.
+// The first place of the largest number of each row. In a row of NaNs it is the last place. A row whose flag is false
+// gets 0. Without flags all rows are active.
 static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::S32> best) {
   int64_t rows = best->element_count(), width = rows < 1 ? 0 : x.element_count() / rows;
   if (width < 1 && rows > 0) return ffi::Error::InvalidArgument("first_best: rows of no width");
   int64_t num_flags = flags.element_count();
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("first_best: a flag a row, or none");
+  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("first_best: one flag per row, or none");
   const bool* counts = num_flags ? flags.typed_data() : nullptr;
   auto find = [=, from = x.typed_data(), to = best->typed_data()](int64_t r) {
     if (counts != nullptr && !counts[r]) {
@@ -121,19 +121,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest,
                                   .Arg<Flags>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
 
-// Numbers of a row that are compared at once.
+// How many numbers of a row are compared at once.
 constexpr int64_t kBlock = 4 * kLanes;
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
-// The k largest numbers of each row in falling order, of equals the first, their places, and the log-sum-exp of the row.
-// Numbers that are NaN are never among them. Where a row has fewer than k others above -inf, the first places that are
-// left follow, with -inf. Rows that do not count get zeros.
+// The k largest numbers of each row in falling order, their places, and the log-sum-exp of the row. On a tie the lower
+// place comes first. NaN is never among the largest. If a row has fewer than k numbers above -inf, the lowest remaining
+// places follow, with -inf. A row whose flag is false gets zeros.
 static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::F32> best,
                        ffi::ResultBuffer<ffi::S32> places, ffi::ResultBuffer<ffi::F32> total) {
   int64_t rows = total->element_count(), k = rows < 1 ? 0 : best->element_count() / rows;
   int64_t width = rows < 1 ? 0 : x.element_count() / rows, num_flags = flags.element_count();
-  if (rows > 0 && (k < 1 || k > width)) return ffi::Error::InvalidArgument("top_k: 1 to as many as a row has");
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("top_k: a flag a row, or none");
+  if (rows > 0 && (k < 1 || k > width)) return ffi::Error::InvalidArgument("top_k: k must be 1 to the length of a row");
+  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("top_k: one flag per row, or none");
   const bool* counts = num_flags ? flags.typed_data() : nullptr;
   auto find = [=, from = x.typed_data(), values = best->typed_data(), at = places->typed_data(),
                sums = total->typed_data()](int64_t r) {
@@ -146,7 +146,7 @@ static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flag
       sums[r] = 0.0f;
       return;
     }
-    // A sorted list of the best so far. What is no larger than its last cannot come in, so most blocks are one compare.
+    // A sorted list of the best so far. A number not above its last cannot enter, so most blocks need one compare.
     std::fill_n(value, k, -INFINITY);
     int64_t found = 0;
     auto look = [&](int64_t i) {
@@ -171,7 +171,7 @@ static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flag
     for (; i < width; i++) look(i);
     for (int32_t next = 0; found < k; next++)
       if (std::find(place, place + found, next) == place + found) place[found++] = next;
-    // exp(x - largest), added up in an order of its own.
+    // The sum of exp(x - largest), in an order that does not depend on the search.
     float top = value[0] > -INFINITY ? value[0] : 0.0f, sum = 0.0f;
     Vec parts[4] = {};
     for (i = 0; i + kBlock <= width; i += kBlock)
@@ -198,8 +198,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdTopK, TopK,
 
 using Table = ffi::Buffer<ffi::BF16, 2>;
 
-// y[r] = table[index[r]] in float32, of a table [V, H] in bfloat16. As jax indexes: negative ones count from the end, and
-// the others are brought into the table.
+// y[r] = table[index[r]] in float32, for a bfloat16 table [V, H]. As in jax, negative indices count from the end, and
+// indices outside the table are clamped.
 static ffi::Error Gather(Table table, ffi::Buffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> y) {
   int64_t height = table.dimensions()[0], width = table.dimensions()[1], rows = index.element_count();
   if (height < 1 && rows > 0) return ffi::Error::InvalidArgument("gather: a table without rows");
