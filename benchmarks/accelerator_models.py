@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import ModelConfig, RopeConfig, TreeConfig
-from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.decode import UNBOUNDED, Decoder
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels.native import traced_platform

@@ -17,7 +17,7 @@ import numpy as np
 import hsd_jax
 from hsd_jax.arguments import Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.lab.bench.prompts import for_checkpoint
 from hsd_jax.lab.bench.replay import watched_rounds

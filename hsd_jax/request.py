@@ -18,10 +18,10 @@ from hsd_jax.arguments import Sampling
 from hsd_jax.config import NO_REUSE, NONE, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import check_mesh
-from hsd_jax.infer.accept import RULES, make_rule
 from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.rules import RULES, make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
@@ -125,7 +125,7 @@ def make_decoder(
         overlapped = method_of(drafter_config).overlapped
         if overlapped is None:
             raise ValueError(
-                f"a {drafter_config.kind} drafter is part of the target's program: place() both on one mesh"
+                f"a {drafter_config.kind} drafter cannot run on devices of its own: place() both models on one mesh"
             )
         meshes = mesh, drafter_mesh
         return overlapped(config, drafter_config, tree, scheme, rule, *meshes, cache_dtype, matmul_precision)

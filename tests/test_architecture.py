@@ -35,6 +35,7 @@ LAYERS = [
 INFER_LAYERS = [
     "sampling draw chains levels tree siblings kseq block optimal lossy",
     "accept",
+    "rules",
     "worth",
     "step",
     "plain rows",

@@ -1,14 +1,13 @@
 """Acceptance rules: given a tree and the target's logits at its nodes, they choose the accepted path.
 
 A rule lists the draw schemes for which it is lossless. `check_legal` refuses any other pair. This module knows no
-drafter. Read next: `step.py`.
+drafter. Read next: `rules.py`, the table of the rules by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,9 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
       ValueError: if `rule` is not lossless for trees drawn under `scheme`, or for drafts made ahead.
     """
     if rule.looks_ahead and drafts_ahead:
-        raise ValueError(f"accept={rule.name!r} judges drafts of one round together; these were drafted in two rounds")
+        raise ValueError(
+            f"accept={rule.name!r} judges whole chains, but PEARL drafts a chain in two rounds; use recursive or match"
+        )
     if scheme not in rule.schemes:
         allowed = ", ".join(sorted(x.value for x in rule.schemes))
         raise ValueError(f"accept={rule.name!r} is not lossless for draw={scheme.value!r}; it allows {allowed}")
@@ -305,27 +306,3 @@ def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
     """The optimal rule for TOP_THEN_RANDOM trees (`optimal.py`). It judges the drawn child of a node first."""
     judge = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
     return testing_rule("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), judge, max_depth)
-
-
-class RuleEntry(NamedTuple):
-    """A row of the table of rules."""
-
-    make: Callable[[TreeConfig], AcceptRule]
-    scheme: DrawScheme
-    """The default scheme of its trees, under which it accepts most."""
-    trees_may_shrink: bool = False
-    """Whether any node may be left out of its trees, regardless of its token. Trees are then chosen by their cost."""
-
-
-RULES = {
-    "match": RuleEntry(lambda tree: match_rule(tree.depth), DrawScheme.COUPLED, trees_may_shrink=True),
-    "recursive": RuleEntry(lambda tree: recursive_rule(tree.depth, tree.width), DrawScheme.WITHOUT_REPLACEMENT),
-    "optimal": RuleEntry(lambda tree: optimal_rule(tree.depth, tree.width), DrawScheme.TOP_THEN_RANDOM),
-    "kseq": RuleEntry(lambda tree: kseq_rule(tree.depth), DrawScheme.INDEPENDENT),
-    "block_verification": RuleEntry(block_rule, DrawScheme.WITHOUT_REPLACEMENT),
-}
-
-
-def make_rule(name: str, tree: TreeConfig, lossy: Lossy | None = None) -> AcceptRule:
-    """The rule `name` of RULES for trees of this shape. With `lossy`, the rule is recursive (`Lossy.parse` checks)."""
-    return RULES[name].make(tree) if lossy is None else recursive_rule(tree.depth, tree.width, lossy)

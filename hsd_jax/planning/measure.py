@@ -19,8 +19,9 @@ import numpy as np
 from hsd_jax import api
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import check_legal, make_rule
+from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.lossy import Lossy
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.planning.plan import check_adaptive
 from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, first_capacity, rule_and_scheme
 

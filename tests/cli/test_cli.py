@@ -344,7 +344,7 @@ def test_bench_compares_rules(folders, tmp_path):
 
 
 def test_the_rules_of_the_command_line_are_those_of_the_library():
-    from hsd_jax.infer.accept import RULES
+    from hsd_jax.infer.rules import RULES
     from hsd_jax.request import AUTO
     from hsd_jax.types import DrawScheme
 

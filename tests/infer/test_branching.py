@@ -18,7 +18,7 @@ from hsd_jax import settings
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.draft import static_tree
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.tree import Grower
 from hsd_jax.planning.measure import parse_tree, parse_trees
 from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, RoundInputs, SamplingParams

@@ -22,7 +22,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import chains, worth
-from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.types import Costs, Drafter, DrawScheme, RoundInputs, Stop
 

@@ -16,7 +16,7 @@ from support.texts import first_difference
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import DRAFTING_METHODS
-from hsd_jax.infer.accept import RULES
+from hsd_jax.infer.rules import RULES
 from hsd_jax.types import DRAWN_SCHEMES, NO_TOKEN, DrawScheme
 
 PROPOSERS = ["beam", "branching", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]

@@ -20,9 +20,10 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import accept as accept_lib
-from hsd_jax.infer.accept import make_rule, recursion
+from hsd_jax.infer.accept import recursion
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.lossy import FUNCTIONS, Lossy
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.types import DraftTree, DrawScheme
 

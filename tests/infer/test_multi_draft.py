@@ -20,12 +20,12 @@ from support.rules import depths_of
 from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_small_lm, tiny_texts
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer import accept as accept_lib
 from hsd_jax.infer import kseq as kseq_lib
-from hsd_jax.infer.accept import check_legal, make_rule, recursion
+from hsd_jax.infer.accept import check_legal, recursion
 from hsd_jax.infer.block import block
 from hsd_jax.infer.kseq import kseq
 from hsd_jax.infer.optimal import chain_and_match
+from hsd_jax.infer.rules import RULES, make_rule
 from hsd_jax.types import Drafter, DraftTree, DrawScheme
 
 ROOT, MOST = 0, 4
@@ -450,7 +450,7 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize("name", accept_lib.RULES)
+@pytest.mark.parametrize("name", RULES)
 def test_illegal_pairs_are_refused(name):
     rule = make_rule(name, TreeConfig(3, 2, 1))
     for scheme in DrawScheme:

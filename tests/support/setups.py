@@ -38,9 +38,10 @@ from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.drafters.table import DRAFTING_METHODS, pictures_of
 from hsd_jax.drafters.table import make_drafter as drafter_of
-from hsd_jax.infer.accept import make_rule, match_rule
+from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
 from hsd_jax.params import Params

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import sharding
-from hsd_jax.infer.accept import RULES
+from hsd_jax.infer.rules import RULES
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.kernels import native
 from hsd_jax.lab.aot.kinds import PLAIN, PREFILL, TRAIN

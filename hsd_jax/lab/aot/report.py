@@ -22,8 +22,8 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.files import check_drafter, read_drafter_config
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host.sharding import FSDP
-from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.decode import CHUNK
+from hsd_jax.infer.rules import RULES
 from hsd_jax.lab.aot import hlo, programs, transfers
 from hsd_jax.lab.aot.devices import make_mesh
 from hsd_jax.lab.aot.kinds import GPU, PLAIN, PREFILL, PROGRAMS, TRAIN, Devices

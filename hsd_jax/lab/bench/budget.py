@@ -20,7 +20,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import write_json
-from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.lab.bench.experiment import ALL, Experiment
 from hsd_jax.lab.bench.methods import MethodOptions, Methods
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload

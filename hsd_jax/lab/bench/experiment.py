@@ -18,6 +18,7 @@ from typing import Any
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import lock
 from hsd_jax.host.files import write_json
+from hsd_jax.infer.rules import RULES
 from hsd_jax.lab.bench import gap
 from hsd_jax.lab.bench.identity import first_difference, is_promised
 from hsd_jax.lab.bench.machine import hardware
@@ -64,8 +65,9 @@ def alone_in(out: Path, **settings: Sequence[Any]) -> Iterator[None]:
 
 
 def status(record: dict[str, Any]) -> int:
-    """The exit status: 1 if a text under match differs from plain decoding although the same text is promised."""
-    wrong = [row for row in record["rows"] if row.get("accept") == "match" and row["differing_prompts"]]
+    """The exit status: 1 if a rule that keeps the text gave another than plain decoding although that is promised."""
+    keeping = {name for name, rule in RULES.items() if rule.keeps_text}
+    wrong = [row for row in record["rows"] if row.get("accept") in keeping and row["differing_prompts"]]
     return 1 if wrong and record["is_promised"] else 0
 
 

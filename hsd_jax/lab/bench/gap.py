@@ -18,7 +18,7 @@ import numpy as np
 
 from hsd_jax.arguments import Sampling
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.lab import theory
 from hsd_jax.lab.bench.replay import JudgedRound, watched_rounds, watched_step
 from hsd_jax.models.cache import take_nodes

@@ -19,8 +19,8 @@ from hsd_jax.arguments import Prompt, Sampling
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
-from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.lab.bench.tables import STAGES
 from hsd_jax.planning.measure import Mode

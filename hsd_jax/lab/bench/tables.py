@@ -72,12 +72,14 @@ def _number(value: float | None, form: str) -> str:
 def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
     """The number of texts of a mode that equal those of plain decoding, for a table.
 
-    Under other rules than match sampled text has the distribution of plain text but is not the same. Lossy text has
-    another distribution.
+    Under a rule that does not keep the text, sampled text has the distribution of plain text but is not the same. Lossy
+    text has another distribution.
     """
+    from hsd_jax.infer.rules import RULES
+
     if mode.get("lossy") and temperature > 0:
         return "lossy"
-    is_by_distribution = mode.get("accept", "match") != "match" and temperature > 0
+    is_by_distribution = not RULES[mode.get("accept", "match")].keeps_text and temperature > 0
     return "by distribution" if is_by_distribution else f"{mode['same_text_as_plain']}/{num_texts}"
 
 

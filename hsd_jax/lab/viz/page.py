@@ -13,8 +13,8 @@ from hsd_jax import api
 from hsd_jax.api import DecodeResult
 from hsd_jax.arguments import encode
 from hsd_jax.drafters.table import pictures_of
-from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.lossy import Lossy
+from hsd_jax.infer.rules import make_rule
 from hsd_jax.lab.bench.replay import Round, replay
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.lab.viz.layout import Drawing, draw, visible
