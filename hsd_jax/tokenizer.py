@@ -62,7 +62,7 @@ def check_messages(messages: Messages, where: str) -> None:
         _check_message(message, f"{where}, message {index}", is_first=index == 0)
     if (role := messages[-1]["role"]) != "user":
         raise ValueError(
-            f"{where}, message {len(messages) - 1}: the last role is {role!r}: allowed is 'user', because the assistant"
+            f"{where}, message {len(messages) - 1}: role {role!r} is last: allowed is 'user', because the assistant"
             " answers the user"
         )
 

@@ -576,7 +576,7 @@ def test_caches_that_are_reserved_have_one_size(plain):
         handle = session.admit([1, 2], 20, eos=())
         assert finish(session, handle)[0] == text_of(params, [1, 2], 20)
         assert session.rows[0].cache.capacity == 1536
-        with pytest.raises(ValueError, match="a row has come"):
+        with pytest.raises(ValueError, match="reserve"):
             session.reserve()
 
 

@@ -491,7 +491,7 @@ TENSOR = pack_text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0)
         (header(pack_text("a") + struct.pack("<IIQ", 9, 8, 2**63), 1), "cut short: the list a"),
         (header(struct.pack("<Q", 2**63), 1), "cut short: a key of the metadata"),
         (header(ARCH, 2**63), "cut short"),
-        (header(pack_text("é").replace("é".encode(), b"\xff"), 1), "cut short|no UTF-8"),
+        (header(pack_text("é").replace("é".encode(), b"\xff"), 1), "cut short|not UTF-8"),
         (header(b"", 0, pack_text("t") + struct.pack("<I", 5), 1), "'t'.* 5 "),
         (header(b"", 0, pack_text("t") + struct.pack("<IQIQ", 1, 33, 3, 0), 1), "'t'.* 33 .*Q4_1"),
         (header(b"", 0, TENSOR, 1), "'token_embd.weight'.* 608.* 81"),
