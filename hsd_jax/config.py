@@ -366,8 +366,8 @@ class ReuseConfig:
         settings.take(Reuse, form, "reuse")
         if not colon:
             return cls(form)
-        if not number.isdecimal():
-            raise ValueError(f"reuse={text!r}: expected a number of spare states after the colon, as in {SKIP}:2")
+        if not number.isdecimal() or not 1 <= int(number[:11]) <= settings.MOST:
+            raise ValueError(f"reuse={text!r}: expected a number of spare states from 1 on, as in {SKIP}:2")
         return cls(form, int(number))
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ from hsd_jax.params import Params, default_tree
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
 from hsd_jax.planning.tuned import Tuned
-from hsd_jax.settings import OneOf, dataclass, take
+from hsd_jax.settings import Flag, OneOf, dataclass, take
 from hsd_jax.types import Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
@@ -62,11 +62,11 @@ class Speculation:
     accept: Rule = AUTO
     draw: Scheme | None = None
     reuse: str = NONE
-    speculate: bool = True
+    speculate: Flag = True
     tuned: bool | Tuned = True
     pad_rows: Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)] = 1
     lossy: tuple[str, float] | str | None = None
-    adaptive: bool | None = None
+    adaptive: Flag | None = None
 
 
 def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
@@ -135,8 +135,8 @@ def make_decoder(
 
 
 @functools.lru_cache(maxsize=64)
-def _decoder(level: str, *configuration, **more) -> Decoder:
-    """`make_decoder`, called once for each configuration and each instruction set of the CPU kernels (`level`)."""
+def _decoder(isa: str, *configuration, **more) -> Decoder:
+    """`make_decoder`, called once for each configuration and each instruction set of the CPU kernels (`isa`)."""
     return make_decoder(*configuration, **more)
 
 

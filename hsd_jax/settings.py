@@ -16,8 +16,9 @@ import re
 import typing
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import pydantic.dataclasses
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import core_schema
 
 MOST = 2**31 - 1
@@ -52,6 +53,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 TopK = Annotated[int, Field(ge=1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=HOTTEST)]
+Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if isinstance(value, np.bool_) else value)]
+"""A bool, numpy's included."""
 
 
 def is_off(variable: str) -> bool:
@@ -95,7 +98,7 @@ def read(kind: type, values: Any, where: str, section: str = "") -> Any:
         return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML reads some texts as dates
     except ValidationError as error:
         raise ValueError(f"{where}: {_text(error, kind, section)}") from None
-    except (TypeError, RecursionError) as error:  # a key that is not a string, or very deep nesting
+    except (TypeError, ValueError, RecursionError) as error:  # a wrong key, a circle, deep nesting
         raise ValueError(f"{where}: cannot be written as JSON ({error})") from error
 
 
@@ -110,7 +113,7 @@ def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
     try:
         return _adapter(hint, **limits).validate_python(value)
     except ValidationError as error:
-        raise ValueError(_text(error, None, name)) from None
+        raise ValueError(_text(error, Annotated[hint, Field(**limits)] if limits else hint, name)) from None
 
 
 def parse(hint: Any, text: str, name: str = "") -> Any:
@@ -118,7 +121,7 @@ def parse(hint: Any, text: str, name: str = "") -> Any:
     try:
         return _adapter(hint).validate_strings(text)
     except ValidationError as error:
-        raise ValueError(_text(error, None, name)) from None
+        raise ValueError(_text(error, hint, name)) from None
 
 
 def shown(value: Any) -> str:
@@ -136,34 +139,75 @@ def _adapter(hint: Any, **limits: Any) -> TypeAdapter[Any]:
     return TypeAdapter(limited if limits else hint, config=None if dataclasses.is_dataclass(hint) else _CONFIG)
 
 
-def _text(error: ValidationError, kind: Any, place: str) -> str:
+_BOUND_TYPES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_BOUND_WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+
+
+def _text(error: ValidationError, hint: Any, place: str) -> str:
     """One line about the first error. An unknown key comes before all other errors.
 
     Args:
-      kind: the dataclass that was being made, or None.
+      hint: the annotation or the dataclass that the value was checked against.
       place: the place of its keys, for the message.
     """
     found: list[Any] = error.errors(include_url=False)  # type: ignore[assignment]
     wrong = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
     if wrong["type"] == "value_error":  # raised by a `__post_init__`, whose message names the place
         return str(wrong["ctx"]["error"])
-    keys = _keys(wrong)
+    keys = _keys(wrong["loc"])
     if wrong["type"] in ("unexpected_keyword_argument", "missing"):
-        *above, key = keys
+        key, above = str(wrong["loc"][-1]), _keys(wrong["loc"][:-1])
         what = f"missing key {key!r}"
         if wrong["type"] != "missing":
-            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(kind, above)))}"
+            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(hint, above)))}"
         return ": ".join(filter(None, [".".join(filter(None, [place, *above])), what]))
     at, value = ".".join(filter(None, [place, *keys])), wrong["input"]
-    allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one) == keys)
+    allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one["loc"]) == keys)
+    wanted = _hint_at(hint, keys)
+    bounds = _bounds(wanted)
+    if wrong["type"] in _BOUND_TYPES and len(bounds) == 2:
+        allowed = {f"should be {' and '.join(bounds)}": None}
+    if _takes_none(wanted):
+        allowed["None"] = None
     is_number = wrong["type"] in ("int_type", "float_type") and isinstance(value, str) and _NUMBER.fullmatch(value)
     note = " (YAML reads 2e-3 as text: write 2.0e-3)" if is_number else ""
     return f"{at}{'=' if at else ''}{shown(value)}: {' or '.join(allowed)}{note}"
 
 
-def _keys(wrong: Any) -> list[str]:
+def _keys(place: tuple[int | str, ...]) -> list[str]:
     """The place of a pydantic error, without pydantic's names for the members of a union."""
-    return [str(key) for key in wrong["loc"] if re.fullmatch(r"\w+", str(key))]
+    keys = [str(key) for key in place if re.fullmatch(r"[a-z_]\w*|\d+", str(key))]
+    return [key for key in keys if key not in ("bool", "int", "float", "str")]
+
+
+def _hint_at(hint: Any, keys: list[str]) -> Any:
+    """The annotation, or pydantic's record of the field, at a place in a hint. None if the place is in a container."""
+    for key in keys:
+        fields = getattr(_dataclass_in(hint), "__pydantic_fields__", {})
+        if key not in fields:
+            return None
+        hint = fields[key]
+    return hint
+
+
+def _bounds(hint: Any) -> list[str]:
+    """The bounds of a number, in words, the lower one first."""
+    constraints = [*getattr(hint, "metadata", ()), *getattr(hint, "__metadata__", ())]
+    constraints += [one for part in constraints for one in getattr(part, "metadata", ())]
+    found = [
+        f"{word} {shown(getattr(one, name))}"
+        for name, word in _BOUND_WORDS.items()
+        for one in constraints
+        if getattr(one, name, None) is not None
+    ]
+    inner = [hint.annotation] if hasattr(hint, "annotation") else typing.get_args(hint)
+    return found or next(filter(None, map(_bounds, inner)), [])
+
+
+def _takes_none(hint: Any) -> bool:
+    hint = getattr(hint, "annotation", hint)
+    parts = typing.get_args(hint)
+    return type(None) in parts or any(_takes_none(part) for part in parts if typing.get_origin(hint) is Annotated)
 
 
 def _fields(kind: Any, keys: list[str]) -> dict[str, Any]:
@@ -175,5 +219,6 @@ def _fields(kind: Any, keys: list[str]) -> dict[str, Any]:
 
 
 def _dataclass_in(hint: Any) -> Any:
+    hint = getattr(hint, "annotation", hint)
     found = (_dataclass_in(part) for part in typing.get_args(hint))
     return hint if dataclasses.is_dataclass(hint) else next(filter(None, found), None)

@@ -127,7 +127,7 @@ def test_values_of_recipes(recipe, key, bad):
     values = {section[0]: {name: bad}} if section else {name: bad}
     if recipe is TargetRecipe:
         values = {"model": MODEL} | values
-    with pytest.raises(ValueError, match=rf"^(r\.yaml: )?{re.escape(key)}(\.\d)?=") as error:
+    with pytest.raises(ValueError, match=rf"^r\.yaml: {re.escape(key)}(\.\d)?=") as error:
         recipe.from_dict(values, "r.yaml")
     assert settings.shown(bad[-1] if bad in ([-1], [True], ["2"]) else bad) in str(error.value)
 

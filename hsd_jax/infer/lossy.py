@@ -55,10 +55,16 @@ class Lossy:
         """
         if value is None:
             return None
-        if isinstance(value, str):
-            function, _, epsilon = value.partition(":")
-            value = function, settings.parse(float, epsilon, f"lossy={settings.shown(value)}: epsilon")
-        found = cls(*settings.take(tuple[str, float], value, "lossy"))
+        try:
+            if isinstance(value, str):
+                function, _, text = value.partition(":")
+                found = cls(function, settings.parse(float, text, "epsilon"))
+            else:
+                found = cls(*settings.take(tuple[str, float], value, "(F, EPSILON)"))
+        except ValueError as error:
+            raise ValueError(
+                f"lossy={settings.shown(value)}: {error}; expected F:EPSILON, with F one of {', '.join(FUNCTIONS)}"
+            ) from None
         if rule != "recursive":
             raise ValueError(f"lossy={found.name!r}: needs accept='recursive', but this call has accept={rule!r}")
         return found

@@ -94,7 +94,7 @@ def of_run(
     Args:
       is_begun: whether `out` holds checkpoints. If it does, the ids are read from `out`; otherwise they are chosen.
       started: `draft_to_target` of the drafter that the run starts from, if it has one.
-      eos: end tokens, always hot.
+      eos: end tokens, always hot, except that the ids of `started` are kept as they are.
     Raises:
       ValueError: if `out` holds checkpoints but no ids, if the number of ids is not that of the recipe, or as
         `most_frequent`.
@@ -110,6 +110,11 @@ def of_run(
     else:
         ids = most_frequent(labels, config.draft_vocab_size, config.vocab_size, eos).tolist()
         write_json(path, ids)
+        if started is not None:
+            both = len(np.intersect1d(np.asarray(started), ids))
+            report(
+                f"{both:,} of the draft tokens are among the {len(started):,} of the drafter that the run starts from"
+            )
     draft_to_target = draft_vocab.checked_ids(ids, config.vocab_size, str(path))
     if len(draft_to_target) != config.reduced_vocab_size:
         raise ValueError(

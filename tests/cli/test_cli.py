@@ -485,7 +485,7 @@ def test_recipes_are_read_and_changed(tmp_path):
     }
     with pytest.raises(ValueError, match="KEY=VALUE"):
         recipe.read_recipe(None, ["train.steps"])
-    with pytest.raises(FileNotFoundError, match=r"none.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"none.yaml.*no|no.*none.yaml"):
         recipe.read_recipe(str(tmp_path / "none.yaml"), [])
     path.write_text("train: [1")
     with pytest.raises(ValueError, match=r"recipe.yaml"):

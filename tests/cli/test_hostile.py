@@ -599,7 +599,7 @@ def test_streams_that_are_closed_or_full(folders, redirect, code, error):
 def test_stdin_that_is_closed(folders, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     assert hsd("generate", "--target", folders / "target", "-") == 2
-    assert capsys.readouterr().err.startswith("hsd: error: ")
+    assert "stdin" in capsys.readouterr().err
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------

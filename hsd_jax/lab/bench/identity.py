@@ -126,11 +126,22 @@ def isas_here(params) -> list[str]:
     """
     from hsd_jax.kernels import native
 
-    isas = [isa for isa in reversed(native.cpu_isas()) if native.available(isa)]
+    isas = [isa for isa in reversed(native.cpu_isas()) if _runs(isa)]
     if params.mesh is not None or not isas:
-        where = "a mesh" if params.mesh is not None else f"{native.traced_platform()} (levels {isas})"
-        raise ValueError(f"levels: the CPU kernels do not run on {where}; allowed is one CPU that has avx2 or more")
+        where = f"{native.traced_platform()}, mesh {params.mesh and dict(params.mesh.shape)}"
+        raise ValueError(
+            f"--levels: no CPU kernels run here ({where}); needed are one CPU with avx2 or more, a C++ compiler,"
+            " no mesh, and HSD_NATIVE not 0"
+        )
     return [*isas, native.OFF]
+
+
+def _runs(isa: str) -> bool:
+    """Whether the kernels run on this instruction set: HSD_NATIVE=0 switches all of them off."""
+    from hsd_jax.kernels import native
+
+    with native.at_isa(isa):
+        return native.selected_isa() == isa and native.available()
 
 
 def compare_isas(

@@ -135,7 +135,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
     reads the target's cache, so the cache is passed with the weights. As an input the timed loop would copy it.
     """
     drafter = make_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, scheme)
-    rule = make_rule(accept, tree)
+    rule = make_rule(rule_and_scheme(accept, None)[0], tree)
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
     # Drawn once per round, for drafts and target. Its time belongs to `rest` and to no stage.
