@@ -367,7 +367,9 @@ class ReuseConfig:
         if not colon:
             return cls(form)
         if not number.isdecimal() or not 1 <= int(number[:11]) <= settings.MOST:
-            raise ValueError(f"reuse={text!r}: expected a number of spare states from 1 on, as in {SKIP}:2")
+            raise ValueError(
+                f"reuse={settings.shown(text)}: expected a number of spare states from 1 on, as in {SKIP}:2"
+            )
         return cls(form, int(number))
 
     def __str__(self) -> str:
