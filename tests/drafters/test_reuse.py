@@ -332,7 +332,7 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
     [
         ("twice", ["'twice'", *REUSES]),
         ("mix", ["reuse='mix'", *REUSES]),  # a form that was there once
-        ("skip:0", ["min_spares=0", " 1"]),
+        ("skip:0", ["skip:0", " 1"]),
         ("sum:2", ["sum:2", "skip:N"]),
         ("skip:x", ["skip:x", "skip:2"]),
         (None, ["None", "none"]),
