@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from hsd_jax import settings
-from hsd_jax.settings import Count, Number, OneOf, Positive, Whole
+from hsd_jax.settings import Count, Number, OneOf, Positive, PositiveShare, Whole
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -28,8 +28,10 @@ Reuse = Annotated[str, OneOf(REUSES)]
 
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 HeadDim = Annotated[int, Field(ge=1, le=65_536)]
-Epsilon = Annotated[float, Field(gt=0, le=1)]
 Theta = Annotated[float, Field(ge=1e-6, le=1e30)]
+TreeNodes = Annotated[int, Field(ge=2, le=LARGEST_TREE)]
+ChainLength = Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)]
+Steps = Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)]
 PRECISIONS = ("fast", "exact")
 """Allowed values of `precision`, see `params.load`."""
 Precision = Annotated[str, OneOf(PRECISIONS)]
@@ -73,7 +75,7 @@ class ModelConfig:
     head_dim: HeadDim
     intermediate_size: Count
     max_position: Count = 2048
-    norm_eps: Epsilon = 1e-5
+    norm_eps: PositiveShare = 1e-5
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -126,9 +128,9 @@ class DrafterConfig:
     _: dataclasses.KW_ONLY
     hidden_size: Count
     vocab_size: Count
-    num_steps: Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)] = 6
+    num_steps: Steps = 6
     """The number of states per round K, as trained. A tree may be shallower but not deeper."""
-    norm_eps: Epsilon = 1e-5
+    norm_eps: PositiveShare = 1e-5
     max_position: Count = 2048
     target_hash: str = ""
     """Fingerprint of the target the drafter was trained for."""
@@ -229,7 +231,7 @@ class TreeConfig:
       ValueError: naming the wrong value and the allowed ones.
     """
 
-    nodes: Annotated[int, Field(ge=2, le=LARGEST_TREE)] = _FILLED_IN
+    nodes: TreeNodes = _FILLED_IN
     depth: Count = _FILLED_IN
     width: Count = _FILLED_IN
     branching: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None

@@ -65,7 +65,7 @@ class Speculation:
     speculate: Flag = True
     tuned: bool | Tuned = True
     pad_rows: Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)] = 1
-    lossy: tuple[str, float] | str | None = None
+    lossy: tuple[str, float] | list[Any] | str | None = None
     adaptive: Flag | None = None
 
 
@@ -254,3 +254,8 @@ def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
     take(Scheme | None, draw, "draw")
     rule = "match" if take(Rule, accept, "accept") == AUTO else accept
     return rule, RULES[rule].scheme if draw is None else DrawScheme(draw)
+
+
+def keeps_text(accept: str) -> bool:
+    """Whether text under a rule of this name equals that of plain decoding with the same seed; "auto" is "match"."""
+    return RULES[rule_and_scheme(accept, None)[0]].keeps_text

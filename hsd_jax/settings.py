@@ -44,14 +44,17 @@ class OneOf:
 
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
+AtLeastTwo = Annotated[int, Field(ge=2, le=MOST)]
 Whole = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+ProperShare = Annotated[float, Field(gt=0, lt=1)]
 TopK = Annotated[int, Field(ge=1)]
-TopP = Annotated[float, Field(gt=0, le=1)]
+TopP = PositiveShare
 Temperature = Annotated[float, Field(ge=0, le=HOTTEST)]
 Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if isinstance(value, np.bool_) else value)]
 """A bool, numpy's included."""
@@ -159,7 +162,7 @@ def _text(error: ValidationError, hint: Any, place: str) -> str:
         key, above = str(wrong["loc"][-1]), _keys(wrong["loc"][:-1])
         what = f"missing key {key!r}"
         if wrong["type"] != "missing":
-            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(hint, above)))}"
+            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(_hint_at(hint, above))))}"
         return ": ".join(filter(None, [".".join(filter(None, [place, *above])), what]))
     at, value = ".".join(filter(None, [place, *keys])), wrong["input"]
     allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one["loc"]) == keys)
@@ -181,12 +184,10 @@ def _keys(place: tuple[int | str, ...]) -> list[str]:
 
 
 def _hint_at(hint: Any, keys: list[str]) -> Any:
-    """The annotation, or pydantic's record of the field, at a place in a hint. None if the place is in a container."""
+    """The annotation at a place in a hint, or pydantic's record of the field. That of a container also stands for its
+    items."""
     for key in keys:
-        fields = getattr(_dataclass_in(hint), "__pydantic_fields__", {})
-        if key not in fields:
-            return None
-        hint = fields[key]
+        hint = _fields(hint).get(key, hint)
     return hint
 
 
@@ -210,12 +211,9 @@ def _takes_none(hint: Any) -> bool:
     return type(None) in parts or any(_takes_none(part) for part in parts if typing.get_origin(hint) is Annotated)
 
 
-def _fields(kind: Any, keys: list[str]) -> dict[str, Any]:
-    """The fields of the dataclass that is nested in `kind` under these keys."""
-    for key in keys:
-        if key in kind.__pydantic_fields__:
-            kind = _dataclass_in(kind.__pydantic_fields__[key].annotation)
-    return kind.__pydantic_fields__
+def _fields(hint: Any) -> dict[str, Any]:
+    """The fields of the dataclass in a hint. Empty if there is none."""
+    return getattr(_dataclass_in(hint), "__pydantic_fields__", {})
 
 
 def _dataclass_in(hint: Any) -> Any:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
+import numpy as np
 import pytest
 from support.recipes import TARGET_VALUES
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.request import Speculation
 from hsd_jax.train.distill import DistillRecipe
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
@@ -21,6 +23,8 @@ from hsd_jax.train.target import TargetRecipe
 NAN, INF = float("nan"), float("inf")
 CHOICE = Annotated[str, settings.OneOf(("a", "b"))]
 MODEL = TARGET_VALUES["model"]
+CIRCLE: list = []
+CIRCLE.append(CIRCLE)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,38 @@ def test_the_types_of_annotations(hint, good, bad, allowed):
     assert settings.take(hint, good, "x") == good
     with pytest.raises(ValueError, match=rf"^x.*=.*: .*{allowed}"):
         settings.take(hint, bad, "x")
+
+
+def recipe_of(values: dict) -> DrafterRecipe:
+    return DrafterRecipe.from_dict(values, "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: settings.take(settings.Seed, -1, "seed"), "seed=-1: .*0.*4294967295"),
+        (lambda: settings.take(settings.TopK | None, 0, "top_k"), "top_k=0: .*1.*None"),
+        (lambda: settings.take(int, 5, "eos", ge=0, lt=3), "eos=5: .*0.*3"),
+        (lambda: Speculation(adaptive="yes"), r"adaptive='yes': .*boolean.*None"),
+        (lambda: Speculation(tuned="yes"), r"\.tuned='yes': .*Tuned"),
+        (
+            lambda: recipe_of({"train": {"learning-rate": 1}}),
+            r"r\.yaml: train: .*'learning-rate'",
+        ),
+        (lambda: recipe_of({"train-x": {}}), r"r\.yaml: .*'train-x'"),
+        (lambda: recipe_of({"train": CIRCLE}), r"r\.yaml: .*Circular"),
+    ],
+)
+def test_an_error_has_both_bounds_none_and_the_key_itself(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_bools_of_numpy_are_bools():
+    found = Speculation(speculate=np.bool_(False), adaptive=np.bool_(True))
+    assert (found.speculate, found.adaptive) == (False, True)
+    with pytest.raises(ValueError, match="speculate=1"):
+        Speculation(speculate=1)
 
 
 def test_a_value_too_long_to_be_shown():

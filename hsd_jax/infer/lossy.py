@@ -21,10 +21,9 @@ from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from pydantic import Field
 
 from hsd_jax import settings
-from hsd_jax.settings import OneOf
+from hsd_jax.settings import OneOf, PositiveShare
 
 LINEAR, SQUARE, EXPONENTIAL = "linear", "square", "exponential"
 FUNCTIONS = (LINEAR, SQUARE, EXPONENTIAL)
@@ -37,7 +36,7 @@ class Lossy:
     """The function f(p): linear p / epsilon, square p / epsilon^2, exponential p^epsilon. All are p at epsilon 1."""
 
     function: Annotated[str, OneOf(FUNCTIONS)]
-    epsilon: Annotated[float, Field(gt=0, le=1)]
+    epsilon: PositiveShare
 
     @property
     def name(self) -> str:
@@ -60,7 +59,8 @@ class Lossy:
                 function, _, text = value.partition(":")
                 found = cls(function, settings.parse(float, text, "epsilon"))
             else:
-                found = cls(*settings.take(tuple[str, float], value, "(F, EPSILON)"))
+                pair = tuple(value) if isinstance(value, list) else value
+                found = cls(*settings.take(tuple[str, float], pair, "(F, EPSILON)"))
         except ValueError as error:
             raise ValueError(
                 f"lossy={settings.shown(value)}: {error}; expected F:EPSILON, with F one of {', '.join(FUNCTIONS)}"

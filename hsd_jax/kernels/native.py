@@ -321,9 +321,9 @@ def top_k(
     x: Float[Array, "*rows V"], k: int
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"], Float[Array, "*rows 1"]]:
     """`ops.top_k` in one call. It gives zeros for inactive rows. A NaN is never among the largest."""
-    active_rows = x.shape[:-1]
-    out = [((*active_rows, k), jnp.float32), ((*active_rows, k), jnp.int32), ((*active_rows, 1), jnp.float32)]
-    best, places, total = _call("top_k", [jax.ShapeDtypeStruct(*one) for one in out])(x, _flags(math.prod(active_rows)))
+    rows = x.shape[:-1]
+    out = [((*rows, k), jnp.float32), ((*rows, k), jnp.int32), ((*rows, 1), jnp.float32)]
+    best, places, total = _call("top_k", [jax.ShapeDtypeStruct(*one) for one in out])(x, _flags(math.prod(rows)))
     return best, places, total
 
 

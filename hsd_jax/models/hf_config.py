@@ -16,7 +16,6 @@ from hsd_jax.config import (
     FULL,
     ROPE_KINDS,
     SLIDING,
-    Epsilon,
     HeadDim,
     Layers,
     LayerType,
@@ -25,7 +24,7 @@ from hsd_jax.config import (
     Theta,
 )
 from hsd_jax.host import files
-from hsd_jax.settings import Count, OneOf, Positive, Whole
+from hsd_jax.settings import Count, OneOf, Positive, PositiveShare, Whole
 
 _EVERYWHERE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10_000.0}
 _GEMMA = {
@@ -86,7 +85,7 @@ class _Keys:
     num_attention_heads: Count
     intermediate_size: Count
     max_position_embeddings: Count
-    rms_norm_eps: Epsilon
+    rms_norm_eps: PositiveShare
     rope_theta: Theta
     num_key_value_heads: Count | None = None
     head_dim: HeadDim | None = None

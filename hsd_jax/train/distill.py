@@ -20,11 +20,10 @@ import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
-from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.api import decode
-from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
+from hsd_jax.config import ChainLength, ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Distilled
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import Layer
@@ -32,7 +31,7 @@ from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts
-from hsd_jax.settings import OneOf
+from hsd_jax.settings import OneOf, ProperShare
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig, Loss
@@ -69,7 +68,7 @@ class SmallModel:
     steering_layers: tuple[Layer, ...] = ()
     """steered: layers of the target whose states steer, counted from 1; empty: 3, L/2 and L-3, or those that a shallow
     target has."""
-    num_steps: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] | None = None
+    num_steps: ChainLength | None = None
     """steered: the number of tokens that a state steers, which is also the largest depth of a draft; null: 8."""
     frozen: bool = False
     """steered: train only the steering and keep the model's own weights."""
@@ -96,7 +95,7 @@ class DistillLoss:
     divergence: Annotated[str, OneOf((*losses.DIVERGENCES, NLL))] = "fkl"
     """Divergence of the drafter's distribution from the target's: fkl (or kl), rkl, jsd, tvd (or tv), ce or ce_tv. Or
     nll, the negative log-likelihood of the row's next token, which does not depend on the target."""
-    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    jsd_beta: ProperShare = 0.5
     """The target's share of the mixture in jsd."""
 
 
@@ -104,7 +103,7 @@ class DistillLoss:
 class DistillEval(HeldOut):
     """Section `eval` of a recipe, with the chains that are drafted before, during and after the training."""
 
-    depth: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] = 4
+    depth: ChainLength = 4
     """Depth of the chains."""
 
 

@@ -28,7 +28,9 @@ from hsd_jax.config import (
     HeadDim,
     Layers,
     ModelConfig,
+    Steps,
     TreeConfig,
+    TreeNodes,
     TrunkConfig,
     check_window,
     most_nodes,
@@ -39,7 +41,7 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import embed_committed, trunk_features
-from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole
+from hsd_jax.settings import AtLeastTwo, Count, NotNegative, OneOf, PositiveShare, ProperShare, Whole
 from hsd_jax.train import heads, losses, on_policy, vocab_sample
 from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
@@ -71,7 +73,7 @@ class DrafterModel:
     num_kv_heads: Count | None = None
     head_dim: HeadDim | None = None
     intermediate_size: Count | None = None
-    num_steps: Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)] = 6
+    num_steps: Steps = 6
     """Depths that the trunk is trained for (K). A tree may be shallower, never deeper."""
     rank: Whole = 128
     """Rank of the factors of token information; 0: no token information."""
@@ -85,10 +87,10 @@ class DrafterModel:
     trunk_begins: Annotated[str, OneOf(BEGINNINGS)] = RANDOM
     """random; or last_layer: wherever shapes are equal, the trunk's layers begin as the target's last layers, and its
     output norm as the target's final norm."""
-    window: Annotated[int, Field(ge=2, le=MOST)] | None = None
+    window: AtLeastTwo | None = None
     """Number of last committed positions that the trunk sees in training and decoding; null: all. train.length is a
     good value: long contexts then look like those of training and cost no more."""
-    draft_vocab: Annotated[float, Field(gt=0, lt=1)] | None = None
+    draft_vocab: ProperShare | None = None
     """Share of the vocabulary that may be drafted, for example 0.5; null: all of it. The most frequent labels of the
     data are chosen, so the data should be text that the target wrote. The coverage of this text is printed."""
 
@@ -129,9 +131,9 @@ class LossConfig:
     divergence: Annotated[str, OneOf(tuple(losses.DIVERGENCES))] = "kl"
     """Divergence of the drafter's distribution from the target's: fkl (or kl), rkl, jsd, tvd (or tv; half of L1), ce,
     or ce_tv for 0.1 ce + 0.9 tvd."""
-    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    jsd_beta: ProperShare = 0.5
     """The target's share of the mixture in jsd. Near 0 jsd acts as kl, near 1 as rkl."""
-    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    decay: PositiveShare = 0.8
     """Weight of depth k relative to depth k - 1."""
     max_age: Whole = 0
     """The oldest states that are trained. The age of a state is the number of tokens committed since its trunk pass.
@@ -183,7 +185,7 @@ class LossConfig:
 class EvalConfig(HeldOut):
     """Section `eval` of a drafter's recipe, with the tree that is simulated."""
 
-    nodes: Annotated[int, Field(ge=2, le=LARGEST_TREE)] = 16
+    nodes: TreeNodes = 16
     depth: Annotated[int, Field(ge=1, le=LARGEST_TREE)] = 6
     width: Annotated[int, Field(ge=1, le=LARGEST_TREE)] = 4
 

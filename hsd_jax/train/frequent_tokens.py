@@ -22,7 +22,7 @@ from hsd_jax.host import lock
 from hsd_jax.host.files import read_json, replace_folder, write_json
 from hsd_jax.models import draft_vocab
 from hsd_jax.models.checkpoint import Source, find, path_of
-from hsd_jax.settings import take
+from hsd_jax.settings import ProperShare, take
 from hsd_jax.train import manifest
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.journal import Report
@@ -149,7 +149,7 @@ def restrict_drafter(
       ValueError: if the share is not between 0 and 1, if `out` exists, if the drafter is for another target, if its own
         reduced draft vocabulary lacks one of the tokens, or if data cannot be read.
     """
-    take(float, share, "draft_vocab", gt=0, lt=1)
+    take(ProperShare, share, "draft_vocab")
     checkpoint = find(source)
     config, weights = drafter_files.read_drafter(path_of(drafter_dir))
     drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))

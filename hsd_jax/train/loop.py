@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import fetch, put
 from hsd_jax.kernels import native
-from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole
+from hsd_jax.settings import AtLeastTwo, Count, NotNegative, OneOf, Positive, Share, Whole
 from hsd_jax.train.checkpoint import Checkpointer
 from hsd_jax.train.journal import Journal
 
@@ -44,7 +43,7 @@ class LoopConfig:
     micro_batch: Count | None = None
     """Rows per pass. Gradients are averaged over the passes of a step. None: the whole batch at once. On CPU one or two
     rows are fastest, because activations stay in the cache."""
-    length: Annotated[int, Field(ge=2, le=MOST)] = 512
+    length: AtLeastTwo = 512
     """Tokens per row."""
     learning_rate: NotNegative = 2e-3
     warmup: Whole = 50

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import texts
-from hsd_jax.settings import HOTTEST, MOST, Count, Share
+from hsd_jax.settings import Count, Share, Temperature
 from hsd_jax.train import data
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.rows import beginnings
@@ -40,8 +39,8 @@ class OnPolicyConfig:
     drafter's text."""
     refresh: Count = 50
     """Steps between two refreshes, at which the drafter writes new texts with its current weights."""
-    temperature: Annotated[float, Field(ge=0, le=HOTTEST)] = 1.0
-    prompt_tokens: Annotated[int, Field(ge=1, le=MOST)] = 48
+    temperature: Temperature = 1.0
+    prompt_tokens: Count = 48
     """Most tokens of a prompt. The prompts are the beginnings of the rows that the texts replace."""
     max_new_tokens: Count | None = None
     """Most tokens of a text; null: until the row is full."""

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.host.files import parse_yaml, read_yaml
-from hsd_jax.settings import HOTTEST, MOST, Count, Whole
+from hsd_jax.settings import HOTTEST, AtLeastTwo, Count, Whole
 
 WIDTH = 110
 
@@ -48,8 +48,8 @@ class HeldOut:
     """Steps between evaluations; 0: never."""
     prompts: Count = 16
     """The number of held-out rows, which are the last of the data. Their beginnings are the prompts."""
-    prompt_tokens: Annotated[int, Field(ge=2, le=MOST)] = 48
-    max_new_tokens: Annotated[int, Field(ge=2, le=MOST)] = 96
+    prompt_tokens: AtLeastTwo = 48
+    max_new_tokens: AtLeastTwo = 96
     temperature: Annotated[float, Field(gt=0, le=HOTTEST)] = 1.0
     """Temperature of the sampled texts; greedy texts are evaluated, too. In distillation it is also the temperature of
     both distributions in the divergences."""

@@ -7,19 +7,18 @@ Read next: `run.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
-from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.settings import MOST, Count
+from hsd_jax.settings import AtLeastTwo, Count
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.recipe import Recipe
@@ -31,7 +30,7 @@ class TargetRecipe(Recipe):
     """The recipe of a target, as in `configs/demo_target.yaml`. `vocab_size` is also the tokenizer's."""
 
     model: ModelConfig
-    vocab_size: Annotated[int, Field(ge=2, le=MOST)] = 4096
+    vocab_size: AtLeastTwo = 4096
     data: DataConfig = DataConfig()
     train: LoopConfig = LoopConfig()
 

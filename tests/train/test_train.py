@@ -215,6 +215,10 @@ def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
     assert weights["draft_to_target"].tolist() == ids and 1 in ids  # the end token
     params = hsd_jax.load(target=files / "target", drafter=folder, precision="exact")  # whose drafter is float32 too
     np.testing.assert_array_equal(params.drafter["head"], params.target["embedding"][np.array(ids)])
+    (tmp_path / "other.txt").write_text("Zebras judge quartz. " * 200)
+    other = tmp_path / "other.txt", tmp_path / "again"
+    again = run.train(args[0], [other[0]], other[1], recipe, report=lines.append, start_dir=folder)
+    assert drafter_files.read_drafter(again)[1]["draft_to_target"].tolist() == ids, "other text, the same tokens"
 
 
 def test_a_run_keeps_the_draft_vocabulary_it_starts_from(tmp_path):

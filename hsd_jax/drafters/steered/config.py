@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from hsd_jax import settings
-from hsd_jax.config import LARGEST_TREE, ModelConfig
+from hsd_jax.config import ChainLength, ModelConfig
 from hsd_jax.settings import Count
 
 Layer = Annotated[int, Field(ge=1, le=10_000)]
@@ -28,7 +28,7 @@ class SteeredConfig(ModelConfig):
     steering_layers: tuple[Layer, ...]
     """Layers of the target whose states steer, ascending. They are counted as in `hidden_states` of Hugging Face: 1 is
     the state after the first layer."""
-    num_steps: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] = 8
+    num_steps: ChainLength = 8
     """The number of following tokens that a state was trained to steer, and the largest depth of trees."""
     target_hash: str = ""
     """Fingerprint of the target for which it was trained."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from hsd_jax import settings
-from hsd_jax.config import LARGEST_TREE
+from hsd_jax.config import ChainLength
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.small_lm import load_model
 from hsd_jax.drafters.steered.config import Layer, SteeredConfig
@@ -33,7 +32,7 @@ class SteeringFields:
 
     target_hidden_size: Count
     steering_layers: tuple[Layer, ...]
-    num_steps: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)]
+    num_steps: ChainLength
     target_hash: str
 
 

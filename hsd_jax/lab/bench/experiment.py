@@ -18,7 +18,6 @@ from typing import Any
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import lock
 from hsd_jax.host.files import write_json
-from hsd_jax.infer.rules import RULES
 from hsd_jax.lab.bench import gap
 from hsd_jax.lab.bench.identity import first_difference, is_promised
 from hsd_jax.lab.bench.machine import hardware
@@ -29,7 +28,7 @@ from hsd_jax.lab.bench.quality import held_out_bits_per_byte, model_record, pool
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import Params
 from hsd_jax.planning.measure import Mode, Runs, call_record, fastest, mode_record, speedup, time_modes
-from hsd_jax.request import AUTO
+from hsd_jax.request import keeps_text
 
 FEWEST_ROWS = 6
 """Prompts of each setting of `over_contexts`, in batches; a larger batch is decoded once."""
@@ -67,8 +66,8 @@ def alone_in(out: Path, **settings: Sequence[Any]) -> Iterator[None]:
 
 def status(record: dict[str, Any]) -> int:
     """The exit status: 1 if a rule that keeps the text gave another than plain decoding although that is promised."""
-    keeping = {AUTO, *(name for name, rule in RULES.items() if rule.keeps_text)}
-    wrong = [row for row in record["rows"] if row.get("accept") in keeping and row["differing_prompts"]]
+    kept = [row for row in record["rows"] if "accept" in row and keeps_text(row["accept"])]
+    wrong = [row for row in kept if row["differing_prompts"]]
     return 1 if wrong and record["is_promised"] else 0
 
 

@@ -66,13 +66,11 @@ def compare(
       tree: the draft tree; None: `decode` chooses.
       rule: the arguments accept, draw and lossy of `decode`.
     """
-    from hsd_jax.infer.rules import RULES
     from hsd_jax.lab.bench import distribution
     from hsd_jax.params import default_tree
-    from hsd_jax.request import rule_and_scheme
+    from hsd_jax.request import keeps_text
 
     promised, noise = is_promised(params), None
-    keeps_text = RULES[rule_and_scheme(rule["accept"], None)[0]].keeps_text
     num_nodes = (tree or default_tree(params.drafter_config)).nodes
     settings = []
     for name, sampling in SETTINGS.items():
@@ -81,7 +79,7 @@ def compare(
         texts, tau, share = decode_all(params, prompts, *size, sampling | {"reuse": reuse, "tree": tree, **rule})
         setting: dict[str, Any] = {"name": name, **sampling, "tau": tau, "drafted_share": share, "differences": []}
         settings.append(setting)
-        if sampling["temperature"] and not keeps_text:
+        if sampling["temperature"] and not keeps_text(rule["accept"]):
             found = distribution.goodness_of_fit(params, [ids for _, ids in prompts], texts, sampling, seed)
             setting |= {"tokens_compared": found.tokens, "chi_square": found.chi_square, "p_value": found.p_value}
             setting["ok"] = found.p_value >= FALSE_ALARM

@@ -75,12 +75,11 @@ def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
     Under a rule that does not keep the text, sampled text has the distribution of plain text but is not the same. Lossy
     text has another distribution.
     """
-    from hsd_jax.infer.rules import RULES
-    from hsd_jax.request import rule_and_scheme
+    from hsd_jax.request import keeps_text
 
     if mode.get("lossy") and temperature > 0:
         return "lossy"
-    is_by_distribution = not RULES[rule_and_scheme(mode.get("accept", "match"), None)[0]].keeps_text and temperature > 0
+    is_by_distribution = not keeps_text(mode.get("accept", "match")) and temperature > 0
     return "by distribution" if is_by_distribution else f"{mode['same_text_as_plain']}/{num_texts}"
 
 
