@@ -408,6 +408,7 @@ def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
     code, record = identity_run("--precision", "exact")
     assert code == 0 and record["ok"]
     assert [s["differences"] for s in record["settings"]] == [[], [], []]
+    assert not any("p_value" in s for s in record["settings"]), "under match the texts themselves are compared"
     assert all(s["tokens_compared"] > 3 for s in record["settings"])
     assert "identity: ok" in capsys.readouterr().out
 
@@ -441,6 +442,13 @@ def test_identity_counts_rows_that_differ_between_levels(identity_run, monkeypat
     monkeypatch.setattr("hsd_jax.api.decode", wrong)
     found = identity_run("--precision", "exact", "--levels")[1]["levels"]
     assert [one["rows_differing"]["off"] for one in found["settings"]] == 3 * [found["num_prompts"]]
+
+
+def test_identity_of_levels_is_refused_where_the_kernels_are_off(identity_run, monkeypatch, capsys):
+    monkeypatch.setenv("HSD_NATIVE", "0")
+    with pytest.raises(FileNotFoundError):  # refused before anything was written
+        identity_run("--levels")
+    assert "HSD_NATIVE" in capsys.readouterr().err
 
 
 def test_identity_finds_a_planted_difference(identity_run, monkeypatch, capsys):
