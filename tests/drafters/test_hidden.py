@@ -371,16 +371,16 @@ def test_caches_hold_what_several_layers_say(proposer):
 
 
 def first_stale_slot(setup: setups.Setup) -> str | None:
-    """What `find_stale_slot` says after the first round where it says anything, from the smallest caches on."""
+    """What `find_stale_slot` says after the first round where it says anything; caches grow on the way."""
     call, decoder = calls.mixed_call(), setup.decoder_with()
-    state = call.start(decoder, setup.models, capacity=16)
+    state = call.start(decoder, setup.models, capacity=calls.OUTGROWN)
     while not bool(state.done.all()):
         state = call.resume(decoder, setup.models, state, 1)
         assert_lengths(state)
         stale = find_stale_slot(setup, state)
         if stale is not None:
             return stale
-    assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == 64
+    assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == calls.GROWN
     return None
 
 

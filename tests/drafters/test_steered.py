@@ -174,7 +174,7 @@ def test_every_cached_entry_was_read_with_the_states_it_should_be(proposer):
     """Whatever was refused: a committed token that is read by those of the token before, a draft that is kept by those
     of the token before its round's root, as though all had been read at once. Off by one (the mutant) it is not."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models, capacity=16)
+    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
     sources, lags = first_sources(state), set()
     assert wrong_entries(setup, state, sources) == 0
     while not bool(state.done.all()):
