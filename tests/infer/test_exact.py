@@ -106,7 +106,7 @@ def assert_buffers_agree(call: calls.Call, state, wanted: list[list[int]]) -> No
     """Prompt, text, then NO_TOKEN: nothing else is left in the token buffer."""
     for row, prompt in enumerate(call.prompts):
         whole = [*prompt.tolist(), *wanted[row]]
-        assert state.tokens[row].tolist() == whole + [NO_TOKEN] * (calls.MAX_TOKENS - len(whole))
+        assert state.tokens[row].tolist() == whole + [NO_TOKEN] * (state.tokens.shape[1] - len(whole))
 
 
 def assert_exact(
