@@ -198,6 +198,16 @@ def unlisted_names(repo: Path) -> list[str]:
     ]
 
 
+def unlisted_programs(repo: Path) -> list[str]:
+    """Programs of the folder of benchmarks that its page leaves out."""
+    page = dict(pages(repo)).get("docs/benchmarks.md", "")
+    return [
+        f"docs/benchmarks.md: {path.name} is missing"
+        for path in sorted(repo.glob("benchmarks/*.py"))
+        if "__main__" in path.read_text(encoding="utf-8") and f"`benchmarks/{path.name}`" not in page
+    ]
+
+
 def undocumented_names(repo: Path) -> list[str]:
     """Public names that the API page does not show."""
     shown = set(REFERENCE.findall((repo / "docs/api.md").read_text(encoding="utf-8")))
@@ -262,6 +272,7 @@ CHECKS = [
     missing_pictures,
     unresolved_citations,
     unlisted_names,
+    unlisted_programs,
     undocumented_names,
     unknown_names,
     refused_commands,
@@ -302,6 +313,7 @@ FAULTS = [
     (unresolved_citations, "tests/test_one.py", "# methods.md 1.5b", "tests/test_one.py: methods.md 1.5b"),
     (unlisted_names, "README.md", "`eagle`", "README.md: `eagle` is missing"),
     (unlisted_names, "README.md", "`kseq`", "README.md: `kseq` is missing"),
+    (unlisted_programs, "benchmarks/one.py", 'if __name__ == "__main__":', "docs/benchmarks.md: one.py is missing"),
     (undocumented_names, "docs/api.md", "::: hsd_jax.decode", "docs/api.md: hsd_jax.decode is missing"),
     (unknown_names, "docs/one.md", "::: hsd_jax.gone", "docs/one.md: hsd_jax.gone: no such name"),
     (unknown_names, "docs/one.md", "::: hsd_jax.gone.f", "docs/one.md: hsd_jax.gone.f: no such name"),
@@ -330,7 +342,7 @@ out = hsd_jax.decode(hsd_jax.load("demo"), "text", max_new_tokens=8)
 @pytest.fixture
 def clean_repo(tmp_path) -> Path:
     """A repository in whose documents no check finds anything."""
-    for folder in ("docs", "notebooks", "hsd_jax/infer"):
+    for folder in ("docs", "notebooks", "hsd_jax/infer", "benchmarks"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "tests").mkdir()
     cited = '"""Round (methods.md 0.5, 1.5, 2; methods.md, A1; methods.md\n1.5)."""\n'
