@@ -22,6 +22,8 @@ import statistics
 import jax
 
 import hsd_jax
+from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab import theory
 from hsd_jax.lab.bench.machine import hardware
@@ -85,23 +87,22 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", required=True)
-    parser.add_argument("--prompts", nargs="+", required=True)
-    parser.add_argument("--half", default="report")
-    parser.add_argument("--limit", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    options.add_prompt_arguments(parser, 8)
+    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
     parser.add_argument("--gammas", type=int, nargs="+", default=[None])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--accept", choices=("match", "recursive"), default="match")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--devices", type=int, nargs=2, metavar=("T", "D"))
     parser.add_argument("--platform", default="cpu", help="name of the jax platform, for example cuda (default: cpu)")
+    parser.set_defaults(half="report")
     args = parser.parse_args()
     jax.config.update("jax_platforms", args.platform)
     if args.devices and args.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", sum(args.devices))
     small = hsd_jax.load("demo", drafter=args.drafter)
     new = args.max_new_tokens
-    prompts = for_checkpoint(small, args.prompts, args.half, args.limit, new)
+    prompts = for_checkpoint(small, args.prompts, args.half, args.limit, new, args.chat_template)
     texts = [p.tokens(small.tokenizer) for p in prompts]
     print(f"{hardware()}; devices {args.devices or 'shared'}, accept {args.accept}")
     found = [hsd_jax.pearl(small, gamma, args.devices) for gamma in args.gammas]

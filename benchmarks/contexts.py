@@ -16,9 +16,11 @@ import argparse
 import dataclasses
 
 import hsd_jax
+from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import FULL, SLIDING, TreeConfig
-from hsd_jax.lab.bench import prompts as prompts_lib
 from hsd_jax.lab.bench import quality
+from hsd_jax.lab.bench.prompts import for_checkpoint
 from hsd_jax.params import Params
 
 BEGINNING, LAST, NEAR, AHEAD = 48, 100, 256, 64
@@ -83,11 +85,9 @@ def main(arguments: list[str] | None = None) -> None:
     pair.add_argument("--demo", action="store_const", const="demo", help="the bundled pair")
     pair.add_argument("--target", help="a Hugging Face folder, with --drafter")
     parser.add_argument("--drafter", help="a folder of hsd train drafter")
-    parser.add_argument("--prompts", nargs="+", required=True, help="dialogues, as hsd bench reads them")
-    parser.add_argument("--half", choices=prompts_lib.HALVES)
-    parser.add_argument("--limit", type=int, default=12, help="dialogues, and texts of each kind (default: 12)")
+    options.add_prompt_arguments(parser, 12)
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 100, 256, 512, 1024, 1800], metavar="TOKENS")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    add_value(parser, "--max-new-tokens N", COUNT, "per text", 96)
     parser.add_argument("--nodes", type=int, default=8, help="nodes of the chain (default: 8)")
     parser.add_argument("--window", default="own", help="the trunk's window: a number, none, own (default: own)")
     parser.add_argument("--target-window", default="own", help="the same for every layer of the target")
@@ -95,7 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
     chain = TreeConfig(args.nodes, args.nodes - 1, 1)
     params = hsd_jax.load(args.demo, target=args.target, drafter=args.drafter, tree=chain)
     params = with_windows(params, args.window, args.target_window)
-    found = prompts_lib.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
+    size = args.limit, args.max_new_tokens, args.chat_template
+    found = for_checkpoint(params, args.prompts, args.half, *size)
     dialogues = [prompt.tokens(params.tokenizer, with_rest=True) for prompt in found]
     length = max(args.contexts) + AHEAD
     for name, texts in (

@@ -12,6 +12,8 @@ import argparse
 
 import hsd_jax
 from hsd_jax import TreeConfig
+from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.lab.bench import distribution, identity
 from hsd_jax.lab.bench.prompts import for_checkpoint
 
@@ -29,15 +31,16 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", nargs="+", required=True)
-    parser.add_argument("--limit", type=int, default=900)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--batch", type=int, default=16)
+    options.add_prompt_arguments(parser, 900)
+    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 128)
+    add_value(parser, "--temperature T", options.TEMPERATURE, "of all texts", 0.8)
+    add_value(parser, "--batch B", COUNT, "rows at a time", 16)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.set_defaults(half="report")
     args = parser.parse_args()
     params = hsd_jax.load("demo")
-    found = for_checkpoint(params, args.prompts, "report", args.limit, args.max_new_tokens)
+    size = args.limit, args.max_new_tokens, args.chat_template
+    found = for_checkpoint(params, args.prompts, args.half, *size)
     prompts = [(one.text, one.tokens(params.tokenizer)) for one in found]
     for name in args.cases:
         accept, draw, tree = CASES[name]

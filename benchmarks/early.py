@@ -16,6 +16,8 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax.arguments import Sampling
+from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
@@ -83,15 +85,15 @@ def replayed(score: np.ndarray, accepted: np.ndarray, level: float) -> tuple[lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drafter", required=True)
-    parser.add_argument("--prompts", nargs="+", required=True)
-    parser.add_argument("--half", default="report")
-    parser.add_argument("--limit", type=int, default=6)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    options.add_prompt_arguments(parser, 6)
+    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
     parser.add_argument("--level-cost", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.45])
+    parser.set_defaults(half="report")
     args = parser.parse_args()
     params = hsd_jax.load("demo", drafter=args.drafter)
-    for file in args.prompts:
-        prompts = for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)
+    for file in args.prompts or [None]:
+        files = None if file is None else [file]
+        prompts = for_checkpoint(params, files, args.half, args.limit, args.max_new_tokens, args.chat_template)
         texts = [p.tokens(params.tokenizer) for p in prompts]
         for temperature, accept in ((0.0, "match"), (1.0, "match"), (1.0, "recursive")):
             found = rounds_of(params, texts, temperature, accept, args.max_new_tokens)

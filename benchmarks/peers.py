@@ -60,6 +60,7 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import ModelConfig
 from hsd_jax.lab.bench import prompts, tables
 from hsd_jax.lab.bench import tasks as tasks_lib
@@ -92,80 +93,35 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("models")
     which = group.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
-    which.add_argument(
-        "--target", metavar="DIR", help="as for `hsd`: a folder with a tokenizer; with --llama-cpp also a GGUF file"
-    )
-    group.add_argument("--drafter", metavar="DIR", help="of `hsd train drafter`; without it ours only decodes plainly")
-    group.add_argument(
-        "--assistant",
-        metavar="DIR",
-        help="a smaller model with the same vocabulary, for example one of configs/demo_small_lm.yaml",
-    )
+    what = "as for `hsd`: a folder with a tokenizer; with --llama-cpp also a GGUF file"
+    add_value(which, "--target DIR", str, what)
+    add_value(group, "--drafter DIR", str, "of `hsd train drafter`; without it ours only decodes plainly")
+    what = "a smaller model with the same vocabulary, for example one of configs/demo_small_lm.yaml"
+    add_value(group, "--assistant DIR", str, what)
     options.add_prompt_arguments(parser)
     options.add_task_arguments(parser)
-    parser.add_argument(
-        "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
-    )
-    parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
+    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 128)
+    add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     group = parser.add_argument_group("methods")
-    group.add_argument("--trees", metavar="NxDxW,...", help="of our drafter, besides the tree that `decode` chooses")
+    add_value(group, "--trees NxDxW,...", str, "of our drafter, besides the tree that `decode` chooses")
     group.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp instead of transformers")
-    group.add_argument(
-        "--llama-dtypes",
-        choices=(*LLAMA_DTYPES, *LLAMA_QUANTIZED),
-        nargs="+",
-        default=list(LLAMA_DTYPES),
-        help="types of its weights; speeds are ratios to the plain speed of the first (default: the floats)",
-    )
-    group.add_argument(
-        "--llama-lookup",
-        type=options.COUNT,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="also measure llama.cpp with N tokens of llama-cpp-python's prompt lookup, for each N (default: none)",
-    )
-    group.add_argument(
-        "--same-methods", action="store_true", help="also measure ours with the assistant and with prompt lookup"
-    )
-    group.add_argument(
-        "--assistant-tokens",
-        type=options.COUNT,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="also measure these constant draft lengths of transformers' assistant (default: only its own schedule)",
-    )
-    group.add_argument(
-        "--lookup-tokens",
-        type=options.COUNT,
-        nargs="+",
-        default=[10],
-        metavar="N",
-        help="prompt_lookup_num_tokens of transformers (default: 10)",
-    )
-    group.add_argument(
-        "--torch-dtypes",
-        choices=("float32", "bfloat16"),
-        nargs="+",
-        default=["float32"],
-        help="types of its weights; speeds are ratios to the plain speed of the first (default: float32)",
-    )
-    group.add_argument(
-        "--threads",
-        "--torch-threads",
-        type=options.COUNT,
-        default=_cores(),
-        metavar="N",
-        help="threads of the peer (default: the number of cores, as for ours)",
-    )
-    parser.add_argument(
-        "--peer-python",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="a Python with torch and transformers, or with llama_cpp (default: this one)",
-    )
-    parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
+    what = "types of its weights; speeds are ratios to the plain speed of the first"
+    kinds = (*LLAMA_DTYPES, *LLAMA_QUANTIZED)
+    add_value(group, "--llama-dtypes", str, what, list(LLAMA_DTYPES), "the floats", choices=kinds, nargs="+")
+    kinds = ("float32", "bfloat16")
+    add_value(group, "--torch-dtypes", str, what, ["float32"], "float32", choices=kinds, nargs="+")
+    what = "also measure llama.cpp with N tokens of llama-cpp-python's prompt lookup, for each N"
+    add_value(group, "--llama-lookup N", COUNT, what, [], "none", nargs="+")
+    what = "also measure ours with the assistant and with prompt lookup"
+    group.add_argument("--same-methods", action="store_true", help=what)
+    what = "also measure these constant draft lengths of transformers' assistant"
+    add_value(group, "--assistant-tokens N", COUNT, what, [], "only its own schedule", nargs="+")
+    add_value(group, "--lookup-tokens N", COUNT, "prompt_lookup_num_tokens of transformers", [10], "10", nargs="+")
+    what = "threads of the peer (default: the number of cores, as for ours)"
+    group.add_argument("--threads", "--torch-threads", type=COUNT, default=_cores(), metavar="N", help=what)
+    what = "a Python with torch and transformers, or with llama_cpp"
+    add_value(parser, "--peer-python PYTHON", str, what, sys.executable, "this one")
+    add_value(parser, "--json OUT", str, "write every figure to this file")
     return parser
 
 

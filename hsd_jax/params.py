@@ -25,7 +25,7 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.stack.config import StackConfig, at_bottom
-from hsd_jax.drafters.table import DRAFTING_METHODS, load_foreign, make_drafter, method_of, parse
+from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with, load_foreign, make_drafter, method_of, parse
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put
 from hsd_jax.host.files import sha256
@@ -339,8 +339,9 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
     """
     config, weights = RescoredConfig.base_of(params.drafter_config), params.drafter
     if not weights or config is None or method_of(config).lattice is None:
+        kinds = " or ".join(kinds_with(lambda method: method.lattice is not None))
         raise ValueError(
-            "rescore() needs a drafter whose states read no drafted token, hidden or medusa: load with drafter=FOLDER"
+            f"rescore() needs a drafter whose states read no drafted token, {kinds}: load with drafter=FOLDER"
         )
     take(NotNegative, alpha, "alpha")
     target_hash, _ = params.fingerprints()

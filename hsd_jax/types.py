@@ -340,6 +340,11 @@ class Drafter(NamedTuple):
     counts: Callable[[Any], dict[str, Int[Array, "B"]]] | None = None
     """`counts(state)`: the drafter's own counts of every row, by name, for statistics. None: it counts nothing."""
 
+    @property
+    def most_written(self) -> int:
+        """The number of slots after the committed tokens that a round may write, in any cache."""
+        return max(self.max_depth, self.lookahead)
+
 
 class AcceptRule(NamedTuple):
     """A rule that judges trees, and the draw schemes for which it is lossless."""

@@ -28,6 +28,11 @@ import hsd_jax
 from hsd_jax.cli import main as main_lib
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import lookup, small_lm
+from hsd_jax.drafters.table import DRAFTING_METHODS
+from hsd_jax.infer.rules import RULES
+from hsd_jax.train.distill import DISTILLED
+from hsd_jax.train.drafter import TRAINED
+from hsd_jax.types import DrawScheme
 
 REPO = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
@@ -35,6 +40,16 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PATH = re.compile(r"`([\w.-]+/[\w./-]+\.(?:py|yaml|md|cc|h|json))`")
 REFERENCE = re.compile(r"^::: (\S+)", re.M)
 PICTURE = re.compile(r"!\[[^\]\n]*\]\(([^)\s]+)\)")
+SCHEMES = tuple(scheme.value for scheme in DrawScheme)
+LISTED = {
+    "README.md": (*DRAFTING_METHODS, *RULES),
+    "docs/drafters.md": (*DRAFTING_METHODS, *RULES),
+    "docs/design.md": (*RULES, *SCHEMES),
+    "docs/cli.md": (*RULES, *SCHEMES),
+    "docs/glossary.md": (*RULES, *SCHEMES),
+    "docs/training.md": (*TRAINED, *DISTILLED),
+}
+"""What a page names in `code`, because it lists all there are."""
 HISTORY = "docs/history.md"
 """Speaks of files as they were."""
 METHODS = "docs/methods.md"
@@ -172,6 +187,27 @@ def unresolved_citations(repo: Path) -> list[str]:
     ]
 
 
+def unlisted_names(repo: Path) -> list[str]:
+    """Drafters, rules and schemes that a page leaves out of its list."""
+    known = dict(pages(repo))
+    return [
+        f"{page}: `{name}` is missing: the page lists all of them"
+        for page, names in LISTED.items()
+        for name in names
+        if page in known and not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", known[page])
+    ]
+
+
+def unlisted_programs(repo: Path) -> list[str]:
+    """Programs of the folder of benchmarks that its page leaves out."""
+    page = dict(pages(repo)).get("docs/benchmarks.md", "")
+    return [
+        f"docs/benchmarks.md: {path.name} is missing"
+        for path in sorted(repo.glob("benchmarks/*.py"))
+        if "__main__" in path.read_text(encoding="utf-8") and f"`benchmarks/{path.name}`" not in page
+    ]
+
+
 def undocumented_names(repo: Path) -> list[str]:
     """Public names that the API page does not show."""
     shown = set(REFERENCE.findall((repo / "docs/api.md").read_text(encoding="utf-8")))
@@ -235,6 +271,8 @@ CHECKS = [
     missing_files,
     missing_pictures,
     unresolved_citations,
+    unlisted_names,
+    unlisted_programs,
     undocumented_names,
     unknown_names,
     refused_commands,
@@ -273,6 +311,9 @@ FAULTS = [
     ),
     (unresolved_citations, "hsd_jax/infer/step.py", "# (methods.md, A1, A4)", "hsd_jax/infer/step.py: methods.md A4"),
     (unresolved_citations, "tests/test_one.py", "# methods.md 1.5b", "tests/test_one.py: methods.md 1.5b"),
+    (unlisted_names, "README.md", "`eagle`", "README.md: `eagle` is missing"),
+    (unlisted_names, "README.md", "`kseq`", "README.md: `kseq` is missing"),
+    (unlisted_programs, "benchmarks/one.py", 'if __name__ == "__main__":', "docs/benchmarks.md: one.py is missing"),
     (undocumented_names, "docs/api.md", "::: hsd_jax.decode", "docs/api.md: hsd_jax.decode is missing"),
     (unknown_names, "docs/one.md", "::: hsd_jax.gone", "docs/one.md: hsd_jax.gone: no such name"),
     (unknown_names, "docs/one.md", "::: hsd_jax.gone.f", "docs/one.md: hsd_jax.gone.f: no such name"),
@@ -301,14 +342,14 @@ out = hsd_jax.decode(hsd_jax.load("demo"), "text", max_new_tokens=8)
 @pytest.fixture
 def clean_repo(tmp_path) -> Path:
     """A repository in whose documents no check finds anything."""
-    for folder in ("docs", "notebooks", "hsd_jax/infer"):
+    for folder in ("docs", "notebooks", "hsd_jax/infer", "benchmarks"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "tests").mkdir()
     cited = '"""Round (methods.md 0.5, 1.5, 2; methods.md, A1; methods.md\n1.5)."""\n'
     (tmp_path / "hsd_jax/infer/step.py").write_text(cited)
     methods = "# Methods\n\n### 0.5 Rules\n\n### 1.5 A round\n\n1. draft\n2. verify\n\n| A1 | yes |\n"
     (tmp_path / METHODS).write_text(methods)
-    (tmp_path / "README.md").write_text(GOOD)
+    (tmp_path / "README.md").write_text(GOOD + "".join(f"`{name}`\n" for name in LISTED["README.md"]))
     (tmp_path / "docs/one.md").write_text("# First part\n\n::: hsd_jax.infer.step\n\n::: hsd_jax.infer.step.cut\n")
     (tmp_path / "docs/LOG.md").write_text("# Log\n\n`infer/step.py` is there\n")
     (tmp_path / HISTORY).write_text("# History\n\n`gone/gone.py` is gone\n")
@@ -324,7 +365,7 @@ def clean_repo(tmp_path) -> Path:
 def test_check_finds_fault(clean_repo, check, file, text, expected):
     assert [found for each in CHECKS for found in each(clean_repo)] == []
     path = clean_repo / file
-    if check is undocumented_names:
+    if check in (undocumented_names, unlisted_names):
         path.write_text(path.read_text().replace(f"{text}\n", ""))
     elif file.endswith(".ipynb"):
         path.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": [text]}]}))
@@ -370,3 +411,9 @@ def test_the_table_of_drafters_names_the_trees_that_are_the_default():
     trees['`"lookup"`'] = lookup.LOOKUP.planning.default_tree(None)
     for beginning, tree in trees.items():
         assert tree.width == 1 and f"chain of {tree.nodes} nodes" in row(beginning)
+
+
+def test_the_help_of_decode_names_every_rule_and_scheme():
+    text = hsd_jax.decode.__doc__ or ""
+    missing = [name for name in (*RULES, *SCHEMES) if f'"{name}"' not in text]
+    assert not missing, f"add {missing} to accept and draw in the docstring of decode"

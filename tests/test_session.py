@@ -35,8 +35,7 @@ from hsd_jax.types import Limits
 
 slow = pytest.mark.slow
 MAX_LEN, SLOTS = 96, 4
-OF_EACH_KIND = ["plain", "beam", "eagle", "medusa", "lookup", "small_lm", "pearl", "sd2", "rescored_ngram"]
-OF_EACH_KIND += ["stack_hidden", "skip", "ahead", "both"]
+OF_EACH_KIND = ["plain", *setups.OF_EACH_KIND.values(), "skip", "ahead"]
 OTHERS = [name for name, one in setups.PROPOSERS.items() if one.oracle is None and name not in OF_EACH_KIND]
 
 

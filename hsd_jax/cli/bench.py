@@ -112,11 +112,17 @@ def _add_out_argument(parser: argparse.ArgumentParser, name: str) -> None:
     add_value(parser, "--out FOLDER", options.NEW_FOLDER, files, required=True)
 
 
-def _finish(args: argparse.Namespace, name: str, record: dict[str, Any], tables: Any, foot: Any, plot: Any) -> int:
-    """Prints the tables, writes the results into the folder, and returns the exit status of the command."""
+def _finish(
+    args: argparse.Namespace, name: str, record: dict[str, Any], tables: Any, plot: Any, *notes: str, foot: Any = ()
+) -> int:
+    """Prints the tables, writes the results into the folder, and returns the exit status of the command.
+
+    Args:
+      notes: as in `report.footer`; `foot`: lines before it.
+    """
     from hsd_jax.lab.bench import experiment, report
 
-    report.write(record, tables, foot, args.out, name)
+    report.write(record, tables, [*foot, *report.footer(record, *notes)], args.out, name)
     plot(record, args.out / f"{name}.png")
     return experiment.status(record)
 
@@ -162,8 +168,7 @@ def run_compare(args: argparse.Namespace) -> int:
         rivals = {} if reference is None else {name: reference for name in found if name != reference}
         record = _experiment(args, params, found, references=rivals, batches=args.batch).run(args.out / "compare.json")
         tables = report.tables_by_setting(record, report.COMPARED)
-        foot = report.footer(record, report.NOTE)
-        return _finish(args, "compare", record, tables, foot, plots.plot_methods)
+        return _finish(args, "compare", record, tables, plots.plot_methods, report.NOTE)
 
 
 def _experiment(args: argparse.Namespace, params: Any, named: Any, **more: Any) -> Any:
@@ -208,7 +213,7 @@ def parse_sizes(text: str) -> list[int]:
 
 def run_ablate(args: argparse.Namespace) -> int:
     """Measures one change at a time."""
-    from hsd_jax.drafters.table import method_of
+    from hsd_jax.drafters.table import kinds_with, method_of
     from hsd_jax.lab.bench import experiment, methods, report
     from hsd_jax.lab.viz import plots
 
@@ -216,12 +221,12 @@ def run_ablate(args: argparse.Namespace) -> int:
     with experiment.alone_in(args.out, temperatures=args.temperatures):
         params = options.load_pair(args, "bench ablate")
         if method_of(params.drafter_config).token_information is None:
-            raise ValueError(f"a {params.drafter_config.kind} drafter: hsd bench ablate needs a hidden-state drafter")
+            kinds = " or ".join(kinds_with(lambda method: method.token_information is not None))
+            raise ValueError(f"a {params.drafter_config.kind} drafter: hsd bench ablate needs one of kind {kinds}")
         found, references = methods.ablations(params.drafter_config, sizes, drafters)
         record = _experiment(args, params, found, references=references).run(args.out / "ablate.json")
         tables = report.tables_by_setting(record, report.COMPARED)
-        foot = report.footer(record, report.NOTE)
-        return _finish(args, "ablate", record, tables, foot, plots.plot_ablate)
+        return _finish(args, "ablate", record, tables, plots.plot_ablate, report.NOTE)
 
 
 def _add_budget(commands) -> None:
@@ -256,8 +261,7 @@ def run_budget(args: argparse.Namespace) -> int:
         made = _experiment(args, params, protocol.methods)
         record = budget.run(made, protocol.groups, args.out / "budget.json")
         tables = report.tables_by_group(record, report.BUDGETED)
-        foot = report.footer(record, budget.NOTE, report.NOTE)
-        return _finish(args, "budget", record, tables, foot, plots.plot_budget)
+        return _finish(args, "budget", record, tables, plots.plot_budget, budget.NOTE, report.NOTE)
 
 
 def _add_tasks(commands) -> None:
@@ -291,7 +295,7 @@ hsd bench tasks --target DIR --drafter DIR --drafters eagle=DIR --spec-bench que
 
 def run_tasks(args: argparse.Namespace) -> int:
     """Measures the preset of methods, or the methods of --methods, on the published tasks."""
-    from hsd_jax.lab.bench import experiment, methods, prompts, report, tasks
+    from hsd_jax.lab.bench import experiment, methods, prompts, tasks
     from hsd_jax.lab.viz import plots
 
     given = {name: getattr(args, name) for name in tasks.READERS}
@@ -312,8 +316,8 @@ def run_tasks(args: argparse.Namespace) -> int:
         modes = methods.make_modes(params, named, options.other_drafters(args, params))
         made = experiment.Experiment(work, modes, found, args.temperatures, methods=named, warms_all=False)
         record = made.run(args.out / "tasks.json")
-        foot = [*tasks.texts_of(record), *report.footer(record, tasks.NOTE)]
-        return _finish(args, "tasks", record, list(tasks.tables_of(record)), foot, plots.plot_tasks)
+        tables, foot = list(tasks.tables_of(record)), tasks.texts_of(record)
+        return _finish(args, "tasks", record, tables, plots.plot_tasks, tasks.NOTE, foot=foot)
 
 
 def _add_sizes(commands) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import add_value
+from hsd_jax.cli.options import Choices, add_value
 from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
 
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
 PATHS = {"drafter": (("target", "data", "out"), ("start",)), "target": (("data", "out"), ("tokenizer", "start"))}
 """The required and the optional paths of each kind of recipe. The command line or the recipe's file gives them."""
+DRAFTERS = Choices("train.run", lambda module: module.DRAFTERS)
 
 
 def add_parser(commands) -> None:
@@ -41,11 +42,12 @@ hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out
 """,
     )
     options.add_target_arguments(drafter)
-    start = "a drafter of the same target to start from; for small_lm and steered, the language model to distil into"
+    start = "a drafter of the same target to start from, or the language model to distil into, as model.kind says"
     add_value(drafter, "--start DIR", str, start, without="random weights")
-    add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="the recipe's, or hidden", dest="model")
+    what = "model.kind of the recipe, of %(choices)s"
+    add_value(drafter, "--kind KIND", str, what, without="the recipe's, or hidden", dest="model", choices=DRAFTERS)
     _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter")
-    _with_keys(drafter, "drafter", "small_lm", leave_out=("train.remat",))
+    _with_keys(drafter, "drafter", None, "small_lm", leave_out=("train.remat",))
     target = options.add_command(
         kinds,
         "target",
@@ -61,7 +63,7 @@ hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.
     _add_run_arguments(target, True, "folder of the result and its checkpoints")
     add_value(target, "--tokenizer DIR", str, "with tokenizer.json", without="that of --start or --out, or a new one")
     add_value(target, "--start DIR", str, "a model to start from, grown to model.num_layers", without="random weights")
-    _with_keys(target, "target", leave_out=("model.vocab_size",))
+    _with_keys(target, "target", None, leave_out=("model.vocab_size",))
     tokenizer = options.add_command(
         kinds,
         "tokenizer",
@@ -129,14 +131,16 @@ hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
     add_value(ngram, "--loss-on", str, "the tokens to count", "responses", "responses", choices=("all", "responses"))
 
 
-def _with_keys(parser: argparse.ArgumentParser, *recipes: str, leave_out: tuple[str, ...] = ()) -> None:
+def _with_keys(
+    parser: argparse.ArgumentParser, kind: str, *model_kinds: str | None, leave_out: tuple[str, ...] = ()
+) -> None:
     """Appends the keys of the recipes to --help. The trainers are imported only when the help is shown."""
     plain = parser.format_help
 
     def format_help() -> str:
         from hsd_jax.train.run import recipe_of
 
-        keys = "\n".join(recipe_help(recipe_of(recipe, recipe), leave_out, recipe) for recipe in recipes)
+        keys = "\n".join(recipe_help(recipe_of(kind, model), leave_out, model or kind) for model in model_kinds)
         return f"{plain()}\n{keys}\n"
 
     parser.format_help = format_help

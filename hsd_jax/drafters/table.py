@@ -5,6 +5,7 @@ Read first: `method.py`, the interface of an entry.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,11 @@ DRAFTING_METHODS: dict[str, DraftingMethod] = {method.config.kind: method for me
 DRAFTING_METHODS[RescoredConfig.kind] = rescored(DRAFTING_METHODS)
 DRAFTING_METHODS[StackConfig.kind] = stack(DRAFTING_METHODS)
 DRAFTING_METHODS[BothConfig.kind] = both(DRAFTING_METHODS)
+
+
+def kinds_with(has: Callable[[DraftingMethod], Any]) -> tuple[str, ...]:
+    """The names of the kinds whose entry has a property, in the order of the table."""
+    return tuple(kind for kind, method in DRAFTING_METHODS.items() if has(method))
 
 
 def method_of(config: Any) -> DraftingMethod:

@@ -299,7 +299,7 @@ class Decoder:
         mesh: Mesh | None = None,
     ):
         self.max_depth = 0 if drafter is None else drafter.max_depth
-        self.lookahead = 0 if drafter is None else max(drafter.max_depth, drafter.lookahead)
+        self.lookahead = 0 if drafter is None else drafter.most_written
         self.drafter = drafter
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._tracing = precision, use_native, mesh

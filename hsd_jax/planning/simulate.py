@@ -173,7 +173,7 @@ def accepted_by_age(
 
         def state_of(drafter: Drafter) -> Any:
             """A batch with one row for each root, whose text ends at that root."""
-            capacity = len(text) + max(drafter.max_depth, drafter.lookahead) + 1
+            capacity = len(text) + drafter.most_written + 1
             begin = lambda root: drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 

@@ -27,7 +27,7 @@ from hsd_jax.config import ChainLength, ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Distilled
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import Layer
-from hsd_jax.drafters.table import DRAFTING_METHODS
+from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts
@@ -48,7 +48,8 @@ SHOWN = ("fkl", "rkl", "jsd", "tvd")
 STEPS = 8
 """Default of `model.num_steps`: tokens that a state steers."""
 PLAIN = SmallLMConfig.kind
-DISTILLED = tuple(sorted(name for name, method in DRAFTING_METHODS.items() if method.distilled is not None))
+DISTILLED = kinds_with(lambda method: method.distilled is not None)
+STEERED = kinds_with(lambda method: method.distilled is not None and method.distilled.is_steered)
 
 
 def how(kind: str) -> Distilled:
@@ -77,7 +78,7 @@ class SmallModel:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "kind" and not self.how.is_steered and value != field.default:
-                raise ValueError(f"model.{field.name}={value!r}: is for model.kind=steered only")
+                raise ValueError(f"model.{field.name}={value!r}: is for model.kind={' or '.join(STEERED)} only")
 
     @property
     def how(self) -> Distilled:
@@ -109,7 +110,7 @@ class DistillEval(HeldOut):
 
 @settings.dataclass
 class DistillRecipe(Recipe):
-    """The recipe of `hsd train drafter --kind small_lm` and `--kind steered`."""
+    """The recipe of `hsd train drafter` for the kinds in DISTILLED."""
 
     model: SmallModel = SmallModel()
     loss: DistillLoss = DistillLoss()

@@ -36,7 +36,7 @@ from hsd_jax.config import (
     most_nodes,
 )
 from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
-from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, method_of
+from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, kinds_with, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.target import forward_sequence
@@ -51,7 +51,7 @@ from hsd_jax.train.recipe import HeldOut, Recipe
 from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
-TRAINED = tuple(name for name, method in DRAFTING_METHODS.items() if method.training is not None)
+TRAINED = kinds_with(lambda method: method.training is not None)
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
 """Settings of a recipe that only some kinds of drafters have."""
 LOW_MID_HIGH = "low_mid_high"

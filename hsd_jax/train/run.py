@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from hsd_jax import settings
 from hsd_jax.host import lock, sharding
 from hsd_jax.host.distributed import check_mesh, check_same, wait_for_all
 from hsd_jax.host.files import is_writer
@@ -26,7 +27,7 @@ from hsd_jax.models.checkpoint import Source
 from hsd_jax.train import data, manifest
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.distill import DISTILLED, DistillRecipe
-from hsd_jax.train.drafter import DrafterRecipe
+from hsd_jax.train.drafter import TRAINED, DrafterRecipe
 from hsd_jax.train.journal import Journal, Report
 from hsd_jax.train.loop import Evaluator, LoopConfig, fit
 from hsd_jax.train.recipe import HeldOut
@@ -35,6 +36,8 @@ from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tasks import TASKS
 
 AnyRecipe = TargetRecipe | DrafterRecipe | DistillRecipe
+DRAFTERS = (*TRAINED, *DISTILLED)
+"""The kinds of drafters that are trained."""
 
 
 @manifest.alone(lock.of_folder)
@@ -95,9 +98,15 @@ def train(
 
 
 def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
-    """The recipe class of `hsd train target` or `hsd train drafter`, given `model.kind`."""
+    """The recipe class of `hsd train target` or `hsd train drafter`, given `model.kind`.
+
+    Raises:
+      ValueError: for the name of a drafter that is not trained.
+    """
     if kind == "target":
         return TargetRecipe
+    if isinstance(model_kind, str) and model_kind not in DRAFTERS:
+        raise ValueError(f"model.kind={settings.shown(model_kind)}: allowed are {', '.join(DRAFTERS)}")
     return DistillRecipe if model_kind in DISTILLED else DrafterRecipe
 
 

@@ -25,6 +25,7 @@ import hsd_jax
 from hsd_jax import params as params_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.train import drafter, recipe, target
 
 folders, own_cache = command_line.folders, command_line.own_cache
@@ -580,6 +581,27 @@ def test_forms_of_reuse_that_cannot_be(folders, capsys):
 def test_kinds_of_training_that_are_not_there(capsys):
     """This one was: `hsd train mix`, whose form of reuse is no more."""
     assert hsd("train", "mix", "--out", "runs/new") == 2 and "'mix'" in capsys.readouterr().err
+
+
+TRAINED = [kind for kind, one in DRAFTING_METHODS.items() if one.training or one.distilled]
+"""The kinds of drafters that `hsd train drafter` trains."""
+
+
+@pytest.mark.parametrize("asked", [["--kind", "lookup"], ["--set", "model.kind=lookup"]], ids=" ".join)
+def test_a_drafter_that_is_not_trained_is_refused_with_those_that_are(asked, folders, tmp_path, capsys):
+    paths = ["--target", folders.target, "--data", folders.data, "--out", tmp_path / "run"]
+    assert hsd("train", "drafter", *paths, *asked) == 2
+    said = capsys.readouterr().err
+    assert "'lookup'" in said and not [kind for kind in TRAINED if kind not in said]
+
+
+def test_help_of_training_names_every_drafter_that_is_trained(capsys):
+    assert hsd("train", "drafter", "--help") == 0
+    text = capsys.readouterr().out
+    option, keys = text.split("  --kind KIND ")[1].split("\n  --")[0], text.split("recipe keys of")
+    assert not [kind for kind in TRAINED if kind not in option]
+    notes = [part.split("  model.kind (")[1].split("\n  model.")[0] for part in keys[1:]]
+    assert not [kind for kind in TRAINED if not any(f"{kind}: " in note for note in notes)], "say what it is"
 
 
 @pytest.mark.slow

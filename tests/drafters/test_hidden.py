@@ -21,6 +21,7 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.table import init_drafter
+from hsd_jax.infer import decode
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels.ops import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
@@ -370,17 +371,21 @@ def test_caches_hold_what_several_layers_say(proposer):
     assert find_stale_slot(setup, state.replace(drafter=moved)) == f"pending features, row {row}"
 
 
+TIGHT = 61
+"""Slots at whose end, in the texts of `first_stale_slot`, a trunk run under SKIP writes as far as it can."""
+
+
 def first_stale_slot(setup: setups.Setup) -> str | None:
-    """What `find_stale_slot` says after the first round where it says anything, from the smallest caches on."""
-    call, decoder = calls.mixed_call(), setup.decoder_with()
-    state = call.start(decoder, setup.models, capacity=16)
+    """What `find_stale_slot` says after the first round where it says anything; caches grow on the way."""
+    call, decoder = calls.mixed_call().replace(new_tokens=[56] * 6), setup.decoder_with()
+    state = call.start(decoder, setup.models, capacity=TIGHT)
     while not bool(state.done.all()):
         state = call.resume(decoder, setup.models, state, 1)
         assert_lengths(state)
         stale = find_stale_slot(setup, state)
         if stale is not None:
             return stale
-    assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == 64
+    assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == decode.GROWTH * TIGHT
     return None
 
 
@@ -392,7 +397,10 @@ def test_caches_survive_growing(proposer):
 
 @pytest.mark.slow
 def test_the_comparison_finds_a_loop_that_reaches_too_little():
-    """A trunk run that writes over the end of its cache moves onto committed slots, which no text would show."""
+    """A trunk run that writes over the end of its cache moves onto committed slots, which no text would show.
+
+    If it is not found after an intended change of the texts, look for another size of TIGHT.
+    """
     setup = setups.setup("llama", "steered_block_skip")
     short = dataclasses.replace(setup, drafter=setup.drafter._replace(lookahead=0))
     assert first_stale_slot(short) is not None

@@ -16,6 +16,7 @@ from oracles import coupled as coupled_oracle
 from oracles import tree as oracle
 from oracles.ngram import Ngrams
 from support import calls, setups, toy
+from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_pair, tiny_texts
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -295,6 +296,22 @@ def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer, scheme):
 
 def params_of(proposer: str = "medusa") -> Params:
     return setups.params_of(proposer, max_len=64)
+
+
+@functools.cache
+def tiny_rescored():
+    """The tiny pair, its drafts chosen among three of its four tokens."""
+    config, logits, base, models = tiny_pair()
+    rescorer = {"rescorer": {"alpha": jnp.full(1, 0.5)}}
+    return config, logits, RescoredConfig(base, None, 3), models | {"drafter": models["drafter"] | rescorer}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [DrawScheme.WITHOUT_REPLACEMENT, DrawScheme.INDEPENDENT])
+def test_drawn_trees_follow_the_distribution_of_the_target(scheme):
+    """Also where the target draws a token that no arc holds. Eight chi-squares, each of which fires falsely once in
+    10^6."""
+    assert min(p_values(tiny_texts(TREES["wide"], scheme, pair=tiny_rescored))) > FALSE_ALARM
 
 
 def test_rescoring_again_replaces_the_scorer(tmp_path):

@@ -55,9 +55,9 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     ("proposer", "capacity", "wanted"),
     [
         ("small_lm", calls.CAPACITY, {1, 2}),
-        ("small_lm", 16, {1, 2}),
-        ("small_lm_branching", 16, {1, 2, 3, 4}),
-        pytest.param("small_lm_beam", 16, {1, 2, 3, 4}, marks=pytest.mark.slow),
+        ("small_lm", calls.OUTGROWN, {1, 2}),
+        ("small_lm_branching", calls.OUTGROWN, {1, 2, 3, 4}),
+        pytest.param("small_lm_beam", calls.OUTGROWN, {1, 2, 3, 4}, marks=pytest.mark.slow),
     ],
 )
 def test_the_cache_is_consistent_after_every_round(proposer, capacity, wanted):

@@ -18,6 +18,8 @@ from oracles import distribution as distribution_oracle
 from oracles import hierarchy as oracle
 from scipy import stats
 from support import calls, setups, toy
+from support.cases import cases
+from support.rules import drawn_schemes
 from support.texts import first_difference
 from support.tiny_pairs import FALSE_ALARM, TINY, p_values, tiny_small_lm, tiny_texts
 
@@ -30,7 +32,7 @@ from hsd_jax.drafters.stack import draft as stack_draft
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules import RULES, make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import convert
@@ -131,18 +133,17 @@ def least_p_value(accept: str, scheme: DrawScheme, inner: str = "small_lm", chan
     return min(p_values)
 
 
-JUDGED = [
-    ("recursive", DrawScheme.WITHOUT_REPLACEMENT, "small_lm"),
+JUDGED = [(rule, drawn_schemes(rule)[-1 if rule == "match" else 0], "small_lm") for rule in RULES]
+SLOW_JUDGED = [case for case in JUDGED if case[0] in ("block_verification", "match", "optimal", "kseq")]
+OF_OTHER_BOTTOMS = [
     ("recursive", DrawScheme.INDEPENDENT, "lookup"),
-    pytest.param("block_verification", DrawScheme.WITHOUT_REPLACEMENT, "small_lm", marks=pytest.mark.slow),
-    pytest.param("recursive", DrawScheme.WITHOUT_REPLACEMENT, "stack", marks=pytest.mark.slow),
-    pytest.param("match", DrawScheme.WITHOUT_REPLACEMENT, "small_lm", marks=pytest.mark.slow),
-    pytest.param("optimal", DrawScheme.TOP_THEN_RANDOM, "small_lm", marks=pytest.mark.slow),
-    pytest.param("kseq", DrawScheme.INDEPENDENT, "small_lm", marks=pytest.mark.slow),
+    ("recursive", DrawScheme.WITHOUT_REPLACEMENT, "stack"),
 ]
 
 
-@pytest.mark.parametrize(("accept", "scheme", "inner"), JUDGED)
+@pytest.mark.parametrize(
+    ("accept", "scheme", "inner"), cases([*JUDGED, *OF_OTHER_BOTTOMS], [*SLOW_JUDGED, OF_OTHER_BOTTOMS[1]])
+)
 def test_the_compiled_loop_draws_from_the_target(accept, scheme, inner):
     """Two chi-squares a case, each of which fires falsely once in 10^6."""
     assert least_p_value(accept, scheme, inner) > FALSE_ALARM
@@ -288,11 +289,7 @@ def first_disagreement(proposer: str, decoder: Decoder) -> str | None:
     return found
 
 
-FAST = ["stack_hidden"]
-SOME = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in setups.STACKS]
-
-
-@pytest.mark.parametrize("proposer", SOME)
+@pytest.mark.parametrize("proposer", cases(setups.STACKS, slow=[x for x in setups.STACKS if x != "stack_hidden"]))
 def test_the_levels_agree_on_the_committed_prefix_after_every_round(proposer):
     """With what a fresh read of the prefix gives, whatever was refused, also in rows that are finished."""
     assert first_disagreement(proposer, setups.setup("llama", proposer).decoder) is None

@@ -137,7 +137,7 @@ def target_states(setup: setups.Setup, tokens: np.ndarray) -> tuple[tuple, np.nd
 def wrong_entries(setup: setups.Setup, state, sources: np.ndarray) -> int:
     """Of caches, pending tokens and what steers these: what one causal pass does not say, in which each token is
     steered by the target's states of the token at `sources` [B, T], by zeros where that is -1."""
-    tokens, wrong = np.maximum(np.asarray(state.tokens), 0), 0
+    tokens, wrong = np.maximum(np.asarray(state.tokens)[:, : sources.shape[1]], 0), 0
     rest, states = target_states(setup, tokens)
     own = np.take_along_axis(states, np.maximum(sources, 0)[..., None], 1)
     drafter, features = state.drafter, jnp.asarray(np.where(sources[..., None] < 0, 0.0, own))
@@ -174,7 +174,7 @@ def test_every_cached_entry_was_read_with_the_states_it_should_be(proposer):
     """Whatever was refused: a committed token that is read by those of the token before, a draft that is kept by those
     of the token before its round's root, as though all had been read at once. Off by one (the mutant) it is not."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models, capacity=16)
+    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
     sources, lags = first_sources(state), set()
     assert wrong_entries(setup, state, sources) == 0
     while not bool(state.done.all()):

@@ -105,8 +105,7 @@ def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
         assert found.tokens[row, :count].tolist() == alone.tokens[row, :count].tolist()
 
 
-OTHERS = ["small_lm", "small_lm_branching", "lookup", "medusa", "eagle", "pearl", "sd2", "sd2_branching"]
-OTHERS += [*setups.RESCORED, *setups.STACKS, *setups.BOTH]
+OTHERS = [name for name, one in setups.PROPOSERS.items() if one.oracle is None and one.kind not in (None, "hidden")]
 
 
 @needs_devices

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import calls, setups, toy
+from support.cases import cases
 
 from hsd_jax.config import NO_REUSE, PARALLEL, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import HiddenConfig
@@ -39,11 +40,13 @@ def random_call(rng: np.random.Generator, vocab: int) -> calls.Call:
     )
 
 
-SLOW_PROPOSERS = ("lookup", "medusa", "ahead", "block", "small_lm", "eagle")
-SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PROPOSERS]
-
-
-@pytest.mark.parametrize("proposer", ["beam", "plain", "sampled", "block_skip", *SLOW_PROPOSERS])
+@pytest.mark.parametrize(
+    "proposer",
+    cases(
+        [*setups.OF_EACH_KIND.values(), "plain", "sampled", "block_skip", "ahead", "block"],
+        slow=["ahead", "block", "lookup", "small_lm", *setups.LEFT_TO_SLOW],
+    ),
+)
 def test_a_hundred_prompts_compile_once(proposer):
     """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
     if proposer == "sampled":

@@ -16,6 +16,7 @@ from oracles import coupled as oracle
 from oracles import sampling as sampling_oracle
 from scipy import stats
 from support import calls, setups, tiny_pairs, toy
+from support.cases import cases
 from support.texts import first_difference
 
 from hsd_jax.config import TreeConfig
@@ -201,20 +202,9 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 # --- the text is a function of keys and target alone --------------------------------------------------------------
 
 
-SEEDED = ["beam", "eagle", "medusa", "block"]
-SLOW_SEEDED = [
-    "small_lm",
-    "ahead",
-    "hot_sum",
-    "chain",
-    "hot",
-    "path",
-    "hot_path",
-    "eagle_layers",
-    "block_sum",
-    "skip",
-    "unfused",
-]
+COUPLED = [name for kind, name in setups.OF_EACH_KIND.items() if kind != "lookup"]
+OF_STATES = ["chain", "hot", "path", "hot_path", "eagle_layers", "ahead", "hot_sum", "block_sum", "skip", "unfused"]
+SLOW_SEEDED = [*OF_STATES, "small_lm", *(name for name in setups.LEFT_TO_SLOW if name not in ("eagle", "medusa"))]
 
 
 def warm_call(seed: int) -> calls.Call:
@@ -235,7 +225,7 @@ def plain_texts(seed: int) -> list[list[int]]:
     return calls.generated(call, call.run(plain.decoder, plain.models))
 
 
-@pytest.mark.parametrize("proposer", [*SEEDED, *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW_SEEDED)])
+@pytest.mark.parametrize("proposer", cases([*COUPLED, "block", *OF_STATES], SLOW_SEEDED))
 def test_text_is_that_of_plain_sampling(proposer):
     """Every proposer, with three sets of seeds and prompts."""
     setup = setups.setup("llama", proposer)

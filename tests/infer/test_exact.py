@@ -11,98 +11,74 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import calls, oracle_drafter, setups, toy
-from support.rules import keyed
+from support.cases import cases
+from support.rules import drawn_schemes, judges, keyed
 from support.texts import first_difference
 
-from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.infer.rules import RULES
-from hsd_jax.types import DRAWN_SCHEMES, NO_TOKEN, DrawScheme
+from hsd_jax.types import NO_TOKEN, DrawScheme
 
-PROPOSERS = ["beam", "branching", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
-BASELINES = [*setups.CHAINS, "pearl", "sd2", "small_lm_branching", "eagle", "medusa"]
-REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
-RESCORED = ["rescored_ngram", "rescored_lm"]
-STACKS = ["stack_lookup", "stack_hidden"]
-BOTH = ["both", "both_chain"]
-SLOW_PROPOSERS = sorted({*setups.STACKS} - {*STACKS}) + sorted({*setups.RESCORED} - {*RESCORED})
-SLOW_PROPOSERS += sorted({*setups.BOTH} - {*BOTH})
-SLOW_PROPOSERS += ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
-SLOW_PROPOSERS += [f"{kind}_branching" for kind in ("block", "hot", "eagle", "medusa")]
-SLOW_PROPOSERS += [
-    "sd2_branching",
-    "sd2_beam",
-    "small_lm_beam",
-    "path_chain",
-    "hot_path",
-    "hot",
-    "block_layers",
-    "path",
-]
-SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
-TABLE = [
-    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS, *RESCORED, *BOTH, *STACKS)],
-    *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_PROPOSERS],
-    pytest.param("untied", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
-    pytest.param("qwen", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
+OTHER_TARGETS = [
+    ("untied", setups.DECOYS_ORACLE),
+    ("qwen", setups.DECOYS_ORACLE),
     ("gemma", "steered"),
-    pytest.param("untied", "hot", marks=pytest.mark.slow),
-    pytest.param("gemma", "beam", marks=pytest.mark.slow),
+    ("untied", "hot"),
+    ("gemma", "beam"),
 ]
-IN_TABLE = {getattr(case, "values", case)[1] for case in TABLE}
-"""The proposers of the table."""
-EVERY_LENGTH = ["steered", "steered_block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
-SOMETIMES_RIGHT = ["beam", "block", "path_sum", *setups.CHAINS, "eagle", "medusa", *RESCORED, *BOTH, *STACKS]
+SLOW_PROPOSERS = [("llama", name) for name, one in setups.PROPOSERS.items() if one.is_slow]
+TABLE = cases(
+    [*(("llama", name) for name in setups.PROPOSERS if name != "plain"), *OTHER_TARGETS],
+    slow=[*SLOW_PROPOSERS, *(case for case in OTHER_TARGETS if case != ("gemma", "steered"))],
+)
 NEVER = toy.VOCAB + 1
 """An end token that no row ever draws."""
 
 
 def test_every_kind_of_drafter_is_in_the_table():
     """A method without a proposer here would be tested by nobody."""
-    found = [setups.PROPOSERS[name] for name in IN_TABLE]
-    kinds = {
-        one.changes.get("kind", "hidden") if one.is_trained else getattr(one.config, "kind", None) for one in found
-    }
-    kinds |= {"rescored" if one.scorer else "both" if one.beside else None for one in found}
-    assert kinds - {None} == set(DRAFTING_METHODS), "add a proposer to tests/support/setups.py and to TABLE"
+    lacking = set(DRAFTING_METHODS) - set(setups.OF_EACH_KIND)
+    assert not lacking, f"no proposer of tests/support/setups.py drafts with {sorted(lacking)} in a fast test: add one"
 
 
-DRAWN, BRANCHING = TreeConfig(9, 3, 3), TreeConfig(branching=(3, 2, 1))
-JUDGED = [  # every rule with every drawn scheme that it is lossless for
-    ("recursive", DrawScheme.WITHOUT_REPLACEMENT, DRAWN),
-    ("optimal", DrawScheme.TOP_THEN_RANDOM, BRANCHING),
-    ("kseq", DrawScheme.INDEPENDENT, BRANCHING),
-    ("block_verification", DrawScheme.WITHOUT_REPLACEMENT, setups.CHAIN_OF_4),
-    ("match", DrawScheme.TOP_THEN_RANDOM, BRANCHING),
-    *[
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("recursive", DrawScheme.INDEPENDENT, DRAWN),
-            ("recursive", DrawScheme.INDEPENDENT, BRANCHING),
-            ("recursive", DrawScheme.WITHOUT_REPLACEMENT, BRANCHING),
-            ("optimal", DrawScheme.TOP_THEN_RANDOM, DRAWN),
-            ("kseq", DrawScheme.INDEPENDENT, DRAWN),
-            ("block_verification", DrawScheme.INDEPENDENT, setups.CHAIN_OF_4),
-            ("match", DrawScheme.INDEPENDENT, BRANCHING),
-            ("match", DrawScheme.WITHOUT_REPLACEMENT, DRAWN),
-        )
-    ],
+def test_every_target_is_in_the_table():
+    lacking = set(setups.VARIANTS) - {case.values[0] for case in TABLE}
+    assert not lacking, (
+        f"no case has the targets {sorted(lacking)} of tests/support/setups.py: add one to OTHER_TARGETS"
+    )
+
+
+TREES = {"beam": setups.DRAWN_BEAM, "branching": setups.BRANCHING, "chain": setups.CHAIN_OF_4}
+JUDGED = [
+    (rule, scheme, tree)
+    for rule in RULES
+    for scheme in drawn_schemes(rule)
+    for tree in TREES
+    if judges(rule, TREES[tree]) and (tree != "chain" or not judges(rule, setups.BRANCHING))
+]
+"""Every rule with every drawn scheme that it is lossless for; chains where it judges nothing else."""
+SLOW_JUDGED = [
+    ("recursive", DrawScheme.WITHOUT_REPLACEMENT, "branching"),
+    ("recursive", DrawScheme.INDEPENDENT, "beam"),
+    ("recursive", DrawScheme.INDEPENDENT, "branching"),
+    ("optimal", DrawScheme.TOP_THEN_RANDOM, "beam"),
+    ("kseq", DrawScheme.INDEPENDENT, "beam"),
+    ("block_verification", DrawScheme.INDEPENDENT, "chain"),
+    *(case for case in JUDGED if case[0] == "match" and case[1:] != (DrawScheme.TOP_THEN_RANDOM, "branching")),
 ]
 
 
 def test_every_rule_is_in_a_table():
-    """With every scheme of its own."""
-    found = {tuple(getattr(case, "values", case)[:2]) for case in JUDGED}
-    drawn = {(name, scheme) for name, row in RULES.items() for scheme in row.make(TreeConfig(2, 1, 1)).schemes}
-    assert found == {(name, scheme) for name, scheme in drawn if scheme in DRAWN_SCHEMES}, "add the rule to JUDGED"
+    lacking = set(RULES) - {rule for rule, _, _ in JUDGED}
+    assert not lacking, f"the rules {sorted(lacking)} judge no drawn tree of TREES: add one to TREES that they judge"
 
 
-@pytest.mark.parametrize(("accept", "scheme", "tree"), JUDGED)
+@pytest.mark.parametrize(("accept", "scheme", "tree"), cases(JUDGED, SLOW_JUDGED))
 def test_greedy_rows_are_greedy_under_every_rule(accept, scheme, tree):
-    """Token for token beside sampled rows, whose text under match is plain decoding's, too; also with a drafter whose
-    weights are NaN."""
-    call, setup = calls.mixed_call(), setups.sampled(scheme, tree, accept)
-    rows = 6 if accept == "match" else 2
+    """Token for token beside sampled rows, whose text is plain decoding's, too, where the rule keeps it; also with a
+    drafter whose weights are NaN."""
+    call, setup = calls.mixed_call(), setups.sampled(scheme, TREES[tree], accept)
+    rows = call.batch if RULES[accept].keeps_text else 2
     wanted = setups.expected("llama", call)[:rows]
     for drafter in (setup.models["drafter"], broken(setup.models["drafter"])):
         state = call.run(setup.decoder, setup.models | {"drafter": drafter})
@@ -130,7 +106,7 @@ def assert_buffers_agree(call: calls.Call, state, wanted: list[list[int]]) -> No
     """Prompt, text, then NO_TOKEN: nothing else is left in the token buffer."""
     for row, prompt in enumerate(call.prompts):
         whole = [*prompt.tolist(), *wanted[row]]
-        assert state.tokens[row].tolist() == whole + [NO_TOKEN] * (calls.MAX_TOKENS - len(whole))
+        assert state.tokens[row].tolist() == whole + [NO_TOKEN] * (state.tokens.shape[1] - len(whole))
 
 
 def assert_exact(
@@ -170,8 +146,9 @@ def test_speculative_text_is_the_plain_text(variant, proposer):
     call = calls.mixed_call()
     state = assert_exact(variant, proposer, call, setups.expected(variant, call))
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
-    if variant == "llama" and proposer in EVERY_LENGTH + SOMETIMES_RIGHT:
-        assert (histogram[: None if proposer in EVERY_LENGTH else 3] > 0).all(), histogram
+    if variant == "llama":
+        seen = histogram[:3] if setups.PROPOSERS[proposer].oracle is None else histogram
+        assert (seen > 0).all(), histogram
 
 
 def without_mistakes(setup: setups.Setup) -> dict:
@@ -237,7 +214,7 @@ def test_the_last_round_is_cut_at_max_new_tokens(new_tokens):
     assert state.stats.num_target_passes.tolist() == [-(-n // (DEPTH + 1)) for n in new_tokens]
 
 
-@pytest.mark.parametrize("proposer", ["plain", "beam", *setups.CHAINS])
+@pytest.mark.parametrize("proposer", cases(["plain", *setups.OF_EACH_KIND.values()], slow=setups.LEFT_TO_SLOW))
 def test_permuted_rows_give_permuted_results(proposer):
     call, order = calls.mixed_call(), [4, 2, 0, 5, 3, 1]
     setup = setups.setup("llama", proposer)
@@ -260,7 +237,10 @@ def test_a_row_does_not_depend_on_its_batch(batch):
         assert first_difference(calls.generated(part, state), wanted[start : start + batch]) is None
 
 
-@pytest.mark.parametrize("proposer", ["beam", setups.DECOYS_ORACLE])
+@pytest.mark.parametrize(
+    "proposer",
+    cases([*setups.OF_EACH_KIND.values(), setups.DECOYS_ORACLE], slow=["lookup", "small_lm", *setups.LEFT_TO_SLOW]),
+)
 @pytest.mark.parametrize("end", ["limit", "end token"])
 def test_finished_rows_are_frozen(proposer, end):
     """Row 4 ends after one token and the others go on; later, rounds run though all rows are done."""
@@ -311,16 +291,16 @@ def test_a_loop_ends_when_fewer_rows_go_on_than_are_wanted(proposer):
 
 @pytest.mark.parametrize(
     "proposer",
-    ["steered", *[pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "small_lm", "steered_block_skip")]],
+    cases(["steered", "plain", "small_lm", "steered_block_skip"], slow=["plain", "small_lm", "steered_block_skip"]),
 )
 def test_growing_caches_change_nothing(proposer):
-    """From the smallest bucket that holds the prompt, the loop moves to 32 and 64 slots on its way.
+    """Between two rounds the loop moves to larger caches.
 
     Under SKIP a trunk run writes more slots than a tree is deep.
     """
     call = calls.mixed_call()
-    state = assert_exact("llama", proposer, call, setups.expected("llama", call), capacity=16)
-    assert state.cache.keys[0].shape[2] == 64
+    state = assert_exact("llama", proposer, call, setups.expected("llama", call), calls.OUTGROWN)
+    assert state.cache.keys[0].shape[2] == calls.GROWN
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3])

@@ -452,6 +452,7 @@ LEGAL = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_illegal_pairs_are_refused(name):
+    assert name in LEGAL, f"LEGAL does not say for which schemes the rule {name!r} is lossless"
     rule = make_rule(name, TreeConfig(3, 2, 1))
     for scheme in DrawScheme:
         if scheme in LEGAL[name]:

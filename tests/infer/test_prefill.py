@@ -6,9 +6,14 @@ import jax
 import numpy as np
 import pytest
 from support import calls, setups
+from support.cases import cases
 
 from hsd_jax.infer import decode
 
+KINDS = cases(
+    ["plain", *setups.OF_EACH_KIND.values(), "path_chain", "ahead"],
+    slow=["beam", *(name for name in setups.LEFT_TO_SLOW if name != "medusa")],
+)
 LONGEST = max(map(len, calls.mixed_call().prompts))
 
 
@@ -19,7 +24,7 @@ def leaves(state) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(bare)]
 
 
-@pytest.mark.parametrize("proposer", ["plain", "path_chain", "ahead", "small_lm", "lookup", "medusa"])
+@pytest.mark.parametrize("proposer", KINDS)
 def test_a_prefill_goes_on_where_it_stopped(proposer, monkeypatch):
     monkeypatch.setattr(decode, "CHUNK", 2)
     monkeypatch.setattr(decode, "CHUNK_OF_KERNELS", 2)

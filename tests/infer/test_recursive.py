@@ -437,7 +437,7 @@ def test_rows_rounds_and_buckets_do_not_show():
     other = call.rows(order)
     permuted = calls.generated(other, other.run(setup.decoder, setup.models))
     assert first_difference(permuted, [wanted[i] for i in order]) is None
-    state = call.start(setup.decoder, setup.models, capacity=16)
+    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
     while not bool(state.done.all()):
         state = call.resume(setup.decoder, setup.models, state, 1)
     assert first_difference(calls.generated(call, state), wanted) is None

@@ -19,8 +19,8 @@ from hsd_jax.types import DecodeState
 
 BATCH, SMALL, LARGE = 6, 32, 64
 SLOT, ROW = 4, 1
-KINDS = ["plain", "beam", "hot_skip", "path_ahead", "eagle", "medusa", "lookup", "small_lm", "pearl", "sd2"]
-KINDS += ["rescored_lm", "rescored_hidden", "stack_hidden", "stack_stack", "both"]
+KINDS = ["plain", *setups.OF_EACH_KIND.values()]
+KINDS += ["hot_skip", "path_ahead", "rescored_lm", "rescored_hidden", "stack_stack"]
 """Of every state of a drafter one."""
 
 

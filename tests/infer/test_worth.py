@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import calls, setups, toy
+from support.cases import cases
 
 from hsd_jax.config import FULL, SLIDING, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
@@ -280,24 +281,30 @@ def costs_for(proposer: str, call: calls.Call, **prices) -> Costs:
 
 
 PAYS = {"free": {"node": 0.0, "draft": 0.0}, "dear": {"node": 0.6, "draft": 0.3}, "never": {"node": 1.0, "draft": 50.0}}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "medusa", "hot_path", "block", "path_chain")]
+KINDS = [name for kind, name in setups.OF_EACH_KIND.items() if kind != "hidden"]
+OF_STATES = ["block", "path_chain", "hot_path"]
+FOLLOWING = [name for name in KINDS if name not in ("pearl", "both")]
+"""PEARL drafts in every round, and what both drafts depends on what its rounds have taught it."""
 
 
-@pytest.mark.parametrize("proposer", ["steered", "decoys_oracle", "small_lm", "lookup", *SLOW])
+@pytest.mark.parametrize(
+    "proposer", cases(["steered", "decoys_oracle", *KINDS, *OF_STATES], slow=[*OF_STATES, *setups.LEFT_TO_SLOW])
+)
 @pytest.mark.parametrize("prices", PAYS)
 def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
     call = calls.mixed_call()
     state = decoded(proposer, costs_for(proposer, call, **PAYS[prices]), call)
     assert calls.generated(call, state) == setups.expected("llama", call)
     passes, drafted = (np.asarray(x).sum() for x in (state.stats.num_target_passes, state.stats.num_drafted))
-    if prices == "never" and proposer != "decoys_oracle":  # an oracle has no way to follow plain rounds
+    if prices == "never" and setups.setup("llama", proposer).drafter.follow is not None:
         assert drafted < 0.6 * passes  # texts are short, the first rounds have drafts
     if prices == "free" and proposer != "lookup":  # which often finds nothing
         assert drafted > 0.6 * passes
 
 
 @pytest.mark.parametrize(
-    "proposer", ["path_chain", pytest.param("block", marks=pytest.mark.slow), "small_lm", "lookup", *SLOW[:3]]
+    "proposer",
+    cases([*FOLLOWING, *OF_STATES], slow=["block", "hot_path", *(x for x in setups.LEFT_TO_SLOW if x in FOLLOWING)]),
 )
 def test_a_drafter_follows_plain_rounds(proposer):
     """Behind them it drafts what it drafts behind a prompt of the same tokens."""

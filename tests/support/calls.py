@@ -18,6 +18,9 @@ from support.toy import VOCAB
 PROMPT_BUCKET = 16
 CAPACITY = 64
 MAX_TOKENS = 96
+OUTGROWN, GROWN = 32, 128
+"""Slots that every prompt of `mixed_call` fits into with a round behind it, and its longest texts do not; and those of
+the next larger caches. With fewer slots the caches would grow before the first round."""
 
 
 @dataclasses.dataclass(frozen=True)

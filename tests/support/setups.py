@@ -1,4 +1,8 @@
-"""The table of targets and proposers, each pair compiled once for all tests."""
+"""The table of targets and proposers, each pair compiled once for all tests.
+
+A proposer is a case of the conformance table (`infer/test_exact.py`) from the moment it stands here. A kind of drafter
+of the package's own table that no proposer here drafts with fails a test there.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from hsd_jax.config import (
     TreeConfig,
 )
 from hsd_jax.drafters.both.config import BothConfig
-from hsd_jax.drafters.hidden.config import PATH
+from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.pearl.config import PearlConfig
@@ -94,6 +98,17 @@ class Proposer:
     """A key of `scorers`, if its drafts are rescored."""
     beside: LookupConfig | None = None
     """The lookup that drafts beside it, if one does."""
+    is_slow: bool = False
+    """Whether its case of the conformance table is left to `make test-slow`."""
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of the drafter in the package's table. None if none drafts, or the oracle alone."""
+        if self.scorer is not None:
+            return RescoredConfig.kind
+        if self.beside is not None:
+            return BothConfig.kind
+        return self.changes.get("kind", HiddenConfig.kind) if self.is_trained else getattr(self.config, "kind", None)
 
     @property
     def drafter_changes(self) -> dict[str, Any]:
@@ -121,44 +136,54 @@ ARCS, ALPHA = 5, 0.5
 def _reuses() -> list[Proposer]:
     """Proposers that reuse spare states; shallow trees, because a recurrence of many steps is slow to compile."""
     forms = {form: ReuseConfig(form, 1 if form == SKIP else None) for form in REUSES[1:]}
-    found = [Proposer(form, SMALL, {}, reuse) for form, reuse in forms.items()]
-    found += [Proposer(f"block_{form}", SMALL, BLOCK, reuse) for form, reuse in forms.items()]
-    found += [Proposer(f"hot_{form}", SMALL, {}, forms[form], is_restricted=True) for form in (SKIP, AHEAD, SUM)]
-    return found + [Proposer(f"path_{form}", SMALL, PATHS, forms[form]) for form in (SUM, AHEAD)]
+    return [
+        *(Proposer(form, SMALL, {}, reuse, is_slow=form != AHEAD) for form, reuse in forms.items()),
+        *(Proposer(f"block_{form}", SMALL, BLOCK, reuse, is_slow=True) for form, reuse in forms.items()),
+        *(
+            Proposer(f"hot_{form}", SMALL, {}, forms[form], is_restricted=True, is_slow=form != SUM)
+            for form in (SKIP, AHEAD, SUM)
+        ),
+        *(Proposer(f"path_{form}", SMALL, PATHS, forms[form], is_slow=form != SUM) for form in (SUM, AHEAD)),
+    ]
 
 
 _READING = [
     Proposer("beam", BEAM),
     Proposer("chain", CHAIN_OF_4),
-    Proposer("two", TreeConfig(nodes=2, depth=1, width=1)),
-    Proposer("no_embeddings", SMALL, {"committed_embeddings": False}),
-    Proposer("layers", SMALL, {"feature_layers": (0, 1)}),
-    Proposer("hot", MIDDLE, is_restricted=True),
+    Proposer("two", TreeConfig(nodes=2, depth=1, width=1), is_slow=True),
+    Proposer("no_embeddings", SMALL, {"committed_embeddings": False}, is_slow=True),
+    Proposer("layers", SMALL, {"feature_layers": (0, 1)}, is_slow=True),
+    Proposer("hot", MIDDLE, is_restricted=True, is_slow=True),
     Proposer("block", BEAM, BLOCK | {"num_layers": 2}),
-    Proposer("block_layers", SMALL, BLOCK | {"feature_layers": (0, 1), "committed_embeddings": False}),
+    Proposer("block_layers", SMALL, BLOCK | {"feature_layers": (0, 1), "committed_embeddings": False}, is_slow=True),
     Proposer("eagle", BEAM, {"kind": "eagle"}),
-    Proposer("eagle_layers", SMALL, {"kind": "eagle", "feature_layers": (0, 1)}),
+    Proposer("eagle_layers", SMALL, {"kind": "eagle", "feature_layers": (0, 1)}, is_slow=True),
     Proposer("medusa", TreeConfig(nodes=16, depth=3, width=6), {"kind": "medusa"}),
-    Proposer("path", TreeConfig(nodes=12, depth=4, width=3), PATHS),
-    Proposer("path_chain", CHAIN_OF_4, PATHS),
-    Proposer("hot_path", MIDDLE, PATHS, is_restricted=True),
+    Proposer("path", TreeConfig(nodes=12, depth=4, width=3), PATHS, is_slow=True),
+    Proposer("path_chain", CHAIN_OF_4, PATHS, is_slow=True),
+    Proposer("hot_path", MIDDLE, PATHS, is_restricted=True, is_slow=True),
     Proposer("branching", BRANCHING, PATHS),
-    Proposer("block_branching", BRANCHING, BLOCK),
-    Proposer("hot_branching", BRANCHING, is_restricted=True),
-    Proposer("eagle_branching", BRANCHING, {"kind": "eagle"}),
-    Proposer("medusa_branching", BRANCHING, {"kind": "medusa"}),
-    Proposer("sum_branching", SMALL_BRANCHING, {}, ReuseConfig(SUM)),
-    Proposer("skip_branching", SMALL_BRANCHING, {}, ReuseConfig(SKIP, 1)),
+    Proposer("block_branching", BRANCHING, BLOCK, is_slow=True),
+    Proposer("hot_branching", BRANCHING, is_restricted=True, is_slow=True),
+    Proposer("eagle_branching", BRANCHING, {"kind": "eagle"}, is_slow=True),
+    Proposer("medusa_branching", BRANCHING, {"kind": "medusa"}, is_slow=True),
+    Proposer("sum_branching", SMALL_BRANCHING, {}, ReuseConfig(SUM), is_slow=True),
+    Proposer("skip_branching", SMALL_BRANCHING, {}, ReuseConfig(SKIP, 1), is_slow=True),
     *_reuses(),
 ]
-_STEERED = [  # the trunk under the oracle's trees, which are deeper
-    Proposer(f"steered_{one.name}" if one.name else "steered", CHAIN_OF_4, one.changes, one.reuse, oracle=DECOYS)
-    for one in (
-        Proposer(""),
-        Proposer("block", None, BLOCK),
-        Proposer("eagle", None, {"kind": "eagle"}),
-        *(one for one in _READING if one.reuse.form in (SKIP, AHEAD)),
-    )
+
+
+def _steered(one: Proposer, is_slow: bool) -> Proposer:
+    """The trunk of a proposer under the oracle's trees, which are deeper."""
+    name = f"steered_{one.name}" if one.name else "steered"
+    return Proposer(name, CHAIN_OF_4, one.changes, one.reuse, oracle=DECOYS, is_slow=is_slow)
+
+
+_STEERED = [
+    _steered(Proposer(""), is_slow=False),
+    _steered(Proposer("block", None, BLOCK), is_slow=True),
+    _steered(Proposer("eagle", None, {"kind": "eagle"}), is_slow=True),
+    *(_steered(one, one.name != f"block_{SKIP}") for one in _READING if one.reuse.form in (SKIP, AHEAD)),
 ]
 SMALL_LM = SmallLMConfig(**vars(VARIANTS["llama"]))
 _OTHER = [
@@ -168,29 +193,29 @@ _OTHER = [
 STEERED = SteeredConfig(**vars(VARIANTS["llama"]), target_hidden_size=32, steering_layers=(1, 2), num_steps=4)
 _STEERED_BY_STATES = [
     Proposer("sd2", CHAIN_OF_4, is_trained=False, config=STEERED),
-    Proposer("sd2_branching", BRANCHING, is_trained=False, config=STEERED),
-    Proposer("sd2_beam", MIDDLE, is_trained=False, config=STEERED),
+    Proposer("sd2_branching", BRANCHING, is_trained=False, config=STEERED, is_slow=True),
+    Proposer("sd2_beam", MIDDLE, is_trained=False, config=STEERED, is_slow=True),
 ]
 _AHEAD = [Proposer("pearl", TreeConfig.chain(3), is_trained=False, config=PearlConfig(SMALL_LM, 3))]
 _SMALL_LM_TREES = [
     Proposer("small_lm_branching", BRANCHING, is_trained=False, config=SMALL_LM),
-    Proposer("small_lm_beam", MIDDLE, is_trained=False, config=SMALL_LM),
+    Proposer("small_lm_beam", MIDDLE, is_trained=False, config=SMALL_LM, is_slow=True),
 ]
 _RESCORED = [
-    Proposer("rescored_zero", MIDDLE, HEADS, scorer="zero"),
+    Proposer("rescored_zero", MIDDLE, HEADS, scorer="zero", is_slow=True),
     Proposer("rescored_ngram", BEAM, HEADS, scorer="ngram"),
-    Proposer("rescored_low_rank", MIDDLE, HEADS, scorer="low_rank"),
+    Proposer("rescored_low_rank", MIDDLE, HEADS, scorer="low_rank", is_slow=True),
     Proposer("rescored_lm", MIDDLE, HEADS, scorer="small_lm"),
-    Proposer("rescored_hidden", MIDDLE, PATHS, scorer="ngram"),
-    Proposer("rescored_hot", MIDDLE, HEADS, scorer="ngram", is_restricted=True),
+    Proposer("rescored_hidden", MIDDLE, PATHS, scorer="ngram", is_slow=True),
+    Proposer("rescored_hot", MIDDLE, HEADS, scorer="ngram", is_restricted=True, is_slow=True),
 ]
 _BOTH = [
     Proposer("both", BEAM, PATHS, beside=LookupConfig()),
     Proposer("both_chain", CHAIN_OF_4, PATHS, beside=LookupConfig(2, 2)),
-    Proposer("both_eagle", MIDDLE, {"kind": "eagle"}, beside=LookupConfig(4)),
-    Proposer("both_medusa", MIDDLE, HEADS, beside=LookupConfig()),
-    Proposer("both_hot", MIDDLE, is_restricted=True, beside=LookupConfig()),
-    Proposer("both_branching", BRANCHING, PATHS, beside=LookupConfig()),
+    Proposer("both_eagle", MIDDLE, {"kind": "eagle"}, beside=LookupConfig(4), is_slow=True),
+    Proposer("both_medusa", MIDDLE, HEADS, beside=LookupConfig(), is_slow=True),
+    Proposer("both_hot", MIDDLE, is_restricted=True, beside=LookupConfig(), is_slow=True),
+    Proposer("both_branching", BRANCHING, PATHS, beside=LookupConfig(), is_slow=True),
 ]
 _STACK_CHAIN, _INNER_LENGTH = TreeConfig.chain(6), 3
 """So the middle model has at least three tokens before they go up."""
@@ -201,43 +226,69 @@ def _stacked(inner: Any) -> StackConfig:
 
 
 _STACKS = [
-    Proposer(f"stack_{name}", _STACK_CHAIN, is_trained=False, config=_stacked(inner))
-    for name, inner in {
-        "small_lm": SMALL_LM,
-        "lookup": LookupConfig(),
-        "medusa": drafter_config(VARIANTS["llama"], "medusa"),
-        "hidden": drafter_config(VARIANTS["llama"], feature_layers=(0, 1)),
-        "eagle": drafter_config(VARIANTS["llama"], "eagle"),
-        "stack": _stacked(SMALL_LM),
-    }.items()
+    Proposer(f"stack_{name}", _STACK_CHAIN, is_trained=False, config=_stacked(inner), is_slow=is_slow)
+    for name, inner, is_slow in (
+        ("small_lm", SMALL_LM, True),
+        ("hidden", drafter_config(VARIANTS["llama"], feature_layers=(0, 1)), False),
+        ("lookup", LookupConfig(), False),
+        ("medusa", drafter_config(VARIANTS["llama"], "medusa"), True),
+        ("eagle", drafter_config(VARIANTS["llama"], "eagle"), True),
+        ("stack", _stacked(SMALL_LM), True),
+    )
 ]
+_LISTED = (
+    *_READING,
+    *_STEERED,
+    *_OTHER,
+    *_AHEAD,
+    *_STEERED_BY_STATES,
+    *_SMALL_LM_TREES,
+    *_RESCORED,
+    *_BOTH,
+    *_STACKS,
+)
+
+
+def _unlisted() -> list[Proposer]:
+    """Kinds of drafters that are trained on features and that nothing above drafts with."""
+    kinds = {kind: one for kind, one in DRAFTING_METHODS.items() if one.training is not None}
+    known = {one.kind for one in _LISTED}
+    trees = {True: BEAM, False: CHAIN_OF_4}
+    return [
+        Proposer(kind, trees[one.planning.grows_wide], {"kind": kind})
+        for kind, one in kinds.items()
+        if kind not in known
+    ]
+
+
 PROPOSERS = {
     one.name: one
     for one in (
         Proposer("plain", is_trained=False),
         Proposer(CHAIN_ORACLE, is_trained=False, oracle=CHAIN),
         Proposer(DECOYS_ORACLE, is_trained=False, oracle=DECOYS),
-        *_READING,
-        *_STEERED,
-        *_OTHER,
-        *_AHEAD,
-        *_STEERED_BY_STATES,
-        *_SMALL_LM_TREES,
-        *_RESCORED,
-        *_BOTH,
-        *_STACKS,
+        *_LISTED,
+        *_unlisted(),
     )
 }
+
+
+def _of_each_kind() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in PROPOSERS.values():
+        if one.kind is not None and not one.is_slow:
+            found.setdefault(one.kind, one.name)
+    return found
+
+
+OF_EACH_KIND = _of_each_kind()
+"""For every kind of drafter its first proposer that is not slow."""
+LEFT_TO_SLOW = ["eagle", "medusa", "rescored_ngram", "both", "stack_hidden", "pearl", "sd2"]
+"""Of these, what tests beside the conformance table leave to `make test-slow`."""
 TREES = {one.name: one.tree for one in _READING}
 """Of the drafters that read features."""
 REUSE = {one.name: one.reuse for one in _READING if one.reuse != NO_REUSE}
-RESCORED = {one.name: one for one in _RESCORED}
-"""Of drafters of the other lists, with a scorer that has a say."""
-BOTH = [one.name for one in _BOTH]
-"""Of drafters of the other lists, with lookup beside them."""
 STACKS = [one.name for one in _STACKS]
-CHAINS = {one.name: one.config for one in _OTHER}
-"""Proposers that draft chains of their own kind, for the variant "llama"."""
 
 
 @functools.cache

@@ -89,7 +89,7 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
     alone = causal_pass(weights, target, jnp.arange(config.vocab_size, dtype=jnp.int32)[:, None])
     if config.kind == "eagle":
         return drafter | {"trunk": knowing_trunk(drafter["trunk"], target, weights, alone.hidden[:, 0])}
-    if config.kind == "medusa":
+    if DRAFTING_METHODS[config.kind].token_information is None:
         return drafter
     alone = alone.logits[:, 0]
     one_hot = jnp.eye(config.vocab_size)

@@ -222,7 +222,7 @@ def stack_drafter(
             found[f"tokens of level {i}"] = level.accepted_histogram @ sizes
         return found
 
-    last = {"lookahead": levels.most + 1 + max(inner.max_depth, inner.lookahead), "follow": follow, "counts": counts}
+    last = {"lookahead": levels.most + 1 + inner.most_written, "follow": follow, "counts": counts}
     return Drafter(init, read, draft, commit, resize, scheme, levels.depth, **last)
 
 

@@ -25,7 +25,7 @@ from hsd_jax.lab.bench.methods import DEFAULT, PLAIN, MethodOptions
 from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload, joined_contexts
 from hsd_jax.lab.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share, task_score
-from hsd_jax.lab.bench.tables import say
+from hsd_jax.lab.bench.tables import is_plain_text, say
 from hsd_jax.params import Params
 from hsd_jax.planning.measure import Mode, Runs, call_record, fastest, mode_record, speedup, time_modes
 from hsd_jax.request import keeps_text
@@ -327,5 +327,5 @@ def _in_short(row: dict[str, Any]) -> str:
     ratio = row["over_plain"]
     if ratio is None:
         return f"{row['method']} {row['tokens_per_second']['median']:.0f} tokens/s"
-    differing = len(row["differing_prompts"])
+    differing = len(row["differing_prompts"]) if is_plain_text(row, row["temperature"]) else 0
     return f"{row['method']} {ratio['value']:.2f}" + (f" ({differing} texts differ)" if differing else "")

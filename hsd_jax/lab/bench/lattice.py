@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.arguments import encode
 from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
-from hsd_jax.drafters.table import DRAFTING_METHODS, make_drafter, method_of
+from hsd_jax.drafters.table import kinds_with, make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.lab.bench.prompts import Workload
@@ -64,7 +64,7 @@ def look(
         text, end, start = row
         output = forward_sequence(target, target_config, text[None], aux_layers=proposer.aux_layers)
         roots = jnp.minimum(start + jnp.arange(num_roots), len(text) - 1)
-        capacity = len(text) + max(proposer.max_depth, proposer.lookahead) + 1
+        capacity = len(text) + proposer.most_written + 1
         begin = lambda root: drafter_after(proposer, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
         states = jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
         logits, inject, _ = levels(target_config, config, tree)(models, states)
@@ -91,7 +91,7 @@ def look(
 def check_token_free(params: Params) -> None:
     """Raises a ValueError if the drafter has no token-free states, which are states that read no drafted token."""
     if method_of(params.drafter_config).lattice is None:
-        having = ", ".join(kind for kind, method in DRAFTING_METHODS.items() if method.lattice is not None)
+        having = ", ".join(kinds_with(lambda method: method.lattice is not None))
         raise ValueError(
             f"a drafter of kind {params.drafter_config.kind} has no token-free states; these have: {having}"
         )

@@ -75,12 +75,16 @@ def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
     Under a rule that does not keep the text, sampled text has the distribution of plain text but is not the same. Lossy
     text has another distribution.
     """
+    if is_plain_text(mode, temperature):
+        return f"{mode['same_text_as_plain']}/{num_texts}"
+    return "lossy" if mode.get("lossy") else "by distribution"
+
+
+def is_plain_text(mode: dict[str, Any], temperature: float) -> bool:
+    """Whether the texts of a mode should equal those of plain decoding."""
     from hsd_jax.request import keeps_text
 
-    if mode.get("lossy") and temperature > 0:
-        return "lossy"
-    is_by_distribution = not keeps_text(mode.get("accept", "match")) and temperature > 0
-    return "by distribution" if is_by_distribution else f"{mode['same_text_as_plain']}/{num_texts}"
+    return not temperature or (keeps_text(mode.get("accept", "match")) and not mode.get("lossy"))
 
 
 def gap_lines(gap: Sequence[dict[str, Any]], title: str) -> list[str]:

@@ -176,8 +176,11 @@ def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, argu
     [(None, 1.0, "3/5"), ("match", 1.0, "3/5"), ("recursive", 0.0, "3/5"), ("recursive", 1.0, "by distribution")],
 )
 def test_sampled_text_under_another_rule_follows_a_distribution(accept, temperature, words):
+    """Neither the table nor the line of progress then counts texts that differ."""
     mode = {"same_text_as_plain": 3} | ({} if accept is None else {"accept": accept})
     assert tables.same_text(mode, temperature, 5) == words
+    row = mode | {"method": "m", "temperature": temperature, "over_plain": {"value": 2}, "differing_prompts": [{}, {}]}
+    assert experiment._in_short(row) == "m 2.00" + (" (2 texts differ)" if "/" in words else "")
 
 
 @pytest.mark.parametrize("command", ["compare", "ablate"])
