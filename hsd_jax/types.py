@@ -181,10 +181,10 @@ class Costs:
     """Seconds to draft full trees for 0, 1, ... rows. This does not depend on how many of their nodes are verified."""
     slot_seconds: Float[Array, ""]
     """Seconds that the attention of one node takes for each cache slot that it sees."""
-    window: Float[Array, ""]
-    """The largest number of slots that a layer with a sliding window sees."""
     windowed_share: Float[Array, ""]
     """The fraction of the layers that have a sliding window."""
+    window: Float[Array, ""]
+    """The largest number of slots that a layer with a sliding window sees."""
     first_trust: Float[Array, ""]
     """The assumed probability, before any draft was tried, that a draft of which the drafter is certain is accepted."""
     level_seconds: Float[Array, "B+1"] | None = None

@@ -9,6 +9,7 @@ target's draw. Neither compiles anything. Read first: `step.py`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,9 @@ FEWEST_ROUNDS = 6
 FIRST_WAIT, LONGEST_WAIT = 2, 32
 """The number of blocks of plain rounds after drafts that did not pay: the first number, and the largest. It doubles
 each time."""
-FREE_DEPTH = 3
-"""Drafts down to this depth cost no extra attention, because the kernel's vectors hold the queries of a few nodes."""
+FREE_NODES = 4
+"""Attention takes as long for this number of nodes of a row as for one, because a vector of the kernel holds the queries
+of a few nodes."""
 
 
 def first_control(batch: int, counts_drafts: bool = False) -> Control:
@@ -128,11 +130,11 @@ def stop_rule(
     if costs.level_seconds is None:
         return None
     node = _node_seconds(costs, num_nodes, done) * jnp.sum(~done).astype(jnp.float32)
-    price = tokens_a_second(control, costs, length, done) * (costs.level_seconds[jnp.sum(~done)] + node)
+    price = speed_so_far(control, costs, length, done) * (costs.level_seconds[jnp.sum(~done)] + node)
     return Stop(log_trust(control, costs), ~done, price)
 
 
-def tokens_a_second(
+def speed_so_far(
     control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
 ) -> Float[Array, ""]:
     """The expected tokens per second with drafts: plain speed times the gain so far.
@@ -180,15 +182,15 @@ def select_nodes(
       length: number of committed tokens of each row.
     """
     num_nodes = tree.tokens.shape[1]
-    rate, node = tokens_a_second(control, costs, length, done), _node_seconds(costs, num_nodes, done)
-    reading = costs.slot_seconds * slots_seen(costs, length)
-    attention = jnp.where(tree.depth > FREE_DEPTH, reading[:, None], 0.0)
+    rate, node = speed_so_far(control, costs, length, done), _node_seconds(costs, num_nodes, done)
+    # Nodes are counted in their order. Parents come first, so a node costs no less than its parent.
+    attention = jnp.diff(_attention(costs, length[:, None], jnp.arange(num_nodes + 1)))
     share = 1 - DISCOUNT * jnp.minimum(1.0, FEW_NODES / (_num_live(done) * num_nodes))
     pays = survival(tree, control, costs) >= share * rate * (node + attention)
     # To drop a drawn node because of its own token would bias the text (methods.md 0.5).
     kept = tree.valid & ((tree.depth == 0) | pays | (tree.scheme in DRAWN_SCHEMES))
     counts = kept & ~done[:, None]
-    attending = jnp.sum(jnp.where(counts, attention, 0.0)) + _attention_of_all(costs, length, done)
+    attending = jnp.sum(jnp.where(done, 0.0, _attention(costs, length, jnp.sum(counts, 1))))
     drafting = costs.draft_seconds[jnp.sum(~done)]
     if costs.level_seconds is not None:
         num_levels = jnp.max(jnp.where(tree.valid, tree.depth, 0)).astype(jnp.float32)
@@ -198,19 +200,32 @@ def select_nodes(
 
 def plain_seconds(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
     """The predicted seconds of a plain pass over the unfinished rows."""
-    return costs.plain_seconds[jnp.sum(~done)] + _attention_of_all(costs, length, done)
+    return costs.plain_seconds[jnp.sum(~done)] + jnp.sum(jnp.where(done, 0.0, _attention(costs, length, jnp.ones(()))))
 
 
-def slots_seen(costs: Costs, length: Int[Array, "B"]) -> Float[Array, "B"]:
-    """The average number of slots that a layer reads for a node of each row."""
-    slots = length.astype(jnp.float32)
-    return (1 - costs.windowed_share) * slots + costs.windowed_share * jnp.minimum(slots, costs.window)
+def _attention(costs: Costs, length: Int[Array, "..."], num_nodes: Array) -> Float[Array, "..."]:
+    """Seconds of the attention of a row's nodes to its cache."""
+    nodes, slots = num_nodes.astype(jnp.float32), length.astype(jnp.float32)
+    return costs.slot_seconds * slots_read(nodes, slots, costs.windowed_share, costs.window)
 
 
-def _attention_of_all(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
-    """Seconds of attention in every pass, with or without drafts. A row's first nodes read its cache together."""
-    reading = jnp.where(done, 0.0, slots_seen(costs, length))
-    return (FREE_DEPTH + 1) * costs.slot_seconds * jnp.sum(reading)
+def slots_read(num_nodes: Any, slots: Any, windowed_share: Any, window: Any) -> Any:
+    """The number of cache slots that attention reads for all nodes of a row, on average over the layers.
+
+    Both the plan and the loop use it, so the arguments are numbers, NumPy arrays or arrays of a program.
+
+    Args:
+      num_nodes: nodes of the row, the root included.
+      slots: filled slots of its cache.
+      windowed_share, window: as in `Costs`.
+    """
+    seen_by_a_node = slots - windowed_share * _positive(slots - window)
+    return (FREE_NODES + _positive(num_nodes - FREE_NODES)) * seen_by_a_node
+
+
+def _positive(x: Any) -> Any:
+    """The positive part of a number, or of an array of NumPy or jax."""
+    return (x + abs(x)) / 2
 
 
 def expected(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:

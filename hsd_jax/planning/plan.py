@@ -79,7 +79,7 @@ def best_plan(model: CostModel, batch: int, context: int, temperature: float) ->
     """
 
     def rate(tree: TreeConfig | None, temperature: float) -> float:
-        return model.tokens_a_second(batch, context / 4, tree, profile_at(model.drafter, temperature))
+        return model.predicted_speed(batch, context / 4, tree, profile_at(model.drafter, temperature))
 
     deepest = len(profile_at(model.drafter, temperature))
     trees = [tree for tree in candidates(model.drafter) if tree.depth <= deepest]

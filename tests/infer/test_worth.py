@@ -47,7 +47,7 @@ def full_price(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_kept_approaches_the_most_tokens_a_second(seed, full_price):
+def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
     """Against every number of nodes, in plain Python; what is kept holds each kept node's parent."""
     rng = np.random.default_rng(seed)
     batch, num = 3, 6
@@ -111,14 +111,43 @@ def test_every_pass_pays_for_the_slots_it_reads():
     windows = {"window": jnp.asarray(200.0), "windowed_share": jnp.asarray(0.75)}
     priced = dataclasses.replace(costs(8, 2, node=0.0, fixed=2.0, draft=0.5, slot=1e-3), **windows)
     length, seen = jnp.asarray([100, 1000]), np.asarray([100.0, 0.25 * 1000 + 0.75 * 200])
-    np.testing.assert_allclose(worth.slots_seen(priced, length), seen)
-    nodes = worth.FREE_DEPTH + 1
+    nodes = worth.FREE_NODES
     for done in ([False, False], [True, False]):
         reading = 1e-3 * nodes * seen[~np.array(done)].sum()
         assert float(worth.plain_seconds(priced, length, jnp.asarray(done))) == pytest.approx(2.0 + reading)
         tree = DraftTree(*(jnp.zeros((2, 4), jnp.int32),) * 3, jnp.ones((2, 4), bool))
         _, seconds = worth.select_nodes(tree, worth.first_control(2), priced, length, jnp.asarray(done))
         assert float(seconds) == pytest.approx(2.5 + reading)
+
+
+@pytest.mark.parametrize("shape", [TreeConfig(8, 7, 1), TreeConfig(8, 3, 3), TreeConfig(16, 3, 4)])
+def test_the_loop_predicts_the_seconds_that_the_plan_predicts(shape):
+    """Also of a tree whose nodes are many and not deep: attention costs what the nodes of a row cost."""
+    costs_here, batch, slots = model(), 2, 700
+    num = shape.nodes
+    depth = np.sort(np.minimum(np.arange(num), 1 + np.arange(num) % shape.depth))
+    parents = np.array([-1, *(np.flatnonzero(depth == d - 1)[0] for d in depth[1:])])
+    rows = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch, num)) for x in (np.zeros(num), parents, depth)]
+    priced, live, length = costs_here.table(batch, shape), jnp.zeros(batch, bool), jnp.full(batch, slots)
+    for count in range(1, num + 1):
+        score = jnp.where(jnp.arange(num) < count, 0.0, -100.0) + jnp.zeros((batch, 1))
+        tree = DraftTree(*rows, jnp.ones((batch, num), bool), score=score)
+        kept, seconds = worth.select_nodes(tree, worth.first_control(batch), priced, length, live)
+        assert kept.sum(1).tolist() == [count] * batch
+        planned = costs_here.target_pass(batch * count) + batch * costs_here.attention(count, slots)
+        assert float(seconds) == pytest.approx(float(planned) + costs_here.drafting(batch, shape), rel=1e-5)
+
+
+def test_a_node_beside_others_is_as_dear_as_one_below_them():
+    """Eight children of the root read the cache as often as a chain of eight."""
+    num, live, length = 9, jnp.zeros(1, bool), jnp.full(1, 3000)
+    priced = costs(num, 1, node=0.01, slot=1e-2)
+    score = jnp.log(jnp.where(jnp.arange(num) == 0, 1.0, 0.05))[None]
+    for parents, depth in ((jnp.arange(-1, num - 1), jnp.arange(num)), (jnp.arange(num) * 0, jnp.ones(num, int))):
+        depth = depth.at[0].set(0).astype(jnp.int32)[None]
+        tree = DraftTree(jnp.zeros((1, num), jnp.int32), parents.astype(jnp.int32)[None], depth, depth >= 0, score=score)
+        kept, _ = worth.select_nodes(tree, worth.first_control(1), priced, length, live)
+        assert int(kept.sum()) == worth.FREE_NODES
 
 
 def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
@@ -184,12 +213,12 @@ def test_a_row_that_leaves_takes_its_history_along():
         others = ~np.array(done)
         plain = float(priced.plain_seconds[others.sum()])
         gain = (sums[others].sum() + others.sum()) / (others.sum() * (np.sum(0.97 ** np.arange(5)) + 1))
-        found = worth.tokens_a_second(whole, priced, length, jnp.asarray(done))
+        found = worth.speed_so_far(whole, priced, length, jnp.asarray(done))
         assert float(found) == pytest.approx(gain * others.sum() / plain)
 
 
 def test_a_batch_whose_rows_all_stay_is_judged_by_its_tokens_and_seconds():
-    """`tokens_a_second` and the fall back to plain rounds are those of sums over the whole batch."""
+    """`speed_so_far` and the fall back to plain rounds are those of sums over the whole batch."""
     priced, live, length = costs(8, 4, node=0.3), [False] * 4, jnp.full(4, 9)
     rng, control = np.random.default_rng(0), worth.first_control(4)
     tokens = seconds = rounds = wait = 0
@@ -207,7 +236,7 @@ def test_a_batch_whose_rows_all_stay_is_judged_by_its_tokens_and_seconds():
             backoff = worth.FIRST_WAIT
         assert (np.asarray(control.rounds) == rounds).all() and (np.asarray(control.wait) == wait).all()
         assert (np.asarray(control.backoff) == backoff).all()
-        found = worth.tokens_a_second(control, priced, length, jnp.asarray(live))
+        found = worth.speed_so_far(control, priced, length, jnp.asarray(live))
         assert float(found) == pytest.approx((tokens + 4) / (seconds + plain), rel=1e-4)
     assert 1 < falls < 40
 
@@ -385,10 +414,9 @@ def test_slots_behind_every_window_change_no_plan():
     known = vars(model())
     target = dataclasses.replace(known["target"], sliding_window=300, layer_types=(SLIDING,) * 6)
     windowed = CostModel(**known | {"target": target})
-    mixed = dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)
-    assert (windowed.seen(200), windowed.seen(1000)) == (200, 300)
-    assert CostModel(**known | {"target": mixed}).seen(1000) == pytest.approx(650)
-    assert model().seen(1000) == 1000
+    mixed = CostModel(**known | {"target": dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)})
+    for some, slots, seen in ((windowed, 200, 200), (windowed, 1000, 300), (mixed, 1000, 650), (model(), 1000, 1000)):
+        assert float(some.attention(1, slots)) == pytest.approx(worth.FREE_NODES * seen * some.slot())
     gains = [
         [some.reason.split(" times")[0] for some in (plan.best_plan(m, 2, c, 0.0) for c in (2048, 65536))]
         for m in (windowed, model())
