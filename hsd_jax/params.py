@@ -158,8 +158,8 @@ def load(
         original target also drafts for the quantized one. Without the CPU kernels (see `Params.arithmetic`) a CPU
         widens the weights in every pass, which saves nothing.
       max_len: largest length of a row in tokens, prompt included. None: the context length of the model.
-      precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; speculative and
-        plain text then agree token for token.
+      precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; on one device
+        speculative and plain text then agree token for token (methods.md 1.7).
       mesh: "data=2,model=4" or a `jax.sharding.Mesh`. Rows are split over data, weights over model.
       tree: draft tree of every `decode` that is given none. None: each call chooses its tree (`planning/plan.py`).
       revision: branch, tag or commit of a target on the hub. None: its main branch.

@@ -149,7 +149,7 @@ class Session:
     The settings of speculation belong to the session and are those of `decode`. The settings of the text belong to each
     request. The text of a row is that of `decode` for this row alone. Under the rule `match` with the CPU kernels it is
     identical for every slot, every set of other rows and every earlier row. Elsewhere programs of different sizes may
-    round differently. Under the rules that draw, the text has the same distribution. Use a session as a context manager
+    round differently. Under the other rules the text has the same distribution. Use a session as a context manager
     or close it. If there are several processes, all must make the same calls in the same order.
 
     In the terms of JAX serving engines (JetStream, MaxText): `admit` and the reading that `step` does are *prefill*,

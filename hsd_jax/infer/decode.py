@@ -175,7 +175,7 @@ def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
     state, sampling, limits = row_lib.copied(rows, slot, new)
     if state.control is not None:
         here = jnp.arange(len(is_live)) == slot
-        state = dataclasses.replace(state, control=worth.joined(state.control, is_live, here))
+        state = dataclasses.replace(state, control=worth.after_admission(state.control, is_live, here))
     return state, sampling, limits
 
 
@@ -231,18 +231,18 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
             return round_index + 1, step(models, sampling, limits, state, costs)
 
         begin = jnp.zeros((), jnp.int32), state
-        if costs is None or state.control is None or drafter is None or drafter.follow is None:
+        if costs is None or drafter is None or drafter.follow is None:
             return lax.while_loop(lambda carry: goes_on(*carry), round_of, begin)[1]
         start, plain, end = make_block(config, drafter)
 
         def drafts_pay(carry):
-            return goes_on(*carry) & ~worth.waits(carry[1].control, costs, carry[1].done)
+            return goes_on(*carry) & ~worth.is_waiting(carry[1].control, costs, carry[1].done)
 
         def block_goes_on(carry):
             round_index, state, trail = carry
             assert drafter is not None, "only drafts can fail to pay"
-            waits = worth.waits(state.control, costs, state.done)
-            return goes_on(round_index, state) & waits & (trail.rounds <= drafter.max_depth)
+            is_waiting = worth.is_waiting(state.control, costs, state.done)
+            return goes_on(round_index, state) & is_waiting & (trail.rounds <= drafter.max_depth)
 
         def plain_round_of(carry):
             round_index, state, trail = carry
@@ -253,7 +253,9 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
             carry = round_index, state, start(state)
             round_index, state, trail = lax.while_loop(block_goes_on, plain_round_of, carry)
             state = end(models, state, trail)
-            return round_index, dataclasses.replace(state, control=worth.waited(state.control, trail.rounds))
+            return round_index, dataclasses.replace(
+                state, control=worth.after_plain_rounds(state.control, trail.rounds)
+            )
 
         return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 

@@ -67,7 +67,7 @@ def plain_round(
         )
     with jax.named_scope("judge"), native.only(~state.done):
         drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
-        emitted = or_invalid(drawn, jnp.zeros_like(drawn), output, draws=True)
+        emitted = or_invalid(drawn, jnp.zeros_like(drawn), output, emits_argmax=True)
         count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
     with jax.named_scope("commit"):
         first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
@@ -113,7 +113,7 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
         verdict = verdict_of(trail.emitted, trail.count)
         output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # they are not read
         with native.only(trail.count > 0):  # includes rows that ended within the block
-            known = follow(models, state.drafter, verdict, output, trail.count)
-        return dataclasses.replace(state, drafter=known)
+            drafter_state = follow(models, state.drafter, verdict, output, trail.count)
+        return dataclasses.replace(state, drafter=drafter_state)
 
     return start, step, end

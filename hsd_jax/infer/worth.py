@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DraftTree, Stop, Verdict
 
-MEMORY = 0.97
+DECAY = 0.97
 """The factor by which each round reduces the weight of earlier rounds in every average."""
-PRIOR = 4.0
+PRIOR_DRAFTS = 4.0
 """The weight of the first estimate, in expected drafts."""
-DOUBT = 0.6
-"""Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction DOUBT / sqrt(n),
-where n is the number of remembered rounds times the number of unfinished rows."""
+STOP_MARGIN = 0.6
+"""Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction STOP_MARGIN /
+sqrt(n), where n is the number of remembered rounds times the number of unfinished rows."""
 DISCOUNT, FEW_NODES = 0.6, 16
 """The price of a node is lowered by the fraction DISCOUNT if all trees of the batch together have at most FEW_NODES
 nodes, and by DISCOUNT * FEW_NODES / nodes if they have more. The kernels process rows in tiles, so leaving out the last
@@ -34,8 +34,7 @@ FIRST_WAIT, LONGEST_WAIT = 2, 32
 """The number of blocks of plain rounds after drafts that did not pay: the first number, and the largest. It doubles
 each time."""
 FREE_NODES = 4
-"""Attention takes as long for this number of nodes of a row as for one, because a vector of the kernel holds the queries
-of a few nodes."""
+"""Attention takes as long for this number of nodes of a row as for one: a vector of the kernel holds their queries."""
 
 
 def first_control(batch: int, counts_drafts: bool = False) -> Control:
@@ -49,32 +48,32 @@ def first_control(batch: int, counts_drafts: bool = False) -> Control:
     return Control(rows, rows, rows, rows, count, count, count + FIRST_WAIT, drafts)
 
 
-def joined(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Array, "B"]) -> Control:
+def after_admission(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Array, "B"]) -> Control:
     """The control after new rows have entered a running batch.
 
-    Nothing is known of the drafts of new rows. They take over from the running rows whether drafting pays, so that a
+    Nothing is known of the drafts of new rows. New rows copy the batch's verdict on whether drafting pays, so that a
     batch does not try drafts again that did not pay.
 
     Args:
-      live: rows that are not done. The new rows among them are ignored.
+      live: unfinished rows; new rows do not count.
       slot_mask: the new rows.
     """
     others = live & ~slot_mask
     num = jnp.sum(others).astype(jnp.float32)
     fresh = first_control(len(live), control.drafts is not None)
-    known = {name: _sum(getattr(control, name), others) / jnp.maximum(num, 1.0) for name in ("tokens", "plain")}
-    known |= {name: _most(getattr(control, name), others) for name in ("rounds", "wait", "backoff")}
-    known = {name: jnp.where(num > 0, value, getattr(fresh, name)) for name, value in known.items()}
-    return _in_rows(slot_mask, dataclasses.replace(fresh, **known), control)
+    of_batch = {name: _sum(getattr(control, name), others) / jnp.maximum(num, 1.0) for name in ("tokens", "plain")}
+    of_batch |= {name: _most(getattr(control, name), others) for name in ("rounds", "wait", "backoff")}
+    of_new = {name: jnp.where(num > 0, value, getattr(fresh, name)) for name, value in of_batch.items()}
+    return _in_rows(slot_mask, dataclasses.replace(fresh, **of_new), control)
 
 
-def waits(control: Control, costs: Costs, done: Bool[Array, "B"]) -> Bool[Array, ""]:
+def is_waiting(control: Control, costs: Costs, done: Bool[Array, "B"]) -> Bool[Array, ""]:
     """Whether the next round is plain."""
-    is_waiting = _most(control.wait, ~done) > 0
-    return is_waiting if costs.worth_trying is None else is_waiting | ~costs.worth_trying[jnp.sum(~done)]
+    has_to_wait = _most(control.wait, ~done) > 0
+    return has_to_wait if costs.worth_trying is None else has_to_wait | ~costs.worth_trying[jnp.sum(~done)]
 
 
-def waited(control: Control, num_rounds: Int[Array, ""]) -> Control:
+def after_plain_rounds(control: Control, num_rounds: Int[Array, ""]) -> Control:
     """The control after `num_rounds` plain rounds. A call of the loop may be shorter than a block."""
     return dataclasses.replace(control, wait=jnp.maximum(control.wait - num_rounds, 0))
 
@@ -105,9 +104,9 @@ def first_trust(has_score: bool) -> float:
 def log_share(accepted: Array, num: Array, first: Array | float) -> Array:
     """The log of the share of `num` expected drafts that was accepted, at most 0.
 
-    PRIOR further expected drafts are added, of which the share `first` was accepted.
+    PRIOR_DRAFTS further expected drafts are added, of which the share `first` was accepted.
     """
-    return jnp.log(jnp.clip((accepted + PRIOR * first) / (num + PRIOR), 1e-3, 1.0))
+    return jnp.log(jnp.clip((accepted + PRIOR_DRAFTS * first) / (num + PRIOR_DRAFTS), 1e-3, 1.0))
 
 
 def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
@@ -115,28 +114,24 @@ def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
     return log_share(control.accepted, control.predicted, costs.first_trust)
 
 
-def stop_rule(
-    control: Control, costs: Costs, num_nodes: int, length: Int[Array, "B"], done: Bool[Array, "B"]
-) -> Stop | None:
+def stop_rule(control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Stop | None:
     """The condition under which chains end early. None if they do not.
 
     A further level costs a pass of the drafter and one node per row. It must promise as many tokens as the rounds so
     far gave in that time.
 
     Args:
-      num_nodes: number of nodes of a full tree, root included.
       length: number of committed tokens of each row.
     """
     if costs.level_seconds is None:
         return None
+    num_nodes = (costs.pass_seconds.shape[0] - 1) // len(length)  # of a full tree
     node = _node_seconds(costs, num_nodes, done) * jnp.sum(~done).astype(jnp.float32)
     price = speed_so_far(control, costs, length, done) * (costs.level_seconds[jnp.sum(~done)] + node)
     return Stop(log_trust(control, costs), ~done, price)
 
 
-def speed_so_far(
-    control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
-) -> Float[Array, ""]:
+def speed_so_far(control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
     """The expected tokens per second with drafts: plain speed times the gain so far.
 
     The gain is smoothed by one plain round per row.
@@ -228,7 +223,7 @@ def _positive(x: Any) -> Any:
     return (x + abs(x)) / 2
 
 
-def expected(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
+def expected_drafts(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
     """The number of accepted drafts that the drafter expected among the tried ones, the valid children of a path.
 
     Args:
@@ -241,7 +236,7 @@ def expected(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
     return jnp.sum(jnp.where(was_tried, step, 0.0), 1)
 
 
-def learned(
+def after_round(
     control: Control,
     costs: Costs,
     tree: DraftTree,
@@ -263,20 +258,20 @@ def learned(
     num = tree.tokens.shape[1]
     is_at = jnp.arange(num) == verdict.path[:, :, None]
     on_path = jnp.any(is_at & (jnp.arange(verdict.path.shape[1]) <= verdict.num_accepted[:, None])[:, :, None], 1)
-    predicted = expected(tree, on_path)
+    predicted = expected_drafts(tree, on_path)
     rounds, backoff = _most(control.rounds, ~done) + 1, _most(control.backoff, ~done)
-    tokens = MEMORY * control.tokens + num_committed.astype(jnp.float32)
-    plain = MEMORY * control.plain + seconds / plain_seconds(costs, length, done)  # in which each row gains a token
-    sample = _num_live(done) * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - MEMORY))
-    is_behind = _sum(tokens, ~done) < _sum(plain, ~done) * (1 - DOUBT / jnp.sqrt(sample))
+    tokens = DECAY * control.tokens + num_committed.astype(jnp.float32)
+    plain = DECAY * control.plain + seconds / plain_seconds(costs, length, done)  # in which each row gains a token
+    sample = _num_live(done) * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - DECAY))
+    is_behind = _sum(tokens, ~done) < _sum(plain, ~done) * (1 - STOP_MARGIN / jnp.sqrt(sample))
     is_poor = (rounds >= FEWEST_ROUNDS) & is_behind
     is_good = rounds >= 4 * FEWEST_ROUNDS
     drafts = control.drafts
     if drafts is not None:
         drafts += jnp.stack([num_made, jnp.sum(tree.valid & (tree.depth > 0), 1)], 1)
     now = Control(
-        accepted=MEMORY * control.accepted + verdict.num_accepted.astype(jnp.float32),
-        predicted=MEMORY * control.predicted + predicted,
+        accepted=DECAY * control.accepted + verdict.num_accepted.astype(jnp.float32),
+        predicted=DECAY * control.predicted + predicted,
         tokens=jnp.where(is_poor, 0.0, tokens),
         plain=jnp.where(is_poor, 0.0, plain),
         rounds=jnp.where(is_poor, 0, rounds),

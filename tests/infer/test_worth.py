@@ -145,7 +145,8 @@ def test_a_node_beside_others_is_as_dear_as_one_below_them():
     score = jnp.log(jnp.where(jnp.arange(num) == 0, 1.0, 0.05))[None]
     for parents, depth in ((jnp.arange(-1, num - 1), jnp.arange(num)), (jnp.arange(num) * 0, jnp.ones(num, int))):
         depth = depth.at[0].set(0).astype(jnp.int32)[None]
-        tree = DraftTree(jnp.zeros((1, num), jnp.int32), parents.astype(jnp.int32)[None], depth, depth >= 0, score=score)
+        rows = jnp.zeros((1, num), jnp.int32), parents.astype(jnp.int32)[None], depth, depth >= 0
+        tree = DraftTree(*rows, score=score)
         kept, _ = worth.select_nodes(tree, worth.first_control(1), priced, length, live)
         assert int(kept.sum()) == worth.FREE_NODES
 
@@ -157,7 +158,7 @@ def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
     tree = DraftTree(jnp.zeros((1, 4), jnp.int32), parents, depth, jnp.ones((1, 4), bool), score=score)
     path, one, live = jnp.asarray([[0, 1, 0, 0]]), jnp.ones(1, jnp.int32), jnp.zeros(1, bool)
     verdict, fresh = Verdict(path, one, one, path), worth.first_control(1)
-    found = worth.learned(fresh, costs(4, 1), tree, one, verdict, one + 1, one, live, jnp.asarray(1.0))
+    found = worth.after_round(fresh, costs(4, 1), tree, one, verdict, one + 1, one, live, jnp.asarray(1.0))
     assert float(found.accepted[0]) == 1.0 and float(found.predicted[0]) == pytest.approx(0.8 + 0.5)
 
 
@@ -170,8 +171,8 @@ def test_many_rows_leave_less_doubt(batch, falls_back):
     verdict = Verdict(path, two - 1, two, path)
     waits = []
     for _ in range(40):
-        control = worth.learned(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
-        waits.append(bool(worth.waits(control, priced, live)))
+        control = worth.after_round(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
+        waits.append(bool(worth.is_waiting(control, priced, live)))
     assert any(waits) is falls_back
 
 
@@ -180,10 +181,10 @@ def test_rows_draft_where_a_batch_of_as_many_would():
     control, priced = worth.first_control(3), costs(6, 3)
     few = dataclasses.replace(priced, worth_trying=jnp.asarray([True, True, True, False]))
     for done, is_plain in (([False] * 3, True), ([False, True, False], False)):
-        assert not bool(worth.waits(control, priced, jnp.asarray(done)))
-        assert bool(worth.waits(control, few, jnp.asarray(done))) is is_plain
+        assert not bool(worth.is_waiting(control, priced, jnp.asarray(done)))
+        assert bool(worth.is_waiting(control, few, jnp.asarray(done))) is is_plain
     waiting = dataclasses.replace(control, wait=control.wait + 1)
-    assert bool(worth.waits(waiting, few, jnp.asarray([True, True, False])))
+    assert bool(worth.is_waiting(waiting, few, jnp.asarray([True, True, False])))
 
 
 def round_of(control, priced: Costs, committed: list[int], done: list[bool], seconds: float):
@@ -192,7 +193,7 @@ def round_of(control, priced: Costs, committed: list[int], done: list[bool], sec
     tree = DraftTree(*(jnp.zeros((batch, 2), jnp.int32),) * 3, jnp.ones((batch, 2), bool))
     path = jnp.zeros((batch, 2), jnp.int32)
     rest = num, Verdict(path, num - 1, num, path), num, num, jnp.asarray(done), jnp.asarray(seconds)
-    return worth.learned(control, priced, tree, *rest)
+    return worth.after_round(control, priced, tree, *rest)
 
 
 def test_a_row_that_leaves_takes_its_history_along():
@@ -206,7 +207,9 @@ def test_a_row_that_leaves_takes_its_history_along():
     for name, value in vars(after).items():
         if name != "drafts":
             assert float(value[1]) == float(getattr(whole, name)[1]), name
-    assert int(after.rounds[0]) == int(after.rounds[2]) == 6 and not bool(worth.waits(after, priced, jnp.asarray(left)))
+    assert int(after.rounds[0]) == int(after.rounds[2]) == 6 and not bool(
+        worth.is_waiting(after, priced, jnp.asarray(left))
+    )
     sums = np.sum(0.97 ** np.arange(5)) * np.array([2.0, 1.0, 2.0])
     np.testing.assert_allclose(whole.tokens, sums, rtol=1e-6)
     for done in (live, left):
@@ -227,7 +230,7 @@ def test_a_batch_whose_rows_all_stay_is_judged_by_its_tokens_and_seconds():
         committed, spent = rng.integers(1, 3, 4).tolist(), float(rng.uniform(3.6, 4.4)) * (0.8 if i > 60 else 1.0)
         control = round_of(control, priced, committed, live, spent)
         tokens, seconds, rounds = 0.97 * tokens + sum(committed), 0.97 * seconds + spent, rounds + 1
-        doubt = worth.DOUBT / np.sqrt(4 * min(rounds, 1 / (1 - worth.MEMORY)))
+        doubt = worth.STOP_MARGIN / np.sqrt(4 * min(rounds, 1 / (1 - worth.DECAY)))
         wait = 0
         if rounds >= worth.FEWEST_ROUNDS and tokens < seconds * 4 / plain * (1 - doubt):
             wait, backoff, falls = 2 * backoff, min(2 * backoff, worth.LONGEST_WAIT), falls + 1
@@ -255,13 +258,13 @@ def test_a_row_that_comes_in_takes_over_whether_drafts_pay():
     )
     mask = jnp.asarray([False, False, True, False])
     for live in ([True, True, False, False], [True, True, True, False]):  # whether or not it counts as live by now
-        found = worth.joined(control, jnp.asarray(live), mask)
+        found = worth.after_admission(control, jnp.asarray(live), mask)
         assert found.tokens.tolist() == [2.0, 4.0, 3.0, 100.0] and found.plain.tolist() == [1.0, 5.0, 3.0, 100.0]
         assert found.rounds.tolist() == [7, 7, 7, 90] and found.wait.tolist() == [3, 3, 3, 9]
         assert found.backoff.tolist() == [8, 8, 8, 32]
         assert found.accepted.tolist() == [0.0, 1.0, 0.0, 3.0]
         assert found.drafts.tolist() == [[5, 5], [5, 5], [0, 0], [5, 5]]
-    alone, fresh = worth.joined(control, mask, mask), worth.first_control(4, counts_drafts=True)
+    alone, fresh = worth.after_admission(control, mask, mask), worth.first_control(4, counts_drafts=True)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[2], b[2]), alone, fresh)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[3], b[3]), alone, control)
 
@@ -280,7 +283,7 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
         )
         control, length = worth.first_control(batch), jnp.full(batch, 100)
         kept, seconds = worth.select_nodes(tree, control, priced, length, ~busy)
-        stop = worth.stop_rule(control, priced, 6, length, ~busy)
+        stop = worth.stop_rule(control, priced, length, ~busy)
         found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-6)

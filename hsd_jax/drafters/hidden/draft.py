@@ -82,7 +82,7 @@ def hidden_drafter(
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         after = basis.commit(models, state, verdict, output, num_committed)
-        spares = reuse_lib.advance(state.spares, num_committed)
+        spares = reuse_lib.after_commit(state.spares, num_committed)
         if runs_every_round:
             return dataclasses.replace(after, spares=spares)
         state = dataclasses.replace(state, spares=spares)

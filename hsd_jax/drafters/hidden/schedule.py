@@ -54,10 +54,9 @@ def trunk_states(
 def aged(
     models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> Callable[[Array], TrunkState]:
-    """A function `state_at(age)` that gives every row the spare states of a trunk run `age` rows earlier.
+    """A function `state_at(age)` for a drafter state whose rows are consecutive roots of one text.
 
-    Args:
-      state: a drafter state whose rows are consecutive roots of one text.
+    Row i of `state` is the i-th root of the text. `state_at(a)` gives row i the states made at root i - a.
     """
     states, _ = run_trunk(models, target_config, config, num_states, state)
     logits = base_logits(models["drafter"], config, models["target"], target_config, states)
@@ -65,7 +64,7 @@ def aged(
 
     def state_at(age: Array) -> TrunkState:
         made = reuse_lib.fresh_spares(logits[jnp.maximum(rows - age, 0)])
-        return dataclasses.replace(state, spares=reuse_lib.advance(made, jnp.broadcast_to(age, rows.shape)))
+        return dataclasses.replace(state, spares=reuse_lib.after_commit(made, jnp.broadcast_to(age, rows.shape)))
 
     return state_at
 

@@ -126,7 +126,7 @@ def small_lm_drafter(
         _, cache = read_on(models["drafter"], config, state.cache, nodes, num_read, **options)
         pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
         after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
-        return cache_lib.keep_idle(num_committed, state, after)
+        return cache_lib.undo_idle_rows(num_committed, state, after)
 
     def resize(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))

@@ -128,14 +128,14 @@ def isas_here(params) -> list[str]:
     if params.mesh is not None or not isas:
         where = f"{native.traced_platform()}, mesh {params.mesh and dict(params.mesh.shape)}"
         raise ValueError(
-            f"--levels: no CPU kernels run here ({where}); needed are one CPU with avx2 or more, a C++ compiler,"
-            " no mesh, and HSD_NATIVE not 0"
+            f"--levels: no CPU kernels run here ({where}); needed are one CPU with avx2 or more, a C++ compiler"
+            " and no mesh"
         )
     return [*isas, native.OFF]
 
 
 def _runs(isa: str) -> bool:
-    """Whether the kernels run on this instruction set: HSD_NATIVE=0 switches all of them off."""
+    """Whether the kernels run on this instruction set."""
     from hsd_jax.kernels import native
 
     with native.at_isa(isa):
