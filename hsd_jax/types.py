@@ -324,8 +324,9 @@ class Drafter(NamedTuple):
     """`resize(state, capacity) -> state`, when the decode loop changes to a larger cache."""
     scheme: DrawScheme
     max_depth: int
-    aux_layers: tuple[int, ...] = ()
-    """Layers whose residual streams `read`, `commit` and `follow` find in `ModelOutput.features`."""
+    feature_layers: tuple[int, ...] = ()
+    """Inner layers of the target whose residual streams `read`, `commit` and `follow` find in
+    `ModelOutput.features`."""
     lookahead: int = 0
     """The number of slots after the committed tokens that a round may write in the drafter's own cache, if it exceeds
     `max_depth`."""

@@ -140,7 +140,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
         num, size = tokens.shape[1], min(tokens.shape[1], chunk)
         if num % size:
             raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {size}")
-        aux_layers = () if drafter is None else drafter.aux_layers
+        feature_layers = () if drafter is None else drafter.feature_layers
         next_tokens = jnp.roll(tokens, -1, 1)
 
         def read(index: Array, carry):
@@ -148,7 +148,9 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
             start = index * size
             now, following = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (tokens, next_tokens))
             # XLA removes the logits, which are not used.
-            output, cache = read_chunk(models["target"], config, cache, now, start, length - 1, aux_layers=aux_layers)
+            output, cache = read_chunk(
+                models["target"], config, cache, now, start, length - 1, feature_layers=feature_layers
+            )
             if drafter is not None:
                 drafter_state = drafter.read(models, drafter_state, output, now, following, start, length)
             return cache, drafter_state

@@ -129,7 +129,7 @@ def target_pass(
         nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestors
         active = tree.valid & ~state.done[:, None] & (True if tree.tip is None else ~tree.tip)
         return forward(
-            models["target"], config, *nodes, state.cache, aux_layers=drafter.aux_layers, active=active
+            models["target"], config, *nodes, state.cache, feature_layers=drafter.feature_layers, active=active
         ), ancestors
 
 

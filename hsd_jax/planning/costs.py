@@ -1,8 +1,8 @@
 """What a round costs: the seconds of its passes and of drafting.
 
-`CostModel` computes them from the sizes of the models and the rates of a processor. `RoundCost` fits them to timed
-rounds. Read first: `rates.py`. What a round yields is in `acceptance.py`. Read next: `plan.py`, which compares trees
-by `CostModel.predicted_speed`.
+`CostModel` computes them from the sizes of the models and the rates of a processor. `types.Costs` is its table for the
+decode loop. `RoundCost` fits seconds to timed rounds, for `tune`. Read first: `rates.py`. What a round yields is in
+`acceptance.py`. Read next: `plan.py`, which compares trees by `CostModel.predicted_speed`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
 OPERATIONS_PER_LAYER, OPERATIONS_PER_ROW = 8, 1.5
-"""The number of small operations of a layer, and how many more each row adds."""
+"""The number of small operations of a pass in each layer, and of each row in each layer."""
 TILE = 8
 TILE_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.66, 0.93, 0.93, 1.0)
 """The time of 0 to 8 rows as a fraction of that of a full tile of 8 rows. 6 rows do not fit the registers as well."""
@@ -104,7 +104,7 @@ class CostModel:
         return method_of(self.drafter).planning.drafting_seconds(self, self.drafter, batch, tree)
 
     def predicted_speed(self, batch: int, slots: float, tree: TreeConfig | None, profile: Sequence[float]) -> float:
-        """Predicted tokens per second of a batch, if the best number of nodes of each tree is verified.
+        """Predicted tokens per second of a batch, when each round verifies the number of nodes with the highest speed.
 
         Args:
           slots: filled cache slots of each row.

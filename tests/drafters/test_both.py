@@ -250,7 +250,7 @@ def test_plain_rounds_are_followed_and_show_nothing():
     text = jnp.asarray(rng.integers(0, toy.VOCAB, (call.batch, num)), jnp.int32)
     committed = jnp.asarray([num, 1, 2, num, 0, num], jnp.int32)
     hidden = jnp.asarray(rng.normal(size=(call.batch, num, setup.config.hidden_size)), jnp.float32)
-    output = ModelOutput(None, hidden, (hidden,) * len(drafter.aux_layers), None)
+    output = ModelOutput(None, hidden, (hidden,) * len(drafter.feature_layers), None)
     after = jax.jit(drafter.follow)(setup.models, state, verdict_of(text, committed), output, committed)
     for row, prompt in enumerate(call.prompts):
         whole = prompt.tolist() + text[row, : int(committed[row])].tolist()

@@ -83,7 +83,7 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
     """The states of a round of inference behind a prompt of `length[b]` tokens of each row: prefill, then draft."""
     tree = TreeConfig(nodes=config.num_steps + 1, depth=config.num_steps, width=1)
     proposer = make_drafter(TARGET, config, tree)
-    output = forward_sequence(models["target"], TARGET, rows, aux_layers=proposer.aux_layers)
+    output = forward_sequence(models["target"], TARGET, rows, feature_layers=proposer.feature_layers)
     state = drafter_after(proposer, models, output, rows, length, capacity)
     if config.kind == "medusa":
         return head_states(models["drafter"], config, state.feature, config.num_steps)
@@ -106,7 +106,7 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
 @functools.partial(jit, static_argnums=1)
 def read_rows(models, config: DrafterConfig, rows):
     """The target's pass over all but the last token, and what the trunk reads of it: features and embeddings."""
-    output = forward_sequence(models["target"], TARGET, rows[:, :-1], aux_layers=config.feature_layers)
+    output = forward_sequence(models["target"], TARGET, rows[:, :-1], feature_layers=config.feature_layers)
     embeddings = models["target"]["embedding"][rows[:, 1:]] * TARGET.embed_scale
     features = trunk_features(models["drafter"], config, output.hidden, output.features)
     return output, features, embeddings if config.committed_embeddings else None

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, run_trunk, spares_of
@@ -67,7 +67,7 @@ def hidden_drafter(
     # from, so a row commits at most K + 1 tokens from one trunk run to the next.
     max_pending = None if runs_every_round else num_states + 1
     basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending)
-    if reuse.form == NONE:
+    if reuse.form == NO_REUSE_FORM:
         return basis
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -113,7 +113,7 @@ def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig,
     def node_origins(state: TrunkState, drafted: DraftTree):
         return reuse_lib.origins(reuse, spares_of(state), drafted, config.num_steps, tree.depth)
 
-    return Pictures(node_logp, None if reuse.form == NONE else node_origins)
+    return Pictures(node_logp, None if reuse.form == NO_REUSE_FORM else node_origins)
 
 
 def _logp_of_nodes(

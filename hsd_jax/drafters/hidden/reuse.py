@@ -1,9 +1,9 @@
 """Spare states: trunk states for positions beyond the tokens that a round committed, and how later rounds use them.
 
 A trunk state reads no drafted token. So the states after a rejected draft stay valid: they still predict the same
-absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5 step 6). Only their base logits are kept, because a tree needs
-nothing else of a state. This module uses neither trunks nor targets. Read next: `schedule.py`, which decides for each
-form when the trunk runs.
+absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5 step 6). Only their base logits are kept, because a tree
+needs nothing else of a state. This module uses neither trunks nor targets. Read next: `schedule.py`, which decides for
+each form when the trunk runs.
 
 Forms (`config.REUSES`), with K states per trunk run:
     none     the trunk runs in every round, and spare states are dropped
@@ -22,7 +22,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, UNFUSED, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import DraftTree
 
@@ -128,11 +128,11 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
             f" 2 * depth + 1 = {2 * depth + 1} trained steps; this drafter has {trained}, which allows {allowed}"
         )
     if form == SKIP and not 1 <= enough_spares(reuse, depth, trained) < trained:
-        allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NONE
+        allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NO_REUSE_FORM
         raise ValueError(
             f"reuse={str(reuse)!r}: a trunk of {trained} steps leaves fewer spare states; allowed: {allowed}"
         )
-    if form not in (NONE, SKIP, AHEAD) and depth < 2:
+    if form not in (NO_REUSE_FORM, SKIP, AHEAD) and depth < 2:
         raise ValueError(
             f"reuse={form!r} with TreeConfig.depth={depth}: one state is never spare; allowed are depths of 2 and more"
         )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.drafters.reading import joined
@@ -159,5 +159,5 @@ def make_schedule(
         )
         return Forecast(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
 
-    schedules = {NONE: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
+    schedules = {NO_REUSE_FORM: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
     return schedules[reuse.form]

@@ -38,8 +38,8 @@ def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
 
 
 FIRST_SIZE = 0.2
-"""Root mean square of the initial rows of `previous` (W1). The norm in `read_token` cancels it. Adam changes the direction of small
-rows faster."""
+"""Root mean square of the initial rows of `previous` (W1). The norm in `read_token` cancels it. Adam changes the
+direction of small rows faster."""
 
 
 def begin_from(weights: Weights, embedding: Float[Array, "V H"]) -> Weights:

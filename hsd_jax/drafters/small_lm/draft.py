@@ -132,5 +132,5 @@ def small_lm_drafter(
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
     of_round = (draft, commit) if is_chain else tree_round(config, grower, steered)
-    aux_layers, lookahead = () if steered is None else steered.aux_layers, depth + max_pending
-    return Drafter(init, read, *of_round, resize, scheme, depth, aux_layers, lookahead, follow=follow)
+    feature_layers, lookahead = () if steered is None else steered.feature_layers, depth + max_pending
+    return Drafter(init, read, *of_round, resize, scheme, depth, feature_layers, lookahead, follow=follow)

@@ -47,7 +47,7 @@ class SmallLMState:
 class Steered(NamedTuple):
     """The steering of a model (`drafters/steered`), as functions of the weights."""
 
-    aux_layers: tuple[int, ...]
+    feature_layers: tuple[int, ...]
     width: int
     """Length of a token's feature vector, all layers together."""
     joined: Callable[..., Float[Array, "B N X"]]

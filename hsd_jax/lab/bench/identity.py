@@ -220,7 +220,8 @@ def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[
 def _precision(params):
     import jax
 
-    return jax.default_matmul_precision("highest") if params.precision == "exact" else contextlib.nullcontext()
+    wanted = params.matmul_precision
+    return contextlib.nullcontext() if wanted is None else jax.default_matmul_precision(wanted)
 
 
 def logit_noise(params, prompts, texts, num_nodes: int) -> float:
