@@ -371,7 +371,7 @@ def test_a_record_is_found_for_its_pair_and_machine_alone(found_by_name, kept_fo
     params = found_by_name
     make_record(params, make_choice(reuse="none", temperature=0.0)).keep()
     assert plan_of(params).tree == SMALL
-    for change in ({"pair": None}, {"pair": ("a", "b")}, {"dtype": "bfloat16"}):
+    for change in ({"fingerprint_pair": None}, {"fingerprint_pair": ("a", "b")}, {"dtype": "bfloat16"}):
         assert "`tune`" not in plan_of(params.replace(**change)).reason
     monkeypatch.setattr(tuned, "device_name", lambda: "a stone")
     assert "`tune`" not in plan_of(params).reason

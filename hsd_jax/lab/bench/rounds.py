@@ -126,7 +126,7 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[D
 
 def laws_along(counts: Int[np.ndarray, "texts ages roots"], texts: Texts, most: int) -> list[Distribution]:
     """As `laws_of`, from the counts of `count_accepted`."""
-    return [accepted_along(np.minimum(counts, n), texts, n).law for n in range(1, most + 1)]
+    return [accepted_along(np.minimum(counts, n), texts, n).distribution for n in range(1, most + 1)]
 
 
 def count_accepted(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarray, "texts ages roots"], float]:
