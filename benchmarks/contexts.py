@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--window", default="own", help="the trunk's window: a number, none, own (default: own)")
     parser.add_argument("--target-window", default="own", help="the same for every layer of the target")
     args = parser.parse_args(arguments)
-    chain = TreeConfig(args.nodes, args.nodes - 1, 1)
+    chain = TreeConfig.chain(args.nodes - 1)
     params = hsd_jax.load(args.demo, target=args.target, drafter=args.drafter, tree=chain)
     params = with_windows(params, args.window, args.target_window)
     size = args.limit, args.max_new_tokens, args.chat_template

@@ -47,11 +47,11 @@ def rounds_of(
                 seen.append(drafter.draft(*args))
                 return seen[0]
 
-            def verify(*args):
-                seen.append(rule.verify(*args))
+            def judge(*args):
+                seen.append(rule.judge(*args))
                 return seen[1]
 
-            own = make_step(params.target_config, drafter._replace(draft=draft), rule._replace(verify=verify))
+            own = make_step(params.target_config, drafter._replace(draft=draft), rule._replace(judge=judge))
             after, tree = own(models, sampling, limits, state, costs), seen[0][0]
             score = tree.score
             if tree.draft_logp is not None:

@@ -23,7 +23,7 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax import TreeConfig
-from hsd_jax.config import AHEAD, NONE, RECURRENT, SKIP, SUM, UNFUSED, ReuseConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, RECURRENT, SKIP, SUM, UNFUSED, ReuseConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.lab.aot import devices, report
 from hsd_jax.lab.aot.kinds import parse_devices
@@ -35,8 +35,8 @@ CHAIN, SHORT = TreeConfig.chain(7), TreeConfig.chain(3)
 """`ahead` needs K >= 2 D + 1 states, so with 8 trained states its chain is SHORT."""
 ONE_DEVICE = {"data": 1, "model": 1}
 FORMS = [
-    (NONE, CHAIN), (SUM, CHAIN), (f"{SKIP}:2", CHAIN), (f"{SKIP}:4", CHAIN), (UNFUSED, CHAIN), (NONE, SHORT),
-    (AHEAD, SHORT),
+    (NO_REUSE_FORM, CHAIN), (SUM, CHAIN), (f"{SKIP}:2", CHAIN), (f"{SKIP}:4", CHAIN), (UNFUSED, CHAIN),
+    (NO_REUSE_FORM, SHORT), (AHEAD, SHORT),
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ RECURRENT, PARALLEL = TRUNKS = ("recurrent", "parallel")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
 LARGEST_TREE = 256
 """The largest number of nodes of a tree."""
-NONE, SUM, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "skip", "ahead", "unfused")
+NO_REUSE_FORM, SUM, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "skip", "ahead", "unfused")
 """How later rounds use the trunk states that a round did not use (`drafters/hidden/reuse.py`)."""
 Reuse = Annotated[str, OneOf(REUSES)]
 
@@ -350,7 +350,7 @@ class ReuseConfig:
       ValueError: naming the wrong value and the allowed ones.
     """
 
-    form: Reuse = NONE
+    form: Reuse = NO_REUSE_FORM
     min_spares: Count | None = None
 
     def __post_init__(self):

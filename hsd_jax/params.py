@@ -65,7 +65,7 @@ class Params:
     dtype: str = flax.struct.field(pytree_node=False, default="float32")
     """The dtype of the target's weights, or "int8" if they are quantized. The arrays may have a wider dtype with the
     same values (`Placement.widens`)."""
-    pair: tuple[str, str] | None = flax.struct.field(pytree_node=False, default=None)
+    fingerprint_pair: tuple[str, str] | None = flax.struct.field(pytree_node=False, default=None)
     """Fingerprints of target and drafter, by which a record of `tune` is found. None if the params were not made by
     `load`; then no record is found."""
     drafter_mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
@@ -83,8 +83,8 @@ class Params:
 
     def fingerprints(self) -> tuple[str, str]:
         """Two fingerprints: of the target's weights, and of the drafter's configuration and weights."""
-        if self.pair is not None:
-            return self.pair
+        if self.fingerprint_pair is not None:
+            return self.fingerprint_pair
         return convert.weights_hash(self.target), drafter_hash(self.drafter_config, self.drafter)
 
 
@@ -158,8 +158,8 @@ def load(
         original target also drafts for the quantized one. Without the CPU kernels (see `Params.arithmetic`) a CPU
         widens the weights in every pass, which saves nothing.
       max_len: largest length of a row in tokens, prompt included. None: the context length of the model.
-      precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; speculative and
-        plain text then agree token for token.
+      precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; on one device
+        speculative and plain text then agree token for token (methods.md 1.7).
       mesh: "data=2,model=4" or a `jax.sharding.Mesh`. Rows are split over data, weights over model.
       tree: draft tree of every `decode` that is given none. None: each call chooses its tree (`planning/plan.py`).
       revision: branch, tag or commit of a target on the hub. None: its main branch.
@@ -304,9 +304,11 @@ def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False
 
 
 def _drafted_by(params: Params, config: Any, weights: Weights, target_hash: str | None) -> Params:
-    """The same target with this drafter. Without a `target_hash` the pair is unknown (`Params.pair`)."""
+    """The same target with this drafter. Without a `target_hash` the pair is unknown (`Params.fingerprint_pair`)."""
     pair = None if target_hash is None else (target_hash, drafter_hash(config, weights))
-    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
+    return place(
+        dataclasses.replace(params, drafter=weights, drafter_config=config, fingerprint_pair=pair), params.mesh
+    )
 
 
 def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.Array) -> Params:
@@ -323,7 +325,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
         raise ValueError("restrict() needs a trained drafter, and these params have none: load with drafter=FOLDER")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
-    return _drafted_by(params, config, weights, None if params.pair is None else params.pair[0])
+    return _drafted_by(params, config, weights, None if params.fingerprint_pair is None else params.fingerprint_pair[0])
 
 
 def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from pydantic import Field
 
 from hsd_jax.arguments import Sampling
-from hsd_jax.config import NO_REUSE, NONE, ModelConfig, ReuseConfig, TreeConfig, bucket
+from hsd_jax.config import NO_REUSE, NO_REUSE_FORM, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import check_mesh
 from hsd_jax.infer.decode import GROWTH, Decoder
@@ -61,7 +61,7 @@ class Speculation:
     tree: TreeConfig | None = None
     accept: Rule = AUTO
     draw: Scheme | None = None
-    reuse: str = NONE
+    reuse: str = NO_REUSE_FORM
     speculate: Flag = True
     tuned: bool | Tuned = True
     pad_rows: Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)] = 1
@@ -106,7 +106,7 @@ def make_decoder(
     config: ModelConfig,
     drafter_config: Any,
     tree: TreeConfig | None,
-    precision: str,
+    matmul_precision: str | None,
     cache_dtype: str,
     pad_rows: int,
     mesh: Mesh | None,
@@ -117,7 +117,6 @@ def make_decoder(
     drafter_mesh: Mesh | None = None,
 ) -> Decoder:
     """The compiled functions of a static configuration. `_decoder` keeps those of this process."""
-    matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
     rule = make_rule(accept, tree, lossy)
@@ -161,7 +160,7 @@ def set_up(
         params.target_config,
         None if is_plain else params.drafter_config,
         plan.tree,
-        params.precision,
+        params.matmul_precision,
         cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
         asked.pad_rows if is_plain else 1,
         mesh=params.mesh,

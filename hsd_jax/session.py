@@ -149,7 +149,7 @@ class Session:
     The settings of speculation belong to the session and are those of `decode`. The settings of the text belong to each
     request. The text of a row is that of `decode` for this row alone. Under the rule `match` with the CPU kernels it is
     identical for every slot, every set of other rows and every earlier row. Elsewhere programs of different sizes may
-    round differently. Under the rules that draw, the text has the same distribution. Use a session as a context manager
+    round differently. Under the other rules the text has the same distribution. Use a session as a context manager
     or close it. If there are several processes, all must make the same calls in the same order.
 
     In the terms of JAX serving engines (JetStream, MaxText): `admit` and the reading that `step` does are *prefill*,
@@ -201,7 +201,7 @@ class Session:
         if setup.plan.tree is None and setup.plan.is_adaptive and rates_here(params.mesh is None).skips_rows:
             # Drafts may still pay while few slots are busy.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
-        known = params.pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
+        known = params.fingerprint_pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
         check_same("models and settings of the session", repr(known))
         self._begin(params, setup, num_rows, slots, max_len)
         check_free(
@@ -751,7 +751,7 @@ def prepare(
     setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.temperature for row in rows))
     if setup.lookahead > MOST_LOOKAHEAD:  # a requested tree that is deeper than any chosen tree
         capacity = first_capacity(*lengths, setup.lookahead, params.max_len)
-    known = params.pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
+    known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.rule, setup.scheme, setup.lossy
     check_same("models, prompts and settings of the call", repr((known, asked)))
     session = object.__new__(Session)

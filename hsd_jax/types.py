@@ -60,8 +60,8 @@ class DrawScheme(enum.Enum):
 
 
 DRAWN_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT, DrawScheme.TOP_THEN_RANDOM})
-"""Schemes whose trees are drawn with their own noise and carry `DraftTree.draft_logp`. The other schemes grow
-beams."""
+"""Schemes whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`. The other schemes choose
+children without noise of their own."""
 
 
 @flax.struct.dataclass
@@ -96,7 +96,7 @@ class ModelOutput:
     hidden: Float[Array, "B N H"]
     """Hidden states after the final norm, which the LM head reads."""
     features: tuple[Float[Array, "B N H"], ...]
-    """The residual stream after each of the requested layers (`aux_layers`), in ascending order."""
+    """The residual stream after each of the requested inner layers (`feature_layers`), in ascending order."""
     new_kv: NewKV
 
 
@@ -116,13 +116,13 @@ class DraftTree:
     """The log of the drafter's estimate that a node and all its ancestors are accepted. It is 0 for the root and
     falls along each path. None if the drafter gives no estimate."""
     tip: Bool[Array, "B N"] | None = None
-    """Leaves that are judged but not verified: the target computes no logits after them. A path that ends at such a
-    leaf emits no token of the target after it. None: the tree has no such leaves."""
+    """Leaves that the rule judges and the target's pass leaves out, so there are no logits after them. A path that ends
+    at such a leaf emits no token of the target after it. None: the tree has no such leaves."""
 
 
 @flax.struct.dataclass
 class Verdict:
-    """The outcome of one verification.
+    """What a rule decided about a tree: the accepted path, and the tokens that are emitted.
 
     `emitted[:, :num_accepted + 1]` holds the accepted draft tokens and then `next_token`. The entries after these have
     no meaning.
@@ -181,10 +181,10 @@ class Costs:
     """Seconds to draft full trees for 0, 1, ... rows. This does not depend on how many of their nodes are verified."""
     slot_seconds: Float[Array, ""]
     """Seconds that the attention of one node takes for each cache slot that it sees."""
-    window: Float[Array, ""]
-    """The largest number of slots that a layer with a sliding window sees."""
     windowed_share: Float[Array, ""]
     """The fraction of the layers that have a sliding window."""
+    window: Float[Array, ""]
+    """The largest number of slots that a layer with a sliding window sees."""
     first_trust: Float[Array, ""]
     """The assumed probability, before any draft was tried, that a draft of which the drafter is certain is accepted."""
     level_seconds: Float[Array, "B+1"] | None = None
@@ -197,9 +197,9 @@ class Costs:
 class Control:
     """What a decode has measured of its drafts so far, one value per row.
 
-    A row may leave a running batch or enter it (`worth.joined`). The rows that are not done decide together whether
-    drafts pay. The first four fields are sums over rounds that decay exponentially: each round multiplies them by
-    `worth.MEMORY` before it adds its own numbers. A row that is done keeps its numbers.
+    A row may leave a running batch or enter it (`worth.after_admission`). The rows that are not done decide together
+    whether drafts pay. The first four fields are sums over rounds that decay exponentially: each round multiplies them
+    by `worth.DECAY` before it adds its own numbers. A row that is done keeps its numbers.
     """
 
     accepted: Float[Array, "B"]
@@ -252,7 +252,8 @@ class Stop:
     live: Bool[Array, "B"]
     """Rows that are not done."""
     price: Float[Array, ""]
-    """The expected number of accepted drafts, over all rows, that a further level must reach."""
+    """The price of a further level, a number of tokens: its seconds times the tokens per second so far. The level must
+    promise as many accepted drafts, over all rows."""
 
 
 @flax.struct.dataclass
@@ -323,8 +324,9 @@ class Drafter(NamedTuple):
     """`resize(state, capacity) -> state`, when the decode loop changes to a larger cache."""
     scheme: DrawScheme
     max_depth: int
-    aux_layers: tuple[int, ...] = ()
-    """Layers whose residual streams `read`, `commit` and `follow` find in `ModelOutput.features`."""
+    feature_layers: tuple[int, ...] = ()
+    """Inner layers of the target whose residual streams `read`, `commit` and `follow` find in
+    `ModelOutput.features`."""
     lookahead: int = 0
     """The number of slots after the committed tokens that a round may write in the drafter's own cache, if it exceeds
     `max_depth`."""
@@ -351,11 +353,11 @@ class AcceptRule(NamedTuple):
 
     name: str
     schemes: frozenset[DrawScheme]
-    verify: Callable[..., Verdict]
-    """`verify(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`. `noise` is that of
+    judge: Callable[..., Verdict]
+    """`judge(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`. `noise` is that of
     `sampling.round_noise` for one position more than the depth of the tree. The rule computes it if it needs it and it
     is None."""
-    draws: bool = False
+    emits_argmax: bool = False
     """Whether every token it emits comes from `ops.argmax`, which on a mesh itself returns INVALID_TOKEN."""
     looks_ahead: bool = False
     """Whether its verdict on a draft depends on later drafts of the path. Noise after a rejection was then used, so the

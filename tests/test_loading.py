@@ -250,7 +250,12 @@ def test_quantized_targets_speak_their_own_text_whatever_drafts(folders):
     whole, held = load(folders), load(folders, quantize="int8")
     assert tokens(held) == tokens(held, speculate=False)
     assert held.dtype == "int8" and "int8 weights" in held.arithmetic
-    assert held.pair[0] == whole.pair[0] == convert.weights_hash(whole.target) != convert.weights_hash(held.target)
+    assert (
+        held.fingerprint_pair[0]
+        == whole.fingerprint_pair[0]
+        == convert.weights_hash(whole.target)
+        != convert.weights_hash(held.target)
+    )
     matrices = [x for x in jax.tree.leaves(whole.target) if x.ndim == 2]
     small = [x for x in jax.tree.leaves(held.target) if x.ndim == 2]
     assert {x.dtype for x in small} == {jnp.dtype(jnp.int8)} and [x.shape for x in small] == [x.shape for x in matrices]

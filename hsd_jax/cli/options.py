@@ -207,7 +207,7 @@ def add_dtype_argument(group: Group) -> None:
 
 def add_precision_argument(group: Group) -> None:
     """Declares --precision."""
-    what = "fast, or exact: float32 and highest matmul precision, with which speculation never changes a token"
+    what = "fast, or exact: float32 and highest matmul precision, with which speculation changes no token on one device"
     add_value(group, "--precision P", str, what, "fast", "fast", choices=PRECISIONS)
 
 

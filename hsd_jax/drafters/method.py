@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hsd_jax.config import NONE, DrafterConfig, TreeConfig
+from hsd_jax.config import NO_REUSE_FORM, DrafterConfig, TreeConfig
 from hsd_jax.types import Drafter, Weights
 
 CHEAP_OPERATIONS = 20
@@ -109,7 +109,7 @@ class DraftingMethod(NamedTuple):
     """The frozen dataclass of its static configuration."""
     make: Callable[..., Drafter]
     """`make(target_config, config, tree, cache_dtype, scheme) -> Drafter`. It also takes `reuse` if `reuses` has more
-    than NONE. Raises a ValueError for trees that it cannot draft."""
+    than NO_REUSE_FORM. Raises a ValueError for trees that it cannot draft."""
     planning: Planning = Planning()
     training: Training | None = None
     """None: it is not trained on its target's features."""
@@ -128,7 +128,7 @@ class DraftingMethod(NamedTuple):
     has_weights_of_base: bool = False
     """Whether its weights are those of the drafter `config.base`, and nothing else."""
     token_information: TokenInformation | None = None
-    reuses: tuple[str, ...] = (NONE,)
+    reuses: tuple[str, ...] = (NO_REUSE_FORM,)
     """The forms of reuse of spare states that it allows (`config.REUSES`)."""
     lattice: Callable[..., Any] | None = None
     """`lattice(target_config, config, tree) -> levels`, for drafters whose states read no drafted token.

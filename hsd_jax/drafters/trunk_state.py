@@ -98,9 +98,9 @@ def trunk_drafter(
         return TrunkState(state.cache, pending, verdict.emitted, num_committed)
 
     def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        _, cache = read_pending(models, target_config, config, state)
+        _, cache = read_pending_features(models, target_config, config, state)
         after = commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
-        return cache_lib.keep_idle(num_committed, state, after)
+        return cache_lib.undo_idle_rows(num_committed, state, after)
 
     def resize(state: TrunkState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
@@ -119,7 +119,7 @@ def trunk_drafter(
     )
 
 
-def read_pending(
+def read_pending_features(
     models,
     target_config: ModelConfig,
     config: TrunkConfig,

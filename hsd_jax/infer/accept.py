@@ -103,12 +103,12 @@ def match_rule(max_depth: int) -> AcceptRule:
     """Draws the target's token at every node and follows it through the tree.
 
     The rule is lossless for any tree that is chosen before the draw. With position-keyed noise the emitted text depends
-    only on the row key and the target: it equals plain sampling token for token (methods.md 0.5, 1.7). The rule is
+    only on the row key and the target: it equals plain sampling token for token (methods.md 0.5 and 1.7). The rule is
     therefore also lossless for COUPLED trees, which are chosen by that noise: a tree decides when a token appears, but
     not which token (Daliri et al., arXiv:2408.07978).
     """
 
-    def verify(
+    def judge(
         keys: jax.Array,
         tree: DraftTree,
         ancestors: Bool[Array, "B N N"],
@@ -123,7 +123,7 @@ def match_rule(max_depth: int) -> AcceptRule:
         chosen = sampling_lib.gumbel_max(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
         return match_path(tree, ancestors, chosen, max_depth)
 
-    return AcceptRule("match", frozenset(DrawScheme), verify, draws=True)
+    return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True)
 
 
 def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:
@@ -137,7 +137,7 @@ def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I
 def recursion(
     tree: DraftTree, target_logp: Float[Array, "B N V"], max_children: int, lossy: Lossy | None = None
 ) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
-    """The acceptance probability of each child after its earlier siblings are rejected, and the residual after all are.
+    """The acceptance probabilities and residuals of recursive rejection, as an `AcceptanceOf`.
 
     Let p be the target's distribution at a node, and q the distribution from which its children were drawn. Then
     r_1 = p, and for the j-th child x_j
@@ -150,9 +150,6 @@ def recursion(
     Args:
       max_children: the largest number of valid children of a node.
       lossy: raises r_j(x_j) before the division (`lossy.py`). The residuals do not change.
-    Returns:
-      The acceptance probability of every node, 0 for the root and nodes that are not valid; and the last residual of
-      every node with a distribution, as probabilities.
     References:
       SpecInfer (arXiv:2305.09781, section 4.3) for independent draws; RSD (arXiv:2402.14160, section 3) without
       replacement; methods.md 6.1.
@@ -194,10 +191,15 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
     return accepted & ~jnp.any(is_sibling & is_earlier & accepted[:, None, :], -1)
 
 
-Judge = Callable[
+AcceptanceOf = Callable[[DraftTree, Float[Array, "B N V"]], tuple[Float[Array, "B N"], Float[Array, "B I V"]]]
+"""`acceptance_of(tree, target_logp) -> (acceptance, residual)`: the acceptance probability of every node after its
+earlier siblings are rejected, 0 for nodes that are no valid child; and for every node with a distribution the
+distribution of the next token after all its children are rejected. `recursion`, `kseq` and `chain_and_match` are of
+this form."""
+Toss = Callable[
     [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
 ]
-"""`judge(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and for
+"""`toss(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and for
 each node with a distribution the distribution of the next token if the path ends there. `coins` are uniform."""
 
 
@@ -209,16 +211,16 @@ def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -
     return jax.vmap(jax.vmap(jax.random.uniform))(of_nodes)
 
 
-def testing_rule(
-    name: str, schemes: frozenset[DrawScheme], judge: Judge, max_depth: int, looks_ahead: bool = False
+def rule_with_coins(
+    name: str, schemes: frozenset[DrawScheme], toss: Toss, max_depth: int, looks_ahead: bool = False
 ) -> AcceptRule:
-    """The rule that follows the nodes that `judge` accepts, with its own coins, and draws the next token.
+    """The rule that follows the nodes that `toss` accepts with coins of the rule, and then draws the next token.
 
     Args:
       looks_ahead: as in `AcceptRule`.
     """
 
-    def verify(
+    def judge(
         keys: jax.Array,
         tree: DraftTree,
         ancestors: Bool[Array, "B N N"],
@@ -229,7 +231,7 @@ def testing_rule(
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if looks_ahead else keys
-        is_accepted, residual = judge(tree, target_logp, coins_of(of_round, tree, root_position))
+        is_accepted, residual = toss(tree, target_logp, coins_of(of_round, tree, root_position))
         path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
 
         # The next token follows the residual of the rejected children, or the target's distribution at a leaf. No
@@ -246,23 +248,21 @@ def testing_rule(
         emitted = jnp.where(is_next, next_token[:, None], drafted)
         return Verdict(path, num_accepted, next_token, emitted)
 
-    return AcceptRule(name, schemes, verify, looks_ahead=looks_ahead)
+    return AcceptRule(name, schemes, judge, looks_ahead=looks_ahead)
 
 
-def one_by_one(
-    acceptance: Callable[[DraftTree, Array], tuple[Float[Array, "B N"], Float[Array, "B I V"]]],
-) -> Judge:
-    """The judge that tries siblings in their order, each with its own coin, after all earlier ones were rejected."""
+def one_by_one(acceptance_of: AcceptanceOf) -> Toss:
+    """Judges siblings in their order, each with its own coin, after all earlier ones were rejected."""
 
-    def judge(tree: DraftTree, target_logp: Array, coins: Array):
-        chance, residual = acceptance(tree, target_logp)
-        return first_accepted(tree, coins < chance), residual
+    def toss(tree: DraftTree, target_logp: Array, coins: Array):
+        acceptance, residual = acceptance_of(tree, target_logp)
+        return first_accepted(tree, coins < acceptance), residual
 
-    return judge
+    return toss
 
 
 def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None) -> AcceptRule:
-    """Recursive rejection sampling: tries siblings in draw order against the residual of the target's distribution.
+    """Recursive rejection sampling: judges siblings in draw order against the residual of the target's distribution.
 
     It is lossless for children that are drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT. The tree must
     not be pruned by its tokens, and its noise must not be the target's, so COUPLED trees are refused. The emitted text
@@ -273,13 +273,13 @@ def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None
     Args:
       lossy: accepts more drafts, and the text no longer follows the target's distribution (`lossy.py`).
     """
-    judge = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
-    return testing_rule("recursive", RECURSIVE_SCHEMES, judge, max_depth)
+    toss = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
+    return rule_with_coins("recursive", RECURSIVE_SCHEMES, toss, max_depth)
 
 
 def kseq_rule(max_depth: int) -> AcceptRule:
-    """K-SEQ of SpecTr (`kseq.py`): any number of INDEPENDENT children per node, all tested with one threshold."""
-    return testing_rule("kseq", frozenset({DrawScheme.INDEPENDENT}), one_by_one(kseq), max_depth)
+    """K-SEQ of SpecTr (`kseq.py`): any number of INDEPENDENT children per node, all judged with one threshold."""
+    return rule_with_coins("kseq", frozenset({DrawScheme.INDEPENDENT}), one_by_one(kseq), max_depth)
 
 
 def block_rule(tree: TreeConfig) -> AcceptRule:
@@ -294,15 +294,15 @@ def block_rule(tree: TreeConfig) -> AcceptRule:
             f" {TreeConfig.chain(tree.depth).name}"
         )
 
-    def judge(drafted: DraftTree, target_logp: Array, coins: Array):
+    def toss(drafted: DraftTree, target_logp: Array, coins: Array):
         chance, residual = block(drafted, target_logp)
         # The deepest accepted draft also accepts all drafts before it.
         return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
 
-    return testing_rule("block_verification", RECURSIVE_SCHEMES, judge, tree.depth, looks_ahead=True)
+    return rule_with_coins("block_verification", RECURSIVE_SCHEMES, toss, tree.depth, looks_ahead=True)
 
 
 def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
     """The optimal rule for TOP_THEN_RANDOM trees (`optimal.py`). It judges the drawn child of a node first."""
-    judge = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
-    return testing_rule("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), judge, max_depth)
+    toss = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
+    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), toss, max_depth)

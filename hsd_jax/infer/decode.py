@@ -140,7 +140,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
         num, size = tokens.shape[1], min(tokens.shape[1], chunk)
         if num % size:
             raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {size}")
-        aux_layers = () if drafter is None else drafter.aux_layers
+        feature_layers = () if drafter is None else drafter.feature_layers
         next_tokens = jnp.roll(tokens, -1, 1)
 
         def read(index: Array, carry):
@@ -148,7 +148,9 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
             start = index * size
             now, following = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (tokens, next_tokens))
             # XLA removes the logits, which are not used.
-            output, cache = read_chunk(models["target"], config, cache, now, start, length - 1, aux_layers=aux_layers)
+            output, cache = read_chunk(
+                models["target"], config, cache, now, start, length - 1, feature_layers=feature_layers
+            )
             if drafter is not None:
                 drafter_state = drafter.read(models, drafter_state, output, now, following, start, length)
             return cache, drafter_state
@@ -175,7 +177,7 @@ def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
     state, sampling, limits = row_lib.copied(rows, slot, new)
     if state.control is not None:
         here = jnp.arange(len(is_live)) == slot
-        state = dataclasses.replace(state, control=worth.joined(state.control, is_live, here))
+        state = dataclasses.replace(state, control=worth.after_admission(state.control, is_live, here))
     return state, sampling, limits
 
 
@@ -231,18 +233,18 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
             return round_index + 1, step(models, sampling, limits, state, costs)
 
         begin = jnp.zeros((), jnp.int32), state
-        if costs is None or state.control is None or drafter is None or drafter.follow is None:
+        if costs is None or drafter is None or drafter.follow is None:
             return lax.while_loop(lambda carry: goes_on(*carry), round_of, begin)[1]
         start, plain, end = make_block(config, drafter)
 
         def drafts_pay(carry):
-            return goes_on(*carry) & ~worth.waits(carry[1].control, costs, carry[1].done)
+            return goes_on(*carry) & ~worth.is_waiting(carry[1].control, costs, carry[1].done)
 
         def block_goes_on(carry):
             round_index, state, trail = carry
             assert drafter is not None, "only drafts can fail to pay"
-            waits = worth.waits(state.control, costs, state.done)
-            return goes_on(round_index, state) & waits & (trail.rounds <= drafter.max_depth)
+            is_waiting = worth.is_waiting(state.control, costs, state.done)
+            return goes_on(round_index, state) & is_waiting & (trail.rounds <= drafter.max_depth)
 
         def plain_round_of(carry):
             round_index, state, trail = carry
@@ -253,7 +255,9 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
             carry = round_index, state, start(state)
             round_index, state, trail = lax.while_loop(block_goes_on, plain_round_of, carry)
             state = end(models, state, trail)
-            return round_index, dataclasses.replace(state, control=worth.waited(state.control, trail.rounds))
+            return round_index, dataclasses.replace(
+                state, control=worth.after_plain_rounds(state.control, trail.rounds)
+            )
 
         return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 

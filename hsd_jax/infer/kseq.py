@@ -16,7 +16,7 @@ STEPS = 24
 """The number of halvings of the interval of rho. More do not change a float32."""
 
 
-def first_accepted(
+def first_accepted_factors(
     target: Float[Array, "B I V"], draft: Float[Array, "B I V"], num_children: Float[Array, "B I"], rho: Array
 ) -> tuple[Float[Array, "B I"], Float[Array, "B I V"]]:
     """c and min(q, p / rho) of `kseq`. Their product is the probability that each token is the first accepted child."""
@@ -34,7 +34,7 @@ def threshold(
     def halve(_, interval):
         low, high = interval
         middle = 0.5 * (low + high)
-        is_admissible = first_accepted(target, draft, num_children, middle)[0] <= middle
+        is_admissible = first_accepted_factors(target, draft, num_children, middle)[0] <= middle
         return jnp.where(is_admissible, low, middle), jnp.where(is_admissible, middle, high)
 
     one = jnp.ones_like(num_children)
@@ -67,7 +67,7 @@ def kseq(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Arr
     num_children = jnp.sum(is_child, -1).astype(target.dtype)
 
     rho = threshold(target, draft, num_children)
-    total, common = first_accepted(target, draft, num_children, rho)
+    total, common = first_accepted_factors(target, draft, num_children, rho)
     rest = jnp.maximum(target - total[:, :, None] * common, 0.0)  # negative only by rounding
     residual = normalised(rest, target)
 

@@ -46,7 +46,7 @@ def plain_round(
     limits: Limits,
     state: DecodeState,
     pad_rows: int = 1,
-    aux_layers: tuple[int, ...] = (),
+    feature_layers: tuple[int, ...] = (),
 ) -> tuple[DecodeState, ModelOutput, Int[Array, "B 1"], Int[Array, "B"]]:
     """Decodes one token per row.
 
@@ -63,11 +63,11 @@ def plain_round(
         mask = jnp.broadcast_to(jnp.eye(pad_rows, dtype=bool), (batch, pad_rows, pad_rows))
         active = jnp.broadcast_to(~state.done[:, None], (batch, pad_rows))
         output = forward(
-            models["target"], config, nodes, positions, mask, state.cache, aux_layers=aux_layers, active=active
+            models["target"], config, nodes, positions, mask, state.cache, feature_layers=feature_layers, active=active
         )
     with jax.named_scope("judge"), native.only(~state.done):
         drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
-        emitted = or_invalid(drawn, jnp.zeros_like(drawn), output, draws=True)
+        emitted = or_invalid(drawn, jnp.zeros_like(drawn), output, emits_argmax=True)
         count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
     with jax.named_scope("commit"):
         first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
@@ -98,11 +98,11 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
     def start(state: DecodeState) -> Trail:
         batch = state.length.shape[0]
         hidden, none = jnp.zeros((batch, num, config.hidden_size)), jnp.zeros((batch, num), jnp.int32)
-        return Trail(hidden, (hidden,) * len(drafter.aux_layers), none, none[:, 0], jnp.zeros((), jnp.int32))
+        return Trail(hidden, (hidden,) * len(drafter.feature_layers), none, none[:, 0], jnp.zeros((), jnp.int32))
 
     def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, trail: Trail):
         state, output, emitted, count = plain_round(
-            config, models, sampling, limits, state, aux_layers=drafter.aux_layers
+            config, models, sampling, limits, state, feature_layers=drafter.feature_layers
         )
         put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, trail.rounds, 1)  # noqa: E731
         features = tuple(put(old, new) for old, new in zip(trail.features, output.features, strict=True))
@@ -113,7 +113,7 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
         verdict = verdict_of(trail.emitted, trail.count)
         output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # they are not read
         with native.only(trail.count > 0):  # includes rows that ended within the block
-            known = follow(models, state.drafter, verdict, output, trail.count)
-        return dataclasses.replace(state, drafter=known)
+            drafter_state = follow(models, state.drafter, verdict, output, trail.count)
+        return dataclasses.replace(state, drafter=drafter_state)
 
     return start, step, end

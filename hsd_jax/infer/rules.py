@@ -1,4 +1,5 @@
-"""The table of acceptance rules by name. A new rule is a file of this package and a row here.
+"""The table of acceptance rules by name. A new rule is a file of this package, its constructor in `accept.py`
+and a row here.
 
 Read next: `step.py`.
 """

@@ -1,8 +1,9 @@
-"""One round: draft, target, judge, commit. Only this file combines drafters and rules.
+"""One round: draft, target, judge, commit. It combines a drafter with a rule.
 
-`make_step` binds everything static and returns a pure transition of `DecodeState`. Each stage is a separate function,
-so that `lab/bench/profile.py` can time it. Read next: `decode.py`, which runs the transition in one `lax.while_loop`,
-and `plain.py` for the transition without speculation.
+Stacks and overlapped PEARL (`drafters/stack`, `drafters/pearl/overlap.py`) run rounds of their own with the functions
+of this file. `make_step` binds everything static and returns a pure transition of `DecodeState`. Each stage is a
+separate function, so that `lab/bench/profile.py` can time it. Read next: `decode.py`, which runs the transition in one
+`lax.while_loop`, and `plain.py` for the transition without speculation.
 """
 
 from __future__ import annotations
@@ -57,6 +58,16 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     check_legal(rule, drafter.scheme, drafter.drafts_ahead)
     is_drawn = drafter.scheme in DRAWN_SCHEMES
 
+    def finish(models, sampling, limits, state, tree, drafter_state, noise) -> tuple[DecodeState, Verdict, Array]:
+        """The round from the target's pass on; it returns what `judge_and_commit` returns."""
+        before, state = state.drafter, dataclasses.replace(state, drafter=drafter_state)
+        output, ancestors = target_pass(models, config, drafter, state, tree)
+        after, verdict, count = judge_and_commit(
+            models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise
+        )
+        drafter_state = cache_lib.undo_idle_rows(count, before, after.drafter)
+        return dataclasses.replace(after, drafter=drafter_state), verdict, count
+
     def step(
         models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None
     ) -> DecodeState:
@@ -64,30 +75,21 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         with jax.named_scope("noise"), native.only(~state.done):  # once per round, for drafts and target
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
-        control, seconds, stop = state.control, jnp.zeros(()), None
-        if costs is not None and control is not None:
-            num_nodes = (costs.pass_seconds.shape[0] - 1) // len(state.length)
-            stop = worth.stop_rule(control, costs, num_nodes, state.length, state.done)
-        # `Control` learns also from drafts after a rejection, and so depends on their noise.
-        by_round = is_drawn and (rule.looks_ahead or control is not None)
-        before = state.drafter
-        tree, drafter_state = draft(models, drafter, sampling, state, noise, by_round, stop)
-        state, num_made = dataclasses.replace(state, drafter=drafter_state), jnp.sum(tree.valid & (tree.depth > 0), 1)
-        if costs is not None:
-            assert control is not None, "a decode with costs starts with a control"
-            with jax.named_scope("worth"):
-                kept, seconds = worth.select_nodes(tree, control, costs, state.length, state.done)
-                tree = dataclasses.replace(tree, valid=kept)
-        output, ancestors = target_pass(models, config, drafter, state, tree)
-        after, verdict, count = judge_and_commit(
-            models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise
-        )
-        known = cache_lib.keep_idle(count, before, after.drafter)  # results that the kernels skipped are not kept
-        after = dataclasses.replace(after, drafter=known)
-        if costs is None or control is None:
-            return after
-        shown = tree, num_made, verdict, count, state.length, state.done
-        control = worth.learned(control, costs, *shown, seconds)
+        if costs is None:
+            drafted = draft(models, drafter, sampling, state, noise, is_drawn and rule.looks_ahead)
+            return finish(models, sampling, limits, state, *drafted, noise)[0]
+
+        control, rows = state.control, (state.length, state.done)
+        assert control is not None, "a decode with costs starts with a control"
+        stop = worth.stop_rule(control, costs, *rows)
+        # `control` depends on drafts after a rejection. Drafts whose length it decides must not meet their noise again.
+        tree, drafter_state = draft(models, drafter, sampling, state, noise, is_drawn, stop)
+        num_made = jnp.sum(tree.valid & (tree.depth > 0), 1)
+        with jax.named_scope("worth"):
+            kept, seconds = worth.select_nodes(tree, control, costs, *rows)
+            tree = dataclasses.replace(tree, valid=kept)
+        after, verdict, count = finish(models, sampling, limits, state, tree, drafter_state, noise)
+        control = worth.after_round(control, costs, tree, num_made, verdict, count, *rows, seconds)
         return dataclasses.replace(after, control=control)
 
     return step
@@ -99,22 +101,22 @@ def draft(
     sampling: SamplingParams,
     state: DecodeState,
     noise: Any,
-    by_round: bool = False,
+    keys_are_per_round: bool = False,
     stop: Stop | None = None,
 ) -> tuple[DraftTree, Any]:
     """The tree of a round, and the drafter's state after it. Only coupled drafts may use the noise of the target.
 
     Args:
-      by_round: whether this round must not share noise with drafts of other rounds. This is for rules that look ahead,
-        and for draft lengths that are learned.
+      keys_are_per_round: whether this round must not share noise with drafts of other rounds. This is for rules that
+        look ahead, and for draft lengths that are learned.
     """
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
-    shown = noise if drafter.scheme is DrawScheme.COUPLED else None
+    noise_of_target = noise if drafter.scheme is DrawScheme.COUPLED else None
     live = ~state.done
     with jax.named_scope("draft"), native.only(live):
-        keys = sampling_lib.round_row_keys(state.keys, root_position) if by_round else state.keys
-        inputs = RoundInputs(root, root_position, keys, sampling, shown, stop, live)
+        keys = sampling_lib.round_row_keys(state.keys, root_position) if keys_are_per_round else state.keys
+        inputs = RoundInputs(root, root_position, keys, sampling, noise_of_target, stop, live)
         return drafter.draft(models, state.drafter, inputs)
 
 
@@ -127,7 +129,7 @@ def target_pass(
         nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestors
         active = tree.valid & ~state.done[:, None] & (True if tree.tip is None else ~tree.tip)
         return forward(
-            models["target"], config, *nodes, state.cache, aux_layers=drafter.aux_layers, active=active
+            models["target"], config, *nodes, state.cache, feature_layers=drafter.feature_layers, active=active
         ), ancestors
 
 
@@ -150,9 +152,9 @@ def judge_and_commit(
     """
     live = ~state.done
     with jax.named_scope("judge"), native.only(live):
-        verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
+        verdict = rule.judge(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
         verdict = without_bonus(verdict, tree)
-        emitted = or_invalid(verdict.emitted, verdict.path, output, rule.draws)
+        emitted = or_invalid(verdict.emitted, verdict.path, output, rule.emits_argmax)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
     with jax.named_scope("commit"), native.only(live):
         cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, count)
@@ -162,7 +164,7 @@ def judge_and_commit(
 
 
 def or_invalid(
-    emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput, draws: bool
+    emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput, emits_argmax: bool
 ) -> Int[Array, "B M"]:
     """The emitted tokens, with INVALID_TOKEN for each token for which the target gave no distribution.
 
@@ -171,9 +173,9 @@ def or_invalid(
     of the root. If all logits are -inf, the logit of the chosen token is -inf.
 
     Args:
-      draws: as in `AcceptRule`.
+      emits_argmax: as in `AcceptRule`.
     """
-    if draws and program.mesh() is not None:
+    if emits_argmax and program.mesh() is not None:
         return emitted
     chosen = output.logits[jnp.arange(emitted.shape[0])[:, None], path, emitted]
     is_nan = jnp.any(jnp.isnan(cache_lib.take_nodes(output.hidden, path, axis=1)), -1)

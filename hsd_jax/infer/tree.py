@@ -61,8 +61,8 @@ def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
     """The factor of log q + g in a COUPLED beam: 2 * temperature, at most 2. For greedy rows it is that of `sharpness`.
 
     The target draws argmax(log p + g), and log p equals log q apart from the drafter's error. If this error is Gumbel
-    noise of scale s, the probabilities of the tokens, given g, are the softmax of (log q + g) / s. The temperature
-    divides the logits, and with them the drafter's error, so s is larger at a lower temperature.
+    noise of scale 1 / s, the probabilities of the tokens, given g, are the softmax of s (log q + g). The temperature
+    divides the logits, and with them the drafter's error, so s is smaller at a lower temperature.
     """
     return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
 

@@ -9,6 +9,7 @@ target's draw. Neither compiles anything. Read first: `step.py`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DraftTree, Stop, Verdict
 
-MEMORY = 0.97
+DECAY = 0.97
 """The factor by which each round reduces the weight of earlier rounds in every average."""
-PRIOR = 4.0
+PRIOR_DRAFTS = 4.0
 """The weight of the first estimate, in expected drafts."""
-DOUBT = 0.6
-"""Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction DOUBT / sqrt(n),
-where n is the number of remembered rounds times the number of unfinished rows."""
+STOP_MARGIN = 0.6
+"""Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction STOP_MARGIN /
+sqrt(n), where n is the number of remembered rounds times the number of unfinished rows."""
 DISCOUNT, FEW_NODES = 0.6, 16
 """The price of a node is lowered by the fraction DISCOUNT if all trees of the batch together have at most FEW_NODES
 nodes, and by DISCOUNT * FEW_NODES / nodes if they have more. The kernels process rows in tiles, so leaving out the last
@@ -32,8 +33,8 @@ FEWEST_ROUNDS = 6
 FIRST_WAIT, LONGEST_WAIT = 2, 32
 """The number of blocks of plain rounds after drafts that did not pay: the first number, and the largest. It doubles
 each time."""
-FREE_DEPTH = 3
-"""Drafts down to this depth cost no extra attention, because the kernel's vectors hold the queries of a few nodes."""
+FREE_NODES = 4
+"""Attention takes as long for this number of nodes of a row as for one: a vector of the kernel holds their queries."""
 
 
 def first_control(batch: int, counts_drafts: bool = False) -> Control:
@@ -47,32 +48,32 @@ def first_control(batch: int, counts_drafts: bool = False) -> Control:
     return Control(rows, rows, rows, rows, count, count, count + FIRST_WAIT, drafts)
 
 
-def joined(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Array, "B"]) -> Control:
+def after_admission(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Array, "B"]) -> Control:
     """The control after new rows have entered a running batch.
 
-    Nothing is known of the drafts of new rows. They take over from the running rows whether drafting pays, so that a
+    Nothing is known of the drafts of new rows. New rows copy the batch's verdict on whether drafting pays, so that a
     batch does not try drafts again that did not pay.
 
     Args:
-      live: rows that are not done. The new rows among them are ignored.
+      live: unfinished rows; new rows do not count.
       slot_mask: the new rows.
     """
     others = live & ~slot_mask
     num = jnp.sum(others).astype(jnp.float32)
     fresh = first_control(len(live), control.drafts is not None)
-    known = {name: _sum(getattr(control, name), others) / jnp.maximum(num, 1.0) for name in ("tokens", "plain")}
-    known |= {name: _most(getattr(control, name), others) for name in ("rounds", "wait", "backoff")}
-    known = {name: jnp.where(num > 0, value, getattr(fresh, name)) for name, value in known.items()}
-    return _in_rows(slot_mask, dataclasses.replace(fresh, **known), control)
+    of_batch = {name: _sum(getattr(control, name), others) / jnp.maximum(num, 1.0) for name in ("tokens", "plain")}
+    of_batch |= {name: _most(getattr(control, name), others) for name in ("rounds", "wait", "backoff")}
+    of_new = {name: jnp.where(num > 0, value, getattr(fresh, name)) for name, value in of_batch.items()}
+    return _in_rows(slot_mask, dataclasses.replace(fresh, **of_new), control)
 
 
-def waits(control: Control, costs: Costs, done: Bool[Array, "B"]) -> Bool[Array, ""]:
+def is_waiting(control: Control, costs: Costs, done: Bool[Array, "B"]) -> Bool[Array, ""]:
     """Whether the next round is plain."""
-    is_waiting = _most(control.wait, ~done) > 0
-    return is_waiting if costs.worth_trying is None else is_waiting | ~costs.worth_trying[jnp.sum(~done)]
+    has_to_wait = _most(control.wait, ~done) > 0
+    return has_to_wait if costs.worth_trying is None else has_to_wait | ~costs.worth_trying[jnp.sum(~done)]
 
 
-def waited(control: Control, num_rounds: Int[Array, ""]) -> Control:
+def after_plain_rounds(control: Control, num_rounds: Int[Array, ""]) -> Control:
     """The control after `num_rounds` plain rounds. A call of the loop may be shorter than a block."""
     return dataclasses.replace(control, wait=jnp.maximum(control.wait - num_rounds, 0))
 
@@ -103,9 +104,9 @@ def first_trust(has_score: bool) -> float:
 def log_share(accepted: Array, num: Array, first: Array | float) -> Array:
     """The log of the share of `num` expected drafts that was accepted, at most 0.
 
-    PRIOR further expected drafts are added, of which the share `first` was accepted.
+    PRIOR_DRAFTS further expected drafts are added, of which the share `first` was accepted.
     """
-    return jnp.log(jnp.clip((accepted + PRIOR * first) / (num + PRIOR), 1e-3, 1.0))
+    return jnp.log(jnp.clip((accepted + PRIOR_DRAFTS * first) / (num + PRIOR_DRAFTS), 1e-3, 1.0))
 
 
 def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
@@ -113,28 +114,24 @@ def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
     return log_share(control.accepted, control.predicted, costs.first_trust)
 
 
-def stop_rule(
-    control: Control, costs: Costs, num_nodes: int, length: Int[Array, "B"], done: Bool[Array, "B"]
-) -> Stop | None:
+def stop_rule(control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Stop | None:
     """The condition under which chains end early. None if they do not.
 
     A further level costs a pass of the drafter and one node per row. It must promise as many tokens as the rounds so
     far gave in that time.
 
     Args:
-      num_nodes: number of nodes of a full tree, root included.
       length: number of committed tokens of each row.
     """
     if costs.level_seconds is None:
         return None
+    num_nodes = (costs.pass_seconds.shape[0] - 1) // len(length)  # of a full tree
     node = _node_seconds(costs, num_nodes, done) * jnp.sum(~done).astype(jnp.float32)
-    price = tokens_a_second(control, costs, length, done) * (costs.level_seconds[jnp.sum(~done)] + node)
+    price = speed_so_far(control, costs, length, done) * (costs.level_seconds[jnp.sum(~done)] + node)
     return Stop(log_trust(control, costs), ~done, price)
 
 
-def tokens_a_second(
-    control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
-) -> Float[Array, ""]:
+def speed_so_far(control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
     """The expected tokens per second with drafts: plain speed times the gain so far.
 
     The gain is smoothed by one plain round per row.
@@ -180,15 +177,15 @@ def select_nodes(
       length: number of committed tokens of each row.
     """
     num_nodes = tree.tokens.shape[1]
-    rate, node = tokens_a_second(control, costs, length, done), _node_seconds(costs, num_nodes, done)
-    reading = costs.slot_seconds * slots_seen(costs, length)
-    attention = jnp.where(tree.depth > FREE_DEPTH, reading[:, None], 0.0)
+    rate, node = speed_so_far(control, costs, length, done), _node_seconds(costs, num_nodes, done)
+    # Nodes are counted in their order. Parents come first, so a node costs no less than its parent.
+    attention = jnp.diff(_attention(costs, length[:, None], jnp.arange(num_nodes + 1)))
     share = 1 - DISCOUNT * jnp.minimum(1.0, FEW_NODES / (_num_live(done) * num_nodes))
     pays = survival(tree, control, costs) >= share * rate * (node + attention)
     # To drop a drawn node because of its own token would bias the text (methods.md 0.5).
     kept = tree.valid & ((tree.depth == 0) | pays | (tree.scheme in DRAWN_SCHEMES))
     counts = kept & ~done[:, None]
-    attending = jnp.sum(jnp.where(counts, attention, 0.0)) + _attention_of_all(costs, length, done)
+    attending = jnp.sum(jnp.where(done, 0.0, _attention(costs, length, jnp.sum(counts, 1))))
     drafting = costs.draft_seconds[jnp.sum(~done)]
     if costs.level_seconds is not None:
         num_levels = jnp.max(jnp.where(tree.valid, tree.depth, 0)).astype(jnp.float32)
@@ -198,22 +195,35 @@ def select_nodes(
 
 def plain_seconds(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
     """The predicted seconds of a plain pass over the unfinished rows."""
-    return costs.plain_seconds[jnp.sum(~done)] + _attention_of_all(costs, length, done)
+    return costs.plain_seconds[jnp.sum(~done)] + jnp.sum(jnp.where(done, 0.0, _attention(costs, length, jnp.ones(()))))
 
 
-def slots_seen(costs: Costs, length: Int[Array, "B"]) -> Float[Array, "B"]:
-    """The average number of slots that a layer reads for a node of each row."""
-    slots = length.astype(jnp.float32)
-    return (1 - costs.windowed_share) * slots + costs.windowed_share * jnp.minimum(slots, costs.window)
+def _attention(costs: Costs, length: Int[Array, "..."], num_nodes: Array) -> Float[Array, "..."]:
+    """Seconds of the attention of a row's nodes to its cache."""
+    nodes, slots = num_nodes.astype(jnp.float32), length.astype(jnp.float32)
+    return costs.slot_seconds * slots_read(nodes, slots, costs.windowed_share, costs.window)
 
 
-def _attention_of_all(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
-    """Seconds of attention in every pass, with or without drafts. A row's first nodes read its cache together."""
-    reading = jnp.where(done, 0.0, slots_seen(costs, length))
-    return (FREE_DEPTH + 1) * costs.slot_seconds * jnp.sum(reading)
+def slots_read(num_nodes: Any, slots: Any, windowed_share: Any, window: Any) -> Any:
+    """The number of cache slots that attention reads for all nodes of a row, on average over the layers.
+
+    Both the plan and the loop use it, so the arguments are numbers, NumPy arrays or arrays of a program.
+
+    Args:
+      num_nodes: nodes of the row, the root included.
+      slots: filled slots of its cache.
+      windowed_share, window: as in `Costs`.
+    """
+    seen_by_a_node = slots - windowed_share * _positive(slots - window)
+    return (FREE_NODES + _positive(num_nodes - FREE_NODES)) * seen_by_a_node
 
 
-def expected(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
+def _positive(x: Any) -> Any:
+    """The positive part of a number, or of an array of NumPy or jax."""
+    return (x + abs(x)) / 2
+
+
+def expected_drafts(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
     """The number of accepted drafts that the drafter expected among the tried ones, the valid children of a path.
 
     Args:
@@ -226,7 +236,7 @@ def expected(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
     return jnp.sum(jnp.where(was_tried, step, 0.0), 1)
 
 
-def learned(
+def after_round(
     control: Control,
     costs: Costs,
     tree: DraftTree,
@@ -248,20 +258,20 @@ def learned(
     num = tree.tokens.shape[1]
     is_at = jnp.arange(num) == verdict.path[:, :, None]
     on_path = jnp.any(is_at & (jnp.arange(verdict.path.shape[1]) <= verdict.num_accepted[:, None])[:, :, None], 1)
-    predicted = expected(tree, on_path)
+    predicted = expected_drafts(tree, on_path)
     rounds, backoff = _most(control.rounds, ~done) + 1, _most(control.backoff, ~done)
-    tokens = MEMORY * control.tokens + num_committed.astype(jnp.float32)
-    plain = MEMORY * control.plain + seconds / plain_seconds(costs, length, done)  # in which each row gains a token
-    sample = _num_live(done) * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - MEMORY))
-    is_behind = _sum(tokens, ~done) < _sum(plain, ~done) * (1 - DOUBT / jnp.sqrt(sample))
+    tokens = DECAY * control.tokens + num_committed.astype(jnp.float32)
+    plain = DECAY * control.plain + seconds / plain_seconds(costs, length, done)  # in which each row gains a token
+    sample = _num_live(done) * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - DECAY))
+    is_behind = _sum(tokens, ~done) < _sum(plain, ~done) * (1 - STOP_MARGIN / jnp.sqrt(sample))
     is_poor = (rounds >= FEWEST_ROUNDS) & is_behind
     is_good = rounds >= 4 * FEWEST_ROUNDS
     drafts = control.drafts
     if drafts is not None:
         drafts += jnp.stack([num_made, jnp.sum(tree.valid & (tree.depth > 0), 1)], 1)
     now = Control(
-        accepted=MEMORY * control.accepted + verdict.num_accepted.astype(jnp.float32),
-        predicted=MEMORY * control.predicted + predicted,
+        accepted=DECAY * control.accepted + verdict.num_accepted.astype(jnp.float32),
+        predicted=DECAY * control.predicted + predicted,
         tokens=jnp.where(is_poor, 0.0, tokens),
         plain=jnp.where(is_poor, 0.0, plain),
         rounds=jnp.where(is_poor, 0, rounds),

@@ -164,10 +164,11 @@ def _zero_known_after(x: Array) -> Int[Array, "B"]:
     return jnp.minimum((x.reshape(x.shape[0], -1)[:, 0] > 0).astype(jnp.int32), 0)
 
 
-def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
-    """A drafter's state `after` a block of rounds. Rows that committed nothing in the block keep the state `before`.
+def undo_idle_rows(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
+    """A drafter's state after a block of rounds. Rows that committed nothing get their old state back.
 
-    Buffers with slots are not restored, because the new entries lie after the valid length.
+    The kernels skip such rows and give zeros for them. Buffers with slots are not restored, because the new entries lie
+    after the valid length.
     """
 
     def one(axes: Axes, old: Array, new: Array) -> Array:

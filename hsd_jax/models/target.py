@@ -34,7 +34,15 @@ class Target(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens, positions, new_mask, cache, aux_layers, active=None, earlier: NewKV | None = None, up_bias=None
+        self,
+        tokens,
+        positions,
+        new_mask,
+        cache,
+        feature_layers,
+        active=None,
+        earlier: NewKV | None = None,
+        up_bias=None,
     ):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
@@ -55,7 +63,7 @@ class Target(nn.Module):
             x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest, up_bias=of_layer(up_bias, layer))
             keys.append(key)
             values.append(value)
-            if layer in aux_layers:
+            if layer in feature_layers:
                 features.append(x)
         hidden = RMSNorm(c.norm_eps, c.norm_offset, name="final_norm")(x)
         if not c.tie_embeddings:  # `lm_head` reads it
@@ -130,7 +138,7 @@ def forward(
     new_mask: Bool[Array, "B N X"],
     cache: KVCache | None = None,
     *,
-    aux_layers: tuple[int, ...] = (),
+    feature_layers: tuple[int, ...] = (),
     active: Bool[Array, "B N"] | None = None,
     earlier: NewKV | None = None,
     up_bias: Float[Array, "B N L F"] | Steer | None = None,
@@ -143,7 +151,7 @@ def forward(
       new_mask: `new_mask[b, i, j]` says whether node i sees entry j: the `earlier` entries come first, then the nodes.
         Each node must see itself.
       cache: committed slots. Every node sees all of them, or those in its sliding window.
-      aux_layers: layers whose residual stream is returned in `features`.
+      feature_layers: layers whose residual stream is returned in `features`.
       active: nodes whose output is used. None: all. The output of other nodes has no meaning, and the CPU kernels skip
         them.
       earlier: keys and values of earlier passes over drafts, which are not in the cache. `small_lm` grows trees with
@@ -152,7 +160,7 @@ def forward(
     """
     with native.only(active):
         output = Target(config, remat).apply(
-            {"params": weights}, tokens, positions, new_mask, cache, aux_layers, active, earlier, up_bias
+            {"params": weights}, tokens, positions, new_mask, cache, feature_layers, active, earlier, up_bias
         )
     return cast(ModelOutput, output)  # flax's type also covers mutable collections; the target has none
 
@@ -201,7 +209,7 @@ def read_chunk(
     start: Int[Array, ""] | int,
     num_read: Int[Array, "B"],
     *,
-    aux_layers: tuple[int, ...] = (),
+    feature_layers: tuple[int, ...] = (),
     up_bias: Steer | None = None,
 ) -> tuple[ModelOutput, KVCache]:
     """A causal pass over the tokens at positions `start` to `start` + chunk, and the cache with their entries.
@@ -224,7 +232,7 @@ def read_chunk(
         positions,
         causal_mask(batch, num),
         None if is_first else before,
-        aux_layers=aux_layers,
+        feature_layers=feature_layers,
         active=active,
         up_bias=up_bias,
     )

@@ -235,7 +235,7 @@ def trunk_features(
     reads only committed positions, so the recurrence stays token-free (methods.md, A2).
 
     Args:
-      hidden, features: outputs of a pass of the target whose `aux_layers` are `config.feature_layers`.
+      hidden, features: outputs of a pass of the target with `config.feature_layers`.
     """
     if not config.feature_layers:
         return hidden

@@ -1,8 +1,8 @@
 """What a round yields: the expected tokens of a tree, and distributions of numbers of tokens.
 
 A profile gives the acceptance probability at each depth of a chain: the probability that a draft is accepted, given
-that all drafts before it were. A `Law` gives the probability of each number of tokens. Read next: `costs.py`, for what
-a round costs.
+that all drafts before it were. A `Distribution` gives the probability of each number of tokens. Read next: `costs.py`,
+for what a round costs.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.planning.tuned import WARM
+from hsd_jax.planning.tuned import is_warm
 
 UNKNOWN_PROFILE = {True: (0.75,) * 8, False: (0.55,) * 8}
 """The profile of a drafter that has none: greedy (True) and at temperature 1 (False). The values are low. A call learns
 the real ones while it decodes."""
 
-Law = Mapping[int, float]
+Distribution = Mapping[int, float]
 """The probability of each number of tokens."""
 
 
 def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
     """A drafter's acceptance probabilities by depth, at a temperature.
 
-    Between 0 and 1 they are interpolated. Temperatures below WARM count as 0, those above 1 as 1.
+    Between 0 and 1 they are interpolated. Temperatures that are not warm (`tuned.is_warm`) count as 0, those above 1 as
+    1.
     """
     greedy = getattr(config, "profile", ()) or UNKNOWN_PROFILE[True]
     sampled = getattr(config, "sampled_profile", ()) or UNKNOWN_PROFILE[False]
-    share = min(temperature, 1.0) if temperature >= WARM else 0.0
+    share = min(temperature, 1.0) if is_warm(temperature) else 0.0
     most = min(len(greedy), len(sampled))
     return tuple((1 - share) * g + share * s for g, s in zip(greedy[:most], sampled[:most], strict=True))
 
@@ -54,19 +55,19 @@ def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
     return 1 + np.concatenate([[0.0], np.cumsum(best)])
 
 
-def chain_law(profile: Sequence[float]) -> Law:
+def chain_distribution(profile: Sequence[float]) -> Distribution:
     """The distribution of the number of tokens that one verification of a chain with this profile adds."""
     reached = np.cumprod([1.0, *profile])
     stops = [1.0 - a for a in profile] + [1.0]
     return {count + 1: float(p * stop) for count, (p, stop) in enumerate(zip(reached, stops, strict=True))}
 
 
-def mean(law: Law) -> float:
+def mean(distribution: Distribution) -> float:
     """The expected number of tokens."""
-    return sum(n * p for n, p in law.items())
+    return sum(n * p for n, p in distribution.items())
 
 
-def mixed(judged: Law, adds: Callable[[int], Law]) -> Law:
+def mixed(judged: Distribution, adds: Callable[[int], Distribution]) -> Distribution:
     """The distribution of the tokens that a verification adds if its number of drafts is random too.
 
     Args:
@@ -80,7 +81,7 @@ def mixed(judged: Law, adds: Callable[[int], Law]) -> Law:
     return found
 
 
-def accumulated(adds: Law, need: int) -> Law:
+def accumulated(adds: Distribution, need: int) -> Distribution:
     """The distribution of the number of tokens when rounds have accumulated at least `need`.
 
     Args:
@@ -100,5 +101,5 @@ def acceptance_giving(tokens: float, drafts: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if mean(chain_law([middle] * drafts)) < tokens else (low, middle)
+        low, high = (middle, high) if mean(chain_distribution([middle] * drafts)) < tokens else (low, middle)
     return (low + high) / 2

@@ -62,8 +62,10 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
         params = place(params, *meshes)
     num = gamma_for(params) if gamma is None else int(gamma)
     config = PearlConfig(params.drafter_config, num)
-    pair = None if params.pair is None else (params.pair[0], drafter_hash(config, params.drafter))
-    return dataclasses.replace(params, drafter_config=config, tree=TreeConfig.chain(num), pair=pair)
+    pair = (
+        None if params.fingerprint_pair is None else (params.fingerprint_pair[0], drafter_hash(config, params.drafter))
+    )
+    return dataclasses.replace(params, drafter_config=config, tree=TreeConfig.chain(num), fingerprint_pair=pair)
 
 
 def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
@@ -129,7 +131,9 @@ def measured_c(params: Params) -> float:
     Each model decodes plainly on its own devices.
     """
     num = min(TIMED_TOKENS, params.max_len - 1)
-    target = dataclasses.replace(params, drafter=None, drafter_config=None, tree=None, drafter_mesh=None, pair=None)
+    target = dataclasses.replace(
+        params, drafter=None, drafter_config=None, tree=None, drafter_mesh=None, fingerprint_pair=None
+    )
     alone = {"target": target, "small": as_target(params)}
     modes = [Mode(name, dataclasses.replace(one, tokenizer=None, eos=())) for name, one in alone.items()]
     asked = {"max_new_tokens": num, "temperature": 0.0, "repeats": TURNS}
@@ -150,6 +154,6 @@ def as_target(params: Params) -> Params:
         tree=None,
         mesh=params.drafter_mesh or params.mesh,
         drafter_mesh=None,
-        pair=None,
+        fingerprint_pair=None,
         dtype=jnp.dtype(params.drafter["embedding"].dtype).name,
     )

@@ -1,8 +1,8 @@
 """What a round costs: the seconds of its passes and of drafting.
 
-`CostModel` computes them from the sizes of the models and the rates of a processor. `RoundCost` fits them to timed
-rounds. Read first: `rates.py`. What a round yields is in `acceptance.py`. Read next: `plan.py`, which compares trees
-by `CostModel.tokens_a_second`.
+`CostModel` computes them from the sizes of the models and the rates of a processor. `types.Costs` is its table for the
+decode loop. `RoundCost` fits seconds to timed rounds, for `tune`. Read first: `rates.py`. What a round yields is in
+`acceptance.py`. Read next: `plan.py`, which compares trees by `CostModel.predicted_speed`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.table import method_of
-from hsd_jax.infer.worth import FREE_DEPTH, first_trust
+from hsd_jax.infer.worth import first_trust, slots_read
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import expected_tokens
 from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
 OPERATIONS_PER_LAYER, OPERATIONS_PER_ROW = 8, 1.5
-"""The number of small operations of a layer, and how many more each row adds."""
+"""The number of small operations of a pass in each layer, and of each row in each layer."""
 TILE = 8
 TILE_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.66, 0.93, 0.93, 1.0)
 """The time of 0 to 8 rows as a fraction of that of a full tile of 8 rows. 6 rows do not fit the registers as well."""
@@ -83,16 +83,11 @@ class CostModel:
         return self.product(language_model(self.target), rows, self.itemsize) + small
 
     @property
-    def windowed_share(self) -> float:
-        """The fraction of the layers that have a sliding window."""
+    def windows(self) -> tuple[float, int]:
+        """`Costs.windowed_share` and `Costs.window`."""
         c = self.target
         num = sum(c.layer_type(layer) == SLIDING for layer in range(c.num_layers))
-        return 0.0 if c.sliding_window is None else num / c.num_layers
-
-    def seen(self, slots: float) -> float:
-        """The number of slots that a layer reads on average if `slots` are filled."""
-        share = self.windowed_share
-        return (1 - share) * slots + share * min(slots, self.target.sliding_window or slots)
+        return (0.0, 0) if c.sliding_window is None else (num / c.num_layers, c.sliding_window)
 
     def slot(self) -> float:
         """Seconds of one node's attention to one slot of the cache, all layers together."""
@@ -100,12 +95,16 @@ class CostModel:
         flops = 4 * c.num_heads * c.head_dim * c.num_layers
         return flops / (self.rates.attention_share * self.rates.flops_per_second)
 
+    def attention(self, num_nodes: int | np.ndarray, slots: float) -> np.ndarray:
+        """Seconds of the attention of a row's nodes to the filled slots of its cache."""
+        return np.asarray(self.slot() * slots_read(num_nodes, slots, *self.windows))
+
     def drafting(self, batch: int, tree: TreeConfig) -> float:
         """Seconds to draft a tree for every row of a batch."""
         return method_of(self.drafter).planning.drafting_seconds(self, self.drafter, batch, tree)
 
-    def tokens_a_second(self, batch: int, slots: float, tree: TreeConfig | None, profile: Sequence[float]) -> float:
-        """Predicted tokens per second of a batch, if the best number of nodes of each tree is verified.
+    def predicted_speed(self, batch: int, slots: float, tree: TreeConfig | None, profile: Sequence[float]) -> float:
+        """Predicted tokens per second of a batch, when each round verifies the number of nodes with the highest speed.
 
         Args:
           slots: filled cache slots of each row.
@@ -113,11 +112,11 @@ class CostModel:
           profile: acceptance probabilities by depth.
         """
         tokens = np.ones(1) if tree is None else expected_tokens(profile, tree)
-        nodes = np.arange(1, len(tokens) + 1)
-        verified = nodes if self.rates.skips_rows else np.full(len(nodes), 1 if tree is None else tree.nodes)
-        attention = self.slot() * self.seen(slots) * batch * np.maximum(nodes, FREE_DEPTH + 1)
+        verified = np.arange(1, len(tokens) + 1)
+        computed = verified if self.rates.skips_rows else np.full(len(verified), 1 if tree is None else tree.nodes)
+        seconds = self.target_pass(batch * computed) + batch * self.attention(verified, slots)
         drafting = 0.0 if tree is None else self.drafting(batch, tree)
-        return float(np.max(batch * tokens / (self.target_pass(batch * verified) + attention + drafting)))
+        return float(np.max(batch * tokens / (seconds + drafting)))
 
     def table(self, batch: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
         """The costs that the decode loop needs to decide which drafts to verify.
@@ -130,8 +129,7 @@ class CostModel:
         plain = self.target_pass(np.arange(batch + 1))
         draft = np.array([self.drafting(num if self.rates.skips_rows else batch, tree) for num in range(batch + 1)])
         trust = first_trust(method_of(self.drafter).planning.has_score)
-        window = self.target.sliding_window or 0, self.windowed_share
-        numbers = verify, plain, draft, self.slot(), *window, trust, *([draft / tree.depth] if ends_early else [])
+        numbers = verify, plain, draft, self.slot(), *self.windows, trust, *([draft / tree.depth] if ends_early else [])
         return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.planning.acceptance import Law, accumulated, chain_law, mean, mixed
+from hsd_jax.planning.acceptance import Distribution, accumulated, chain_distribution, mean, mixed
 from hsd_jax.settings import shown
 
 PassCosts = Sequence[Any] | np.ndarray
@@ -75,7 +75,7 @@ def hierarchy_latency(
         return seconds[0](0)
     rounds = []
     for level, cost in enumerate(seconds[1:]):
-        adds = lambda drafts, chance=float(accept[level, level + 1]): chain_law([chance] * drafts)  # noqa: E731
+        adds = lambda drafts, chance=float(accept[level, level + 1]): chain_distribution([chance] * drafts)  # noqa: E731
         drafting = 0.0 if level else seconds[0](0)
         rounds.append(Rounds(adds, lambda drafts, cost=cost, one=drafting: cost(drafts) + drafts * one))
     return expected_cost(rounds, [int(n) for n in lengths], buffered).latency
@@ -84,7 +84,7 @@ def hierarchy_latency(
 class Rounds(NamedTuple):
     """What rounds of a model over drafts from the level below yield and cost."""
 
-    adds: Callable[[int], Law]
+    adds: Callable[[int], Distribution]
     """The distribution of the tokens that a verification adds, given its number of drafts."""
     seconds: Callable[[int], float]
     """Seconds of a round that verifies the given number of drafts. At the first level they include drafting; at the
@@ -152,7 +152,7 @@ def plan_hierarchy(costs: PassCosts, acceptance: Sequence[Sequence[float]] | np.
         for below in best:
             for length in range(1, int(max_length) + 1):
                 spent = cost(length) + length * below.latency
-                latency = spent / mean(chain_law([float(accept[below.chain[-1], model])] * length))
+                latency = spent / mean(chain_distribution([float(accept[below.chain[-1], model])] * length))
                 if latency < found.latency:
                     found = Hierarchy((*below.chain, model), (*below.lengths, length), latency)
         best.append(found)

@@ -9,31 +9,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig, most_nodes
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.rules import RULES
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import profile_at
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.tuned import WARM, Choice, Tuned, is_warm, kept
+from hsd_jax.planning.tuned import Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs
 
-LEAST_PROMISE, LEAST_OF_SHARED = 1.03, 1.0
-"""The predicted rate of a chosen tree must be at least this many times that of plain decoding. The second value is for
-sampled calls of several rows, which share the program of greedy ones."""
-NEARLY = 0.98
+LEAST_PROMISE = 1.03
+"""The predicted speed of a chosen tree must be at least this many times that of plain decoding."""
+LEAST_OF_SHARED = 1.0
+"""The same for sampled calls of several rows, which share the program of greedy ones."""
+EQUALLY_GOOD = 0.98
 """Trees whose predicted rate is at least this fraction of the best one count as equally good. The cost model is not
 more accurate than that."""
-LONGEST_PLANNED = 8
-"""Nodes of the longest chain that is considered."""
-WIDE_PLANNED = ((6, 3, 2), (8, 4, 2), (16, 7, 3))
-"""Nodes, greatest depth and width of the trees that are considered, if the drafter can grow them."""
-BETWEEN = 0.4
+AVERAGE_FILL = 1 / 4
+"""The share of the slots of a cache that is filled on average during a call. Caches grow by a factor of four."""
+PLANNED_CHAINS = range(1, 8)
+"""Drafts of the chains that are considered."""
+PLANNED_WIDE = ((6, 3, 2), (8, 4, 2), (16, 7, 3))
+"""Nodes, depth and width of the wide trees that are considered."""
+SHARED_TREE_TEMPERATURE = 0.4
 """The temperature for which the tree of several rows is chosen. Greedy and sampled calls share this tree."""
 
 
@@ -56,16 +60,22 @@ class Plan:
         return f"trees of {'up to ' if self.is_adaptive else ''}{self.tree.name}{reuse}: {self.reason}"
 
 
-def candidates(config: Any) -> list[TreeConfig]:
-    """The trees that may be chosen for a drafter."""
+def candidates(
+    config: Any, chains: Sequence[int] = PLANNED_CHAINS, wide: Sequence[tuple[int, int, int]] = PLANNED_WIDE
+) -> list[TreeConfig]:
+    """The trees of two lists that may be chosen for a drafter.
+
+    Args:
+      chains: drafts of chains. Longer ones than the drafter can make are left out.
+      wide: nodes, depth and width of wide trees, each made as small as the drafter needs it.
+    """
     method = method_of(config).planning
     steps = method.max_depth(config)
-    found = [TreeConfig.chain(depth) for depth in range(1, min(steps, LONGEST_PLANNED - 1) + 1)]
-    for nodes, most, width in WIDE_PLANNED if method.grows_wide else ():
-        depth = min(most, steps)
-        if width <= config.draft_vocab_size and nodes <= 1 + width + (depth - 1) * width**2:
-            found.append(TreeConfig(nodes, depth, width))
-    return found
+    trees = [TreeConfig.chain(depth) for depth in chains if depth <= steps]
+    for nodes, depth, width in wide if method.grows_wide else ():
+        depth, width = min(depth, steps), min(width, config.draft_vocab_size)
+        trees.append(TreeConfig(min(nodes, most_nodes(depth, width)), depth, width))
+    return list(dict.fromkeys(trees))
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,18 +89,20 @@ def best_plan(model: CostModel, batch: int, context: int, temperature: float) ->
     """
 
     def rate(tree: TreeConfig | None, temperature: float) -> float:
-        return model.tokens_a_second(batch, context / 4, tree, profile_at(model.drafter, temperature))
+        return model.predicted_speed(batch, AVERAGE_FILL * context, tree, profile_at(model.drafter, temperature))
 
     deepest = len(profile_at(model.drafter, temperature))
     trees = [tree for tree in candidates(model.drafter) if tree.depth <= deepest]
     if not trees:
         return Plan(None, "this drafter can grow none of the trees that are considered")
-    rates = {tree: rate(tree, temperature if batch == 1 else BETWEEN) for tree in trees}
-    # The deepest of the trees that are nearly as good. A round can drop drafts that do not pay, but it can add none.
-    best = max((tree for tree in trees if rates[tree] >= NEARLY * max(rates.values())), key=lambda tree: tree.depth)
+    rates = {tree: rate(tree, temperature if batch == 1 else SHARED_TREE_TEMPERATURE) for tree in trees}
+    # Of the trees that count as equally good, the deepest: a round can drop drafts that do not pay, but not add levels.
+    best = max(
+        (tree for tree in trees if rates[tree] >= EQUALLY_GOOD * max(rates.values())), key=lambda tree: tree.depth
+    )
     gain = rate(best, temperature) / rate(None, temperature)
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
-    is_shared = batch > 1 and temperature >= WARM
+    is_shared = batch > 1 and is_warm(temperature)
     if gain < (LEAST_OF_SHARED if is_shared else LEAST_PROMISE):
         return Plan(
             None, f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"

@@ -24,7 +24,7 @@ from hsd_jax.api import conditional_acceptance
 from hsd_jax.config import (
     AHEAD,
     NO_REUSE,
-    NONE,
+    NO_REUSE_FORM,
     DrafterConfig,
     ModelConfig,
     ReuseConfig,
@@ -39,7 +39,7 @@ from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import on_text
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.planning.acceptance import Law
+from hsd_jax.planning.acceptance import Distribution
 from hsd_jax.planning.texts import load_arrays, save_arrays, write_all
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 
@@ -166,7 +166,7 @@ def accepted_by_age(
     def one_text(row: tuple[Array, Array, Array, Array]):
         text, end, start, key = row
         own_keys = jnp.broadcast_to(key, (num_roots,))
-        output = forward_sequence(target, target_config, text[None], aux_layers=drafters[0].aux_layers)
+        output = forward_sequence(target, target_config, text[None], feature_layers=drafters[0].feature_layers)
         roots = jnp.minimum(start + index, len(text) - 1)
         noise = round_noise(own_keys, roots, num_noisy, target_config.vocab_size, as_drawn)
         texts, ends = jnp.broadcast_to(text, (num_roots, len(text))), jnp.broadcast_to(end, roots.shape)
@@ -198,7 +198,7 @@ def accepted_by_age(
         found = [followed(drafter, draft) for drafter, draft in zip(drafters, drafts, strict=True)]
         if method.training is None:
             return found, None
-        one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), scheme=DrawScheme.INDEPENDENT)
+        one_draw = make_drafter(target_config, config, TreeConfig.chain(1), scheme=DrawScheme.INDEPENDENT)
         drawn, _ = one_draw.draft(
             models, state_of(one_draw), RoundInputs(text[roots], roots, own_keys, at_temperature_1)
         )
@@ -225,7 +225,7 @@ class AcceptedLengths:
         return sum(self.histogram)
 
     @property
-    def law(self) -> Law:
+    def distribution(self) -> Distribution:
         """The distribution of the number of tokens of a round."""
         return {num + 1: count / self.num_passes for num, count in enumerate(self.histogram)}
 
@@ -302,15 +302,18 @@ def accepted_lengths(
     found, overlap = accepted_by_age(*models, asked, int(written.max()), *rows)
     of = dict(zip(asked, jax.tree.map(fetch, found), strict=True))
 
-    def fate(draft: Draft) -> AcceptedLengths:
+    def lengths_of(draft: Draft) -> AcceptedLengths:
         (tree, reuse), (counts, age) = draft, of[source[draft]]
-        starts_fresh = reuse.form in (NONE, AHEAD)  # AHEAD runs its trunk after prefill; other forms have no spares yet
+        starts_fresh = reuse.form in (
+            NO_REUSE_FORM,
+            AHEAD,
+        )  # AHEAD runs its trunk after prefill; other forms have no spares yet
         first_age = 0 if starts_fresh else counts.shape[1] - 1
         return accepted_along(np.minimum(counts, tree.depth), texts, tree.depth, age[0], first_age)
 
     if overlap is not None:
         overlap = float(fetch(overlap)[np.arange(written.max()) < written[:, None]].mean())
-    return [fate(draft) for draft in drafts], overlap
+    return [lengths_of(draft) for draft in drafts], overlap
 
 
 def simulate(
@@ -330,7 +333,7 @@ def simulate(
       overlap: the mean of the sum of min(p, q) at depth 1. This is the probability that a sampled draft is accepted at
         temperature 1.
     """
-    chain = TreeConfig(config.num_steps + 1, config.num_steps, 1)
+    chain = TreeConfig.chain(config.num_steps)
     drafts = (tree, NO_REUSE), (chain, NO_REUSE)
     (of_tree, of_chain), overlap = accepted_lengths(drafter, config, target, target_config, texts, drafts, temperature)
     return {

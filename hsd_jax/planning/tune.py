@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.arguments import Prompt, Sampling, check_length, encode
-from hsd_jax.config import NONE, ReuseConfig, TreeConfig, most_nodes
+from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding
 from hsd_jax.params import Params
 from hsd_jax.planning.costs import RoundCost
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
-from hsd_jax.planning.plan import plan_for
+from hsd_jax.planning.plan import candidates, plan_for
 from hsd_jax.planning.simulate import Texts, accepted_lengths
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
@@ -38,10 +38,10 @@ LEAST_SPEEDUP = 1.02
 """The least measured speed-up over plain decoding. A smaller one may be noise."""
 TRUNK_RUNS, TRUNK_TIMINGS = 20, 5
 """The number of trunk runs in a timing, and the number of timings. The median counts."""
-SHORTEST_CANDIDATE, LONGEST_CANDIDATE = 4, 16
-"""Nodes of the chains that are candidates."""
+SHORTEST_CHAIN, LONGEST_CHAIN = 3, 15
+"""Drafts of the chains that are candidates."""
 WIDE_CANDIDATES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
-"""Nodes, depth and width of the trees that are candidates. The drafter's steps limit the depth."""
+"""Nodes, depth and width of the wide trees that are candidates."""
 
 
 def tune(
@@ -165,11 +165,12 @@ class Calls:
         """Some candidates with their predictions: tau from a simulated decode of `texts`, and seconds from `cost`."""
         self.report(f"simulating {len(ways)} ways to draft on text of the target")
         drafts, models = [way.draft for way in ways], _models(self.params)
-        fates, _ = accepted_lengths(*models, texts, drafts, self.temperature)
+        lengths, _ = accepted_lengths(*models, texts, drafts, self.temperature)
         found = []
-        for way, (tree, reuse), fate in zip(ways, drafts, fates, strict=True):
-            rate = fate.tau * fate.num_passes / cost.seconds(tree, reuse, *fate.in_step(self.batch))
-            found.append(dataclasses.replace(way, predicted_tau=fate.tau, predicted_tokens_per_second=rate))
+        for way, (tree, reuse), found_lengths in zip(ways, drafts, lengths, strict=True):
+            rounds = found_lengths.in_step(self.batch)
+            rate = found_lengths.tau * found_lengths.num_passes / cost.seconds(tree, reuse, *rounds)
+            found.append(dataclasses.replace(way, predicted_tau=found_lengths.tau, predicted_tokens_per_second=rate))
         return found
 
 
@@ -186,7 +187,7 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
     seeds = [calls.seed + row for row in range(len(calls.prompts))]
     texts = Texts.join(calls.prompts, runs.texts(PLAIN), seeds)
     fresh = {way.tree: way for way in calls.predicted([Candidate(tree) for tree in trees], texts, cost)}
-    guesses = [fresh[way.tree] for way in ways if way.reuse == NONE]
+    guesses = [fresh[way.tree] for way in ways if way.reuse == NO_REUSE_FORM]
     rest = _promising(ways, fresh)
     if rest:
         calls.report("timing the trunk")
@@ -194,7 +195,7 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
         guesses += calls.predicted(rest, texts, dataclasses.replace(cost, trunk=trunk))
     final = best_of(guesses, finalists)
     # Trees of which a round verifies only the drafts that pay: the one with the best prediction, and that of `decode`.
-    in_part = [next((way.tree for way in final if way.reuse == NONE), None)]
+    in_part = [next((way.tree for way in final if way.reuse == NO_REUSE_FORM), None)]
     if may_be_default:
         in_part.append(plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree)
     final += [Candidate(tree, is_whole=False) for tree in dict.fromkeys(in_part) if tree is not None]
@@ -209,17 +210,9 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
 
 
 def default_trees(config: Any) -> list[TreeConfig]:
-    """The candidates for a drafter: chains, and trees unless it drafts only chains."""
-    method = method_of(config).planning
-    most = method.max_depth(config)
-    last = min(most + 1, LONGEST_CANDIDATE)
-    trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CANDIDATE, last), last + 1)]
-    if method.grows_wide:
-        for nodes, depth, width in WIDE_CANDIDATES:
-            depth, width = min(depth, most), min(width, config.draft_vocab_size)
-            nodes = min(nodes, most_nodes(depth, width))
-            trees.append(TreeConfig(nodes, depth, width))
-    return list(dict.fromkeys(trees))
+    """The candidates for a drafter: chains, and wide trees unless it drafts only chains."""
+    shortest = min(SHORTEST_CHAIN, method_of(config).planning.max_depth(config))
+    return candidates(config, range(shortest, LONGEST_CHAIN + 1), WIDE_CANDIDATES)
 
 
 def _several(value: Any) -> list[Any]:
@@ -297,7 +290,7 @@ def _by_size(
 def _promising(ways: Sequence[Candidate], fresh: Mapping[TreeConfig | None, Candidate]) -> list[Candidate]:
     """For each form of reuse TREES_PER_FORM candidates: those in the trees that are the fastest without reuse."""
     ranked = sorted(ways, key=lambda way: -fresh[way.tree].promise)
-    forms = dict.fromkeys(way.reuse for way in ways if way.reuse != NONE)
+    forms = dict.fromkeys(way.reuse for way in ways if way.reuse != NO_REUSE_FORM)
     return [way for form in forms for way in [w for w in ranked if w.reuse == form][:TREES_PER_FORM]]
 
 
@@ -314,7 +307,7 @@ def trunk_seconds(
     config, session = params.drafter_config, prepare(params, prompts, Sampling(max_new_tokens), Speculation(tree))
     parts, rows = method_of(config).inspection.stages, session.rows
     assert config is not None and parts is not None and rows is not None, "only a trunk has forms of reuse"
-    trunk, head, _ = parts(params.target_config, config, TreeConfig(2, 1, 1), DrawScheme.ARBITRARY)
+    trunk, head, _ = parts(params.target_config, config, TreeConfig.chain(1), DrawScheme.ARBITRARY)
 
     def timer(count: int) -> Callable[[], float]:
         def run(models: Any, inputs: Any):
@@ -341,6 +334,6 @@ def best_of(guesses: Sequence[Candidate], count: int) -> list[Candidate]:
 
     A candidate with reuse counts only if it is predicted to gain over the same tree without reuse.
     """
-    least = {way.tree: LEAST_GAIN_OF_REUSE * way.promise for way in guesses if way.reuse == NONE}
+    least = {way.tree: LEAST_GAIN_OF_REUSE * way.promise for way in guesses if way.reuse == NO_REUSE_FORM}
     ranked = sorted(guesses, key=lambda way: -way.promise)
-    return [way for way in ranked if way.reuse == NONE or way.promise > least.get(way.tree, 0.0)][:count]
+    return [way for way in ranked if way.reuse == NO_REUSE_FORM or way.promise > least.get(way.tree, 0.0)][:count]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from hsd_jax import settings
-from hsd_jax.config import NONE, ReuseConfig, TreeConfig
+from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.host.files import check_new_folder, kept_folder, read_json, sha256, write_json
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
@@ -29,7 +29,7 @@ PLAIN = "plain"
 """The name of plain decoding among the candidates."""
 WARM = 0.3
 """Calls with a temperature of at least WARM are planned as sampled calls, the others as greedy ones."""
-FARTHEST = 5.0
+FARTHEST_CACHE = 5.0
 """A choice serves calls whose caches are at most this many times as large or as small as the measured ones. This is a
 little more than `decode.GROWTH`, the ratio between one size and the next."""
 FOLDER_VARIABLE = "HSD_TUNED"
@@ -69,7 +69,7 @@ class Candidate:
 
     tree: TreeConfig | None
     """None: plain decoding."""
-    reuse: str = NONE
+    reuse: str = NO_REUSE_FORM
     is_whole: bool = True
     """Whether every round verifies the whole tree. False: only the drafts that pay."""
     predicted_tau: float | None = None
@@ -105,7 +105,7 @@ class Candidate:
         if self.tree is None:
             return PLAIN
         name = self.tree.name if self.is_whole else f"up to {self.tree.name}"
-        return name if self.reuse == NONE else f"{name} {self.reuse}"
+        return name if self.reuse == NO_REUSE_FORM else f"{name} {self.reuse}"
 
 
 @settings.dataclass
@@ -169,13 +169,13 @@ class Tuned:
 
         Args:
           rows: of the program. Only choices for the same number of rows count.
-          slots: of the caches. The nearest choice counts, if it is at most FARTHEST times as large or as small.
+          slots: of the caches. The nearest choice counts, if it is at most FARTHEST_CACHE times as large or as small.
           temperature: the highest of all rows. Only choices on the same side of WARM count.
         """
         alike = self.alike(rows, temperature)
         near = [(max(c.slots, slots) / min(c.slots, slots), number) for number, c in enumerate(alike)]
-        distance, number = min(near, default=(FARTHEST + 1, 0))
-        return alike[number] if distance <= FARTHEST else None
+        distance, number = min(near, default=(FARTHEST_CACHE + 1, 0))
+        return alike[number] if distance <= FARTHEST_CACHE else None
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.choices))
@@ -262,7 +262,7 @@ def kept(params: Params) -> Tuned | None:
     Several processes must all agree, so they use no record. The file is checked at every call, so a new record is found
     at once. A file that cannot be read gives a warning, once.
     """
-    if params.pair is None or jax.process_count() > 1:
+    if params.fingerprint_pair is None or jax.process_count() > 1:
         return None
     path = kept_path(Conditions.of(params))
     return None if path is None else _kept(path)

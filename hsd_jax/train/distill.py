@@ -157,7 +157,7 @@ def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, r
         weights, starts = frozen["drafter"] | params, starts_of(batch)
         tokens, labels, mask = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["mask"][:, 1:]
         with jax.named_scope("target"):
-            rest = {"aux_layers": config.aux_layers}
+            rest = {"feature_layers": config.feature_layers}
             output = lax.stop_gradient(forward_sequence(frozen["target"], target_config, tokens, starts, **rest))
         teacher, own = output.logits, logits(weights, config, tokens, output, key, starts, remat)
         if asked.divergence == NLL:
@@ -191,7 +191,7 @@ def held_out_divergences(
 
     @jax.jit
     def sums(weights: Weights, target: Weights, tokens: Int[Array, "1 T"], mask: Bool[Array, "1 M"]):
-        output = forward_sequence(target, target_config, tokens[:, :-1], aux_layers=config.aux_layers)
+        output = forward_sequence(target, target_config, tokens[:, :-1], feature_layers=config.feature_layers)
         own = logits_of(weights, config, tokens[:, :-1], output)
         logits = output.logits / temperature, own / temperature
         found = [losses.named(name, asked.jsd_beta)(*logits) for name in SHOWN]

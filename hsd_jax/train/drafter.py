@@ -265,7 +265,7 @@ def read_target(
     """
     if "hidden" not in batch:
         tokens = batch["tokens"][:, :-1]
-        output = forward_sequence(frozen, target_config, tokens, starts_of(batch), aux_layers=config.feature_layers)
+        output = forward_sequence(frozen, target_config, tokens, starts_of(batch), feature_layers=config.feature_layers)
         return output.hidden, output.features
     states, num = batch["hidden"].astype(jnp.float32), 1 + len(config.feature_layers)
     if states.shape[-1] != num * target_config.hidden_size:

@@ -284,7 +284,7 @@ def _build(
     @jax.jit
     def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         tokens = batch["tokens"][:, :-1]
-        output = forward_sequence(weights, target_config, tokens, starts_of(batch), aux_layers=layout.layers)
+        output = forward_sequence(weights, target_config, tokens, starts_of(batch), feature_layers=layout.layers)
         hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)
         packed = None
         if layout.likeliest:  # of the final states as stored, because a step reads these

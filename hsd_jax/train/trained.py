@@ -79,7 +79,7 @@ def begun_with_target(
     first = target_config.num_layers - num
     layers = {f"layer_{i}": target[f"layer_{first + i}"] for i in range(num)}
     taken = {"trunk": layers, "output_norm": target["final_norm"]}
-    output = forward_sequence(target, target_config, tokens, aux_layers=(max(first - 1, 0),))
+    output = forward_sequence(target, target_config, tokens, feature_layers=(max(first - 1, 0),))
     growth = _size(output.features[0])
     if config.feature_layers:
         size = config.hidden_size

@@ -446,10 +446,10 @@ def test_identity_counts_rows_that_differ_between_levels(identity_run, monkeypat
 
 
 def test_identity_of_levels_is_refused_where_the_kernels_are_off(identity_run, monkeypatch, capsys):
-    monkeypatch.setenv("HSD_NATIVE", "0")
+    monkeypatch.setattr("hsd_jax.kernels.native.available", lambda: False)
     with pytest.raises(FileNotFoundError):  # refused before anything was written
         identity_run("--levels")
-    assert "HSD_NATIVE" in capsys.readouterr().err
+    assert "no CPU kernels run here" in capsys.readouterr().err
 
 
 def test_identity_finds_a_planted_difference(identity_run, monkeypatch, capsys):

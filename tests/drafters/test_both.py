@@ -168,7 +168,7 @@ def test_what_a_text_shows_is_that_of_plain_loops():
         chain = found.tokens[row].tolist() if int(found.run[row]) else []
         paths = oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
         accepted, expected = oracle.judge_tree(paths, tree.score[row].tolist(), said)
-        wanted = jax.tree.map(lambda x, row=row: worth.MEMORY * np.array(x[row], np.float64), before)
+        wanted = jax.tree.map(lambda x, row=row: worth.DECAY * np.array(x[row], np.float64), before)
         wanted = dataclasses.replace(wanted, accepted=wanted.accepted + accepted, predicted=wanted.predicted + expected)
         count_chain(wanted, paths, chain, int(found.run[row]), said)
         for name in ("accepted", "predicted", "copied", "tried"):
@@ -188,7 +188,7 @@ def test_scores_are_products_of_what_edges_are_worth():
         copied=tried / 3,
         tried=tried,
     )
-    trust = (5.0 + worth.PRIOR) / (9.0 + worth.PRIOR)
+    trust = (5.0 + worth.PRIOR_DRAFTS) / (9.0 + worth.PRIOR_DRAFTS)
     wanted = np.where(tree.valid, np.exp(tree.score) * trust ** np.asarray(tree.depth), 0.0)
     np.testing.assert_allclose(np.exp(both.score_tree(tree, record)), wanted, rtol=1e-4)
     of_copied = np.exp(both.score_copied(found, both.shared_nodes(tree, found.tokens) < NODES, record))
@@ -199,7 +199,7 @@ def test_scores_are_products_of_what_edges_are_worth():
         for i in range(DEPTH):
             at = places[i], min(run + i, LONGEST) - 1
             num = float(tried[row, *at])
-            likely *= (num / 3 + worth.PRIOR * both.FIRST_RATE[at]) / (num + worth.PRIOR) if run else 0.0
+            likely *= (num / 3 + worth.PRIOR_DRAFTS * both.FIRST_RATE[at]) / (num + worth.PRIOR_DRAFTS) if run else 0.0
             np.testing.assert_allclose(of_copied[row, i], likely, rtol=1e-4)
 
 
@@ -224,7 +224,7 @@ def assert_records_are_those_of_the_text(proposer: str, num_rounds: int = 6) -> 
             paths = oracle.paths_of(drafted.tokens.tolist(), drafted.parents.tolist(), drafted.valid.tolist())
             accepted, expected = oracle.judge_tree(paths, drafted.score.tolist(), text)
             for name in ("accepted", "predicted", "copied", "tried"):
-                getattr(wanted, name)[row] *= worth.MEMORY
+                getattr(wanted, name)[row] *= worth.DECAY
             wanted.accepted[row] += accepted
             wanted.predicted[row] += expected
             count_chain(jax.tree.map(lambda x, row=row: x[row, ...], wanted), paths, chain, run, text)
@@ -250,7 +250,7 @@ def test_plain_rounds_are_followed_and_show_nothing():
     text = jnp.asarray(rng.integers(0, toy.VOCAB, (call.batch, num)), jnp.int32)
     committed = jnp.asarray([num, 1, 2, num, 0, num], jnp.int32)
     hidden = jnp.asarray(rng.normal(size=(call.batch, num, setup.config.hidden_size)), jnp.float32)
-    output = ModelOutput(None, hidden, (hidden,) * len(drafter.aux_layers), None)
+    output = ModelOutput(None, hidden, (hidden,) * len(drafter.feature_layers), None)
     after = jax.jit(drafter.follow)(setup.models, state, verdict_of(text, committed), output, committed)
     for row, prompt in enumerate(call.prompts):
         whole = prompt.tolist() + text[row, : int(committed[row])].tolist()

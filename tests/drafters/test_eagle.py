@@ -44,7 +44,7 @@ def logits_of_paths(setup: setups.Setup, text: np.ndarray):
     models, config = setup.models, setup.drafter_config
     target, drafter = models["target"], models["drafter"]
     room = 16 + len(text)
-    fresh = toy.causal_pass(target, setup.config, jnp.asarray(text[None]), aux_layers=config.feature_layers)
+    fresh = toy.causal_pass(target, setup.config, jnp.asarray(text[None]), feature_layers=config.feature_layers)
     features = trunk_features(drafter, config, fresh.hidden, fresh.features)[0]
     known = len(text) - 1  # features in use: that of the last token is not known to a drafter
 

@@ -286,7 +286,7 @@ def assert_lengths(state) -> None:
 def fresh_passes(target, drafter, target_config, config, tokens):
     """Entries of target and trunk for whole rows, the trunk's features, and the token behind each of them."""
     batch, num = tokens.shape
-    fresh = forward_sequence(target, target_config, tokens, aux_layers=config.feature_layers)
+    fresh = forward_sequence(target, target_config, tokens, feature_layers=config.feature_layers)
     features = trunk_features(drafter, config, fresh.hidden, fresh.features)
     following = jnp.roll(tokens, -1, 1)
     embeddings = target["embedding"][following] * target_config.embed_scale
@@ -354,7 +354,7 @@ def test_caches_hold_what_fresh_passes_compute(variant, proposer):
 def test_caches_hold_what_several_layers_say(proposer):
     """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    assert setup.drafter.aux_layers == setup.drafter_config.feature_layers == (0, 1)
+    assert setup.drafter.feature_layers == setup.drafter_config.feature_layers == (0, 1)
     state = call.start(setup.decoder, setup.models)
     assert find_stale_slot(setup, state) is None
     for _ in range(3):

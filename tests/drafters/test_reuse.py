@@ -59,7 +59,7 @@ def test_the_index_map_is_that_of_the_oracle():
     """New depth j reads old depth k = m + 1 + j, for every m, in rows that differ."""
     assert oracle.spare_depths(5, 1) == [2, 3, 4, 5] and oracle.spare_depths(5, 4) == [5]  # the table of methods.md 1.5
     assert oracle.spare_depths(5, 5) == oracle.spare_depths(5, 6) == []
-    assert find_wrong_spare(reuse_lib.advance) is None
+    assert find_wrong_spare(reuse_lib.after_commit) is None
 
 
 @pytest.mark.parametrize("off_by", [-1, 1])
@@ -67,11 +67,11 @@ def test_the_oracle_finds_a_shifted_index(off_by):
     """No text would change: only this comparison sees it. The count alone, or the states alone, are enough."""
 
     def shifted(spares, num_committed):
-        moved, kept = (reuse_lib.advance(spares, num_committed + by) for by in (off_by, 0))
+        moved, kept = (reuse_lib.after_commit(spares, num_committed + by) for by in (off_by, 0))
         return Spares(moved.logits, kept.num)
 
     def miscounted(spares, num_committed):
-        moved, kept = (reuse_lib.advance(spares, num_committed + by) for by in (off_by, 0))
+        moved, kept = (reuse_lib.after_commit(spares, num_committed + by) for by in (off_by, 0))
         return Spares(kept.logits, jnp.clip(moved.num, 0, NUM_STATES))
 
     assert "wrong state" in find_wrong_spare(shifted)
@@ -82,7 +82,7 @@ def test_added_logits_are_those_of_the_oracle():
     """SUM, at every number of committed tokens."""
     committed = np.arange(NUM_STATES + 2, dtype=np.int32)
     old, fresh = numbered(len(committed)), numbered(len(committed), seed=1)
-    spares = reuse_lib.advance(reuse_lib.fresh_spares(jnp.asarray(old)), jnp.asarray(committed))
+    spares = reuse_lib.after_commit(reuse_lib.fresh_spares(jnp.asarray(old)), jnp.asarray(committed))
     added = np.asarray(reuse_lib.add(jnp.asarray(fresh), spares))
     for row, count in enumerate(committed[1:], start=1):  # a round commits at least one token
         wanted = oracle.add(fresh[row], old[row], int(count))

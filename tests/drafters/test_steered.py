@@ -118,7 +118,7 @@ def test_untrained_it_is_the_plain_model_to_the_bit(tree, use_native):
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def joined_states(weights: dict, config: ModelConfig, rest: tuple, layers: tuple[int, ...]) -> jax.Array:
-    return joined_features(forward(weights, config, *rest, aux_layers=layers).features)
+    return joined_features(forward(weights, config, *rest, feature_layers=layers).features)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -130,7 +130,7 @@ def target_states(setup: setups.Setup, tokens: np.ndarray) -> tuple[tuple, np.nd
     """The arguments of a causal pass over texts [B, T], and the states of the target that steer, [B, T, X]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     rest = jnp.asarray(tokens), positions, causal_mask(*tokens.shape)
-    layers = setup.drafter_config.aux_layers
+    layers = setup.drafter_config.feature_layers
     return rest, np.asarray(joined_states(setup.models["target"], setup.config, rest, layers))
 
 
@@ -248,7 +248,7 @@ def test_the_loss_is_that_of_every_offset_by_hand(standard_dtypes):
     lag = np.asarray(jax.random.randint(key, (len(rows), LENGTH), 1, 4))
     assert set(lag.flat) == {1, 2, 3}
     tokens, begun = jnp.asarray(rows[:, :-1]), jnp.asarray(starts[:, :-1])
-    output = jit(lambda w: forward_sequence(w, TARGET, tokens, begun, aux_layers=(0, 1)))(frozen)
+    output = jit(lambda w: forward_sequence(w, TARGET, tokens, begun, feature_layers=(0, 1)))(frozen)
     features = np.concatenate([np.asarray(x) for x in output.features], -1)
     bias = np.zeros((len(rows), LENGTH, 1, SMALL.intermediate_size), np.float32)
     for row in range(len(rows)):

@@ -225,7 +225,7 @@ def emitted_texts(rule: AcceptRule, vocab: int, name: str) -> list[tuple[int, ..
 
     @jax.jit
     def judge(tree, logits):
-        return rule.verify(keys, tree, ancestor_mask(tree, DEPTH), logits, sampling, position)
+        return rule.judge(keys, tree, ancestor_mask(tree, DEPTH), logits, sampling, position)
 
     verdict = jax.tree.map(np.asarray, judge(tree, logits))
     return [tuple(row[: n + 1].tolist()) for row, n in zip(verdict.emitted, verdict.num_accepted, strict=True)]
@@ -272,10 +272,10 @@ def uses_noise_of_the_predicted_position(rule: AcceptRule) -> bool:
     tree = DraftTree(line, depth - 1, depth, jnp.ones((1, num), bool))
 
     @jax.jit
-    def verify(tree):
-        return rule.verify(keys, tree, ancestor_mask(tree, DEPTH), logits, sampling, jnp.array([root], jnp.int32))
+    def judge(tree):
+        return rule.judge(keys, tree, ancestor_mask(tree, DEPTH), logits, sampling, jnp.array([root], jnp.int32))
 
-    verdict = verify(tree)
+    verdict = judge(tree)
     return verdict.num_accepted.tolist() == [DEPTH] and verdict.emitted.tolist() == [wanted]
 
 

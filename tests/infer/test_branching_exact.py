@@ -199,7 +199,7 @@ def pooled_p_value(config: TreeConfig, pairs: int = PAIRS) -> float:
         base = jnp.zeros((TREES, config.depth, SMALL))
         grower = Grower(config, DrawScheme.WITHOUT_REPLACEMENT, SMALL)
         tree = grower.grow_token_free(base, toy.of_tokens(lambda tokens: draft[tokens]), inputs)
-        verdict = rule.verify(keys, tree, ancestor_mask(tree, config.depth), target[tree.tokens], sampling, zero)
+        verdict = rule.judge(keys, tree, ancestor_mask(tree, config.depth), target[tree.tokens], sampling, zero)
         return verdict.emitted, verdict.num_accepted
 
     jitted, rng, statistic, free = jax.jit(emit), np.random.default_rng(7), 0.0, 0

@@ -349,7 +349,7 @@ def jitted_round(change=None):
         drafted = Grower(tree, DrawScheme.COUPLED, VOCAB).grow_token_free(base, nothing, inputs)
         logits = jnp.broadcast_to(target_logits, (rows, 2, VOCAB))
         mask = ancestor_mask(drafted, 1)
-        return match_rule(1).verify(keys, drafted, mask, logits, sampling, zero, noise).num_accepted
+        return match_rule(1).judge(keys, drafted, mask, logits, sampling, zero, noise).num_accepted
 
     return jax.jit(verdict)
 
@@ -412,7 +412,7 @@ def jitted_recursive_round(is_coupled: bool):
             drafted = drafted.replace(tokens=by_noise.tokens)
         logits = jnp.broadcast_to(target_logits, (rows, 2, VOCAB))
         mask = ancestor_mask(drafted, 1)
-        return recursive_rule(1, 1).verify(keys, drafted, mask, logits, sampling, zero).emitted[:, 0]
+        return recursive_rule(1, 1).judge(keys, drafted, mask, logits, sampling, zero).emitted[:, 0]
 
     return jax.jit(emitted)
 

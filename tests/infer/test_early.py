@@ -274,9 +274,9 @@ def test_a_level_that_costs_more_than_it_promises_is_not_drafted():
     length, done = jnp.full(1, 9), jnp.zeros(1, bool)
     score = jnp.zeros((1, 5))
     for level, pays in ((0.49, True), (0.51, False)):
-        stop = worth.stop_rule(control, costs(1, level), 5, length, done)
+        stop = worth.stop_rule(control, costs(1, level), length, done)
         assert bool(chains.goes_on(stop, score, jnp.asarray(1))) is pays
-    assert worth.stop_rule(control, dataclasses.replace(costs(1, 1.0), level_seconds=None), 5, length, done) is None
+    assert worth.stop_rule(control, dataclasses.replace(costs(1, 1.0), level_seconds=None), length, done) is None
 
 
 def test_the_option_of_a_call(pair):

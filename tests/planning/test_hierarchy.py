@@ -8,7 +8,7 @@ from oracles import hierarchy as oracle
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab import theory
-from hsd_jax.planning.acceptance import acceptance_giving, accumulated, chain_law, expected_tokens, mean, mixed
+from hsd_jax.planning.acceptance import acceptance_giving, accumulated, chain_distribution, expected_tokens, mean, mixed
 from hsd_jax.planning.hierarchy import Rounds, expected_cost
 
 COSTS, LENGTHS = (0.02, 0.15, 1.0), (4, 6)
@@ -132,13 +132,13 @@ def test_a_replay_is_a_simulation_where_places_differ(lengths):
 
 def test_the_tokens_of_a_chain():
     """By its law as by its tree; and the acceptance from them, the same everywhere."""
-    assert chain_law([1.0] * 3) == {1: 0.0, 2: 0.0, 3: 0.0, 4: 1.0}
+    assert chain_distribution([1.0] * 3) == {1: 0.0, 2: 0.0, 3: 0.0, 4: 1.0}
     profile = [0.9, 0.5, 0.7]
-    assert mean(chain_law(profile)) == pytest.approx(expected_tokens(profile, TreeConfig.chain(3))[-1])
-    assert mean(chain_law(profile)) == pytest.approx(1 + 0.9 + 0.9 * 0.5 + 0.9 * 0.5 * 0.7)
-    tokens = [mean(chain_law([0.6] * n)) for n in (2, 3, 5)]
+    assert mean(chain_distribution(profile)) == pytest.approx(expected_tokens(profile, TreeConfig.chain(3))[-1])
+    assert mean(chain_distribution(profile)) == pytest.approx(1 + 0.9 + 0.9 * 0.5 + 0.9 * 0.5 * 0.7)
+    tokens = [mean(chain_distribution([0.6] * n)) for n in (2, 3, 5)]
     assert tokens[2] == pytest.approx((1 - 0.6**6) / 0.4)
     assert acceptance_giving(tokens[2], 5) == pytest.approx(0.6)
     assert acceptance_giving(6.0, 5) == pytest.approx(1.0) and acceptance_giving(1.0, 5) == pytest.approx(0.0)
-    either = mixed({2: 0.5, 3: 0.5}, lambda drafts: chain_law([0.6] * drafts))
+    either = mixed({2: 0.5, 3: 0.5}, lambda drafts: chain_distribution([0.6] * drafts))
     assert mean(either) == pytest.approx((tokens[0] + tokens[1]) / 2)

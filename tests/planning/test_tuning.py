@@ -342,7 +342,7 @@ def kept_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def found_by_name(params) -> Params:
     """As if they were loaded."""
-    return params.replace(pair=params.fingerprints())
+    return params.replace(fingerprint_pair=params.fingerprints())
 
 
 def plan_of(params: Params, **settings) -> plan.Plan:
@@ -371,7 +371,7 @@ def test_a_record_is_found_for_its_pair_and_machine_alone(found_by_name, kept_fo
     params = found_by_name
     make_record(params, make_choice(reuse="none", temperature=0.0)).keep()
     assert plan_of(params).tree == SMALL
-    for change in ({"pair": None}, {"pair": ("a", "b")}, {"dtype": "bfloat16"}):
+    for change in ({"fingerprint_pair": None}, {"fingerprint_pair": ("a", "b")}, {"dtype": "bfloat16"}):
         assert "`tune`" not in plan_of(params.replace(**change)).reason
     monkeypatch.setattr(tuned, "device_name", lambda: "a stone")
     assert "`tune`" not in plan_of(params).reason
@@ -416,9 +416,12 @@ def test_records_may_be_switched_off(params, kept_folder, monkeypatch):
 
 def test_loaded_pairs_have_fingerprints(folders):
     loaded = hsd_jax.load(**vars_of(folders))
-    assert loaded.pair == loaded.replace(pair=None).fingerprints() and len(set(loaded.pair)) == 2
-    alone = hsd_jax.load(target=folders.target).pair
-    assert alone[0] == loaded.pair[0] and alone[1] != loaded.pair[1]
+    assert (
+        loaded.fingerprint_pair == loaded.replace(fingerprint_pair=None).fingerprints()
+        and len(set(loaded.fingerprint_pair)) == 2
+    )
+    alone = hsd_jax.load(target=folders.target).fingerprint_pair
+    assert alone[0] == loaded.fingerprint_pair[0] and alone[1] != loaded.fingerprint_pair[1]
 
 
 def changed_choice(**changes):

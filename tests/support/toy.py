@@ -58,7 +58,7 @@ def make_target(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     return random_like(init_target, config, seed, GAIN)
 
 
-causal_pass = jax.jit(forward_sequence, static_argnums=1, static_argnames="aux_layers")
+causal_pass = jax.jit(forward_sequence, static_argnums=1, static_argnames="feature_layers")
 """`forward_sequence` as one program: operation by operation it takes several times as long."""
 
 

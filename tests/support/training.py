@@ -16,7 +16,7 @@ from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.reading import at_root
 from hsd_jax.drafters.table import init_drafter, make_drafter
-from hsd_jax.drafters.trunk_state import read_pending
+from hsd_jax.drafters.trunk_state import read_pending_features
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
@@ -83,13 +83,13 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
     """The states of a round of inference behind a prompt of `length[b]` tokens of each row: prefill, then draft."""
     tree = TreeConfig(nodes=config.num_steps + 1, depth=config.num_steps, width=1)
     proposer = make_drafter(TARGET, config, tree)
-    output = forward_sequence(models["target"], TARGET, rows, aux_layers=proposer.aux_layers)
+    output = forward_sequence(models["target"], TARGET, rows, feature_layers=proposer.feature_layers)
     state = drafter_after(proposer, models, output, rows, length, capacity)
     if config.kind == "medusa":
         return head_states(models["drafter"], config, state.feature, config.num_steps)
     if config.kind == "hidden":
         return trunk_states(models, TARGET, config, config.num_steps, state)[0]
-    first, cache = read_pending(models, TARGET, config, state, jnp.maximum(state.num_pending - 1, 0)[:, None])
+    first, cache = read_pending_features(models, TARGET, config, state, jnp.maximum(state.num_pending - 1, 0)[:, None])
     states, ancestry = [first], at_root(len(rows))
     for depth in range(1, config.num_steps):  # a chain whose drafts are those of the row
         token = jnp.take_along_axis(rows, length[:, None] - 1 + depth, 1, mode="clip")
@@ -106,7 +106,7 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
 @functools.partial(jit, static_argnums=1)
 def read_rows(models, config: DrafterConfig, rows):
     """The target's pass over all but the last token, and what the trunk reads of it: features and embeddings."""
-    output = forward_sequence(models["target"], TARGET, rows[:, :-1], aux_layers=config.feature_layers)
+    output = forward_sequence(models["target"], TARGET, rows[:, :-1], feature_layers=config.feature_layers)
     embeddings = models["target"]["embedding"][rows[:, 1:]] * TARGET.embed_scale
     features = trunk_features(models["drafter"], config, output.hidden, output.features)
     return output, features, embeddings if config.committed_embeddings else None

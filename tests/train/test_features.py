@@ -110,7 +110,7 @@ def test_streams_and_likeliest_tokens_come_along(tmp_path, dtype):
 
     @jax.jit
     def read(weights, tokens):
-        return forward_sequence(weights, CONFIG, tokens, aux_layers=(0, 1))
+        return forward_sequence(weights, CONFIG, tokens, feature_layers=(0, 1))
 
     output = read(setups.weights("llama"), rows.tokens[index, :-1])
     want = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)

@@ -56,7 +56,7 @@ def test_a_trunk_begins_with_the_last_feature_layer_and_says_what_the_last_layer
     fresh, found, target = begun(target_config, feature_layers=(0, 1), intermediate_size=None)
     assert found.fresh == []
     config = drafter.drafter_config(dataclasses.replace(training.MODEL, feature_layers=(0, 1)), target_config)
-    streams = training.jit(lambda w: forward_sequence(w, target_config, TOKENS, aux_layers=(0, 1)).features)(target)
+    streams = training.jit(lambda w: forward_sequence(w, target_config, TOKENS, feature_layers=(0, 1)).features)(target)
     read = trunk_features(found.weights, config, streams[1], streams)
     size = jnp.sqrt(jnp.mean(jnp.square(streams[1]), -1, keepdims=True))
     weight = fresh["fusion"]["norm"][-target_config.hidden_size :]

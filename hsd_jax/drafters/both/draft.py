@@ -208,8 +208,8 @@ def learned_of_tree(
     accepted = jnp.sum(on_path & (tree.depth > 0), 1).astype(jnp.float32)
     return dataclasses.replace(
         record,
-        accepted=worth.MEMORY * record.accepted + accepted,
-        predicted=worth.MEMORY * record.predicted + worth.expected(known, on_path),
+        accepted=worth.DECAY * record.accepted + accepted,
+        predicted=worth.DECAY * record.predicted + worth.expected_drafts(known, on_path),
     )
 
 
@@ -232,8 +232,8 @@ def learned_of_copied(
 
     return dataclasses.replace(
         record,
-        copied=worth.MEMORY * record.copied + counted(right),
-        tried=worth.MEMORY * record.tried + counted(was_tried),
+        copied=worth.DECAY * record.copied + counted(right),
+        tried=worth.DECAY * record.tried + counted(was_tried),
     )
 
 

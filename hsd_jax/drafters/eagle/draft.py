@@ -18,7 +18,7 @@ from jaxtyping import Array
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.eagle.config import EagleConfig
 from hsd_jax.drafters.reading import Ancestry, at_root
-from hsd_jax.drafters.trunk_state import TrunkState, read_pending, trunk_drafter
+from hsd_jax.drafters.trunk_state import TrunkState, read_pending_features, trunk_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
@@ -46,7 +46,7 @@ def eagle_drafter(
     def draft(models, state: TrunkState, inputs: RoundInputs):
         with jax.named_scope("trunk"):
             last = jnp.maximum(state.num_pending - 1, 0)[:, None]
-            first, cache = read_pending(models, target_config, config, state, last)
+            first, cache = read_pending_features(models, target_config, config, state, last)
 
         def expand(level: int, tokens: Array, parents: Array, above: tuple[Array, Ancestry]):
             """Computes the state after a node from its token and its parent's state. The root's state is `first`."""

@@ -14,6 +14,14 @@ from hsd_jax.drafters.hidden.weights import begin_from, init_weights, inject, re
 from hsd_jax.drafters.method import DraftingMethod, Inspection, TokenInformation, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 
+ROWS_PER_STATE = 0.9
+"""Rows that the pass of a parallel trunk computes, per state. This number and the next two were set by hand, and no
+measurement of them was kept."""
+PARALLEL_OPERATIONS = 30
+"""Small operations that a parallel trunk adds to its pass."""
+LEVEL_OPERATIONS = 12
+"""Small operations of each level of a tree."""
+
 
 def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeConfig) -> float:
     """Seconds of the trunk, of one product of all states with the head, and of token information level by level."""
@@ -23,10 +31,11 @@ def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeCon
     if config.trunk == RECURRENT:
         states = tree.depth * (float(costs.product(trunk, batch)) + per_pass)
     else:
-        states = float(costs.product(trunk, batch * 0.9 * tree.depth)) + per_pass + 30 * small
+        rows = ROWS_PER_STATE * batch * tree.depth
+        states = float(costs.product(trunk, rows)) + per_pass + PARALLEL_OPERATIONS * small
     logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth))
     bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded)
-    return states + logits + tree.depth * float(bias + 12 * small)
+    return states + logits + tree.depth * float(bias + LEVEL_OPERATIONS * small)
 
 
 HIDDEN = DraftingMethod(

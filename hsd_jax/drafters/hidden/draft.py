@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, run_trunk, spares_of
+from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, spares_of, trunk_logits
+from hsd_jax.drafters.hidden.stages import grow
 from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.shared import logp_of_tokens
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
 from hsd_jax.infer.tree import Grower, sharpness
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.trunk import base_logits
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, SamplingParams, Verdict
 
 
@@ -59,15 +59,13 @@ def hidden_drafter(
     def draft(models, state: TrunkState, inputs: RoundInputs):
         levels, state = levels_of_round(models, state, inputs.live)
         with jax.named_scope("tree"):
-            added_by = functools.partial(inject, models["drafter"], config)
-            draft_to_target = models["drafter"].get("draft_to_target")
-            return grower.grow_token_free(levels.logits, added_by, inputs, draft_to_target, levels.num), state
+            return grow(grower, models["drafter"], config, levels.logits, inputs, levels.num), state
 
     # A row without a trunk run keeps its pending features. A tree is no deeper than the number of spares that it grows
     # from, so a row commits at most K + 1 tokens from one trunk run to the next.
     max_pending = None if runs_every_round else num_states + 1
     basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending)
-    if reuse.form == NONE:
+    if reuse.form == NO_REUSE_FORM:
         return basis
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -76,13 +74,12 @@ def hidden_drafter(
 
     def ready(models, state: TrunkState):
         """AHEAD: makes the states of the first tree, because no round before has made any."""
-        states, _ = run_trunk(models, target_config, config, num_states, state)
-        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+        logits, _ = trunk_logits(models, target_config, config, num_states, state)
         return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         after = basis.commit(models, state, verdict, output, num_committed)
-        spares = reuse_lib.advance(state.spares, num_committed)
+        spares = reuse_lib.after_commit(state.spares, num_committed)
         if runs_every_round:
             return dataclasses.replace(after, spares=spares)
         state = dataclasses.replace(state, spares=spares)
@@ -113,7 +110,7 @@ def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig,
     def node_origins(state: TrunkState, drafted: DraftTree):
         return reuse_lib.origins(reuse, spares_of(state), drafted, config.num_steps, tree.depth)
 
-    return Pictures(node_logp, None if reuse.form == NONE else node_origins)
+    return Pictures(node_logp, None if reuse.form == NO_REUSE_FORM else node_origins)
 
 
 def _logp_of_nodes(

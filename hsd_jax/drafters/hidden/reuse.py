@@ -1,13 +1,13 @@
 """Spare states: trunk states for positions beyond the tokens that a round committed, and how later rounds use them.
 
 A trunk state reads no drafted token. So the states after a rejected draft stay valid: they still predict the same
-absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5, 6). Only their base logits are kept, because a tree needs
-nothing else of a state. This module uses neither trunks nor targets. Read next: `schedule.py`, which decides for each
-form when the trunk runs.
+absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5 step 6). Only their base logits are kept, because a tree
+needs nothing else of a state. This module uses neither trunks nor targets. Read next: `schedule.py`, which decides for
+each form when the trunk runs.
 
 Forms (`config.REUSES`), with K states per trunk run:
     none     the trunk runs in every round, and spare states are dropped
-    sum      the base logits of depth j are added to those that the last round made for the same position
+    sum      the base logits are added to the spare base logits of the same position
     skip     a row with enough spare states drafts only from these; the trunk runs if some row has too few
     ahead    the tree grows from the states of the last round, while the trunk runs for the next round
     unfused  a round with fresh drafts and a round with drafts resampled from its spare states alternate
@@ -22,7 +22,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, UNFUSED, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import DraftTree
 
@@ -53,7 +53,7 @@ def no_spares(batch: int, num_states: int, num_columns: int) -> Spares:
     return Spares(jnp.zeros((batch, num_states, num_columns)), jnp.zeros(batch, jnp.int32))
 
 
-def advance(spares: Spares, num_committed: Int[Array, "B"]) -> Spares:
+def after_commit(spares: Spares, num_committed: Int[Array, "B"]) -> Spares:
     """The spare states after the root moves on by `num_committed` = m + 1 tokens.
 
     The new depth j is the old depth m + 1 + j. With K = 5 and m = 1 the states 1 2 3 4 5 become 3 4 5 - -. A finished
@@ -66,7 +66,7 @@ def advance(spares: Spares, num_committed: Int[Array, "B"]) -> Spares:
 
 
 def add(fresh: Float[Array, "B D C"], spares: Spares) -> Float[Array, "B D C"]:
-    """Form SUM: the sum of two logits, a product of experts. It is probably over-confident (methods.md, A7)."""
+    """Form SUM: the sum of two logits, a product of experts. It is over-confident (methods.md, A7)."""
     added = fresh + spares.logits
     has_spare = (jnp.arange(fresh.shape[1]) < spares.num[:, None])[:, :, None]
     return jnp.where(has_spare, added, fresh)
@@ -128,11 +128,11 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
             f" 2 * depth + 1 = {2 * depth + 1} trained steps; this drafter has {trained}, which allows {allowed}"
         )
     if form == SKIP and not 1 <= enough_spares(reuse, depth, trained) < trained:
-        allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NONE
+        allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NO_REUSE_FORM
         raise ValueError(
             f"reuse={str(reuse)!r}: a trunk of {trained} steps leaves fewer spare states; allowed: {allowed}"
         )
-    if form not in (NONE, SKIP, AHEAD) and depth < 2:
+    if form not in (NO_REUSE_FORM, SKIP, AHEAD) and depth < 2:
         raise ValueError(
             f"reuse={form!r} with TreeConfig.depth={depth}: one state is never spare; allowed are depths of 2 and more"
         )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.drafters.reading import joined
@@ -43,6 +43,14 @@ def run_trunk(
     return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
 
 
+def trunk_logits(
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+) -> tuple[Float[Array, "B K C"], NewKV]:
+    """The base logits of the states of `run_trunk`, and the keys and values of the pending features."""
+    states, kv = run_trunk(models, target_config, config, num_states, state)
+    return base_logits(models["drafter"], config, models["target"], target_config, states), kv
+
+
 def trunk_states(
     models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> tuple[Float[Array, "B K H"], KVCache]:
@@ -54,18 +62,16 @@ def trunk_states(
 def aged(
     models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> Callable[[Array], TrunkState]:
-    """A function `state_at(age)` that gives every row the spare states of a trunk run `age` rows earlier.
+    """A function `state_at(age)` for a drafter state whose rows are consecutive roots of one text.
 
-    Args:
-      state: a drafter state whose rows are consecutive roots of one text.
+    Row i of `state` is the i-th root of the text. `state_at(a)` gives row i the states made at root i - a.
     """
-    states, _ = run_trunk(models, target_config, config, num_states, state)
-    logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+    logits, _ = trunk_logits(models, target_config, config, num_states, state)
     rows = jnp.arange(logits.shape[0])
 
     def state_at(age: Array) -> TrunkState:
         made = reuse_lib.fresh_spares(logits[jnp.maximum(rows - age, 0)])
-        return dataclasses.replace(state, spares=reuse_lib.advance(made, jnp.broadcast_to(age, rows.shape)))
+        return dataclasses.replace(state, spares=reuse_lib.after_commit(made, jnp.broadcast_to(age, rows.shape)))
 
     return state_at
 
@@ -101,7 +107,7 @@ def make_schedule(
     `RoundInputs.live`.
     """
 
-    def read_pending(models, state: TrunkState) -> tuple[Float[Array, "B K C"], TrunkState]:
+    def fresh_logits(models, state: TrunkState) -> tuple[Float[Array, "B K C"], TrunkState]:
         """Base logits of a trunk run for every row, and the state with the pending features committed."""
         with jax.named_scope("trunk"):
             states, cache = trunk_states(models, target_config, config, num_states, state)
@@ -110,12 +116,12 @@ def make_schedule(
         return logits, dataclasses.replace(state, cache=cache)
 
     def drop(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
-        logits, state = read_pending(models, state)
+        logits, state = fresh_logits(models, state)
         return Forecast(logits), state
 
     def fuse(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
         """SUM: old and new states make one tree, so one target pass judges both."""
-        fresh, after = read_pending(models, state)
+        fresh, after = fresh_logits(models, state)
         with jax.named_scope("reuse"):
             levels = Forecast(reuse_lib.add(fresh, spares_of(state)))
         # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
@@ -127,7 +133,7 @@ def make_schedule(
         The tree does not need this trunk run, and the run does not need this round's target pass. So they may run at
         the same time.
         """
-        fresh, after = read_pending(models, state)
+        fresh, after = fresh_logits(models, state)
         levels = Forecast(spares_of(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
@@ -142,8 +148,7 @@ def make_schedule(
         needs = needs if live is None else needs & live
 
         def run():
-            states, kv = run_trunk(models, target_config, config, num_states, state)
-            return base_logits(models["drafter"], config, models["target"], target_config, states), kv
+            return trunk_logits(models, target_config, config, num_states, state)
 
         def keep():
             return old.logits, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)[1])
@@ -160,5 +165,5 @@ def make_schedule(
         )
         return Forecast(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
 
-    schedules = {NONE: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
+    schedules = {NO_REUSE_FORM: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
     return schedules[reuse.form]

@@ -1,10 +1,13 @@
-"""The parts of drafting as separate functions, so that each can be timed. `draft.py` runs the same functions."""
+"""The parts of drafting as separate functions, so that each can be timed. A round runs the same trunk, head and `grow`
+(`schedule.py`, `draft.py`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
+
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import HiddenConfig
@@ -13,7 +16,20 @@ from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.trunk_state import TrunkState
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.trunk import base_logits
-from hsd_jax.types import DraftTree, DrawScheme, RoundInputs
+from hsd_jax.types import DraftTree, DrawScheme, RoundInputs, Weights
+
+
+def grow(
+    grower: Grower,
+    weights: Weights,
+    config: HiddenConfig,
+    logits: Float[Array, "B D C"],
+    inputs: RoundInputs,
+    num_levels: Int[Array, "B"] | None = None,
+) -> DraftTree:
+    """The tree that grows from base logits and the drafter's token information. `num_levels` is that of `Grower`."""
+    added_by = functools.partial(inject, weights, config)
+    return grower.grow_token_free(logits, added_by, inputs, weights.get("draft_to_target"), num_levels)
 
 
 def stages(
@@ -25,7 +41,7 @@ def stages(
 
     Returns:
       `trunk(models, state) -> (states, state)`, `head(models, states) -> logits` and
-      `grow(models, logits, inputs) -> tree`.
+      `tree(models, logits, inputs) -> tree`.
     """
 
     grower = Grower(tree, scheme, config.vocab_size)
@@ -38,8 +54,7 @@ def stages(
     def head(models, states):
         return base_logits(models["drafter"], config, models["target"], target_config, states)
 
-    def grow(models, logits, inputs: RoundInputs) -> DraftTree:
-        added_by = functools.partial(inject, models["drafter"], config)
-        return grower.grow_token_free(logits, added_by, inputs, models["drafter"].get("draft_to_target"))
+    def tree_of(models, logits, inputs: RoundInputs) -> DraftTree:
+        return grow(grower, models["drafter"], config, logits, inputs)
 
-    return trunk, head, grow
+    return trunk, head, tree_of

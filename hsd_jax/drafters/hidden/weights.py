@@ -27,7 +27,7 @@ def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
     trunk_key, table_key = jax.random.split(key)
     weights["trunk"] = init_trunk(trunk_key, config)
     if config.rank > 0:
-        weights["injector"] = {
+        weights["injector"] = {  # in formulas `previous` is W1, `bias` is W2, and `path` is R
             "previous": jax.random.normal(table_key, (config.vocab_size, config.rank)),
             "norm": jnp.ones(config.rank),
             "bias": jnp.zeros((config.draft_vocab_size, config.rank)),
@@ -38,8 +38,8 @@ def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
 
 
 FIRST_SIZE = 0.2
-"""Root mean square of the initial rows of W1. The norm in `read_token` cancels it. Adam changes the direction of small
-rows faster."""
+"""Root mean square of the initial rows of `previous` (W1). The norm in `read_token` cancels it. Adam changes the
+direction of small rows faster."""
 
 
 def begin_from(weights: Weights, embedding: Float[Array, "V H"]) -> Weights:
@@ -105,7 +105,7 @@ def inject(
 ) -> tuple[Float[Array, "... C"], Float[Array, "... r"] | None]:
     """The bias after each token, and the argument `above` of the call for its children, which is None without PATH.
 
-    The bias is zero at initialisation (methods.md 1.5, 3).
+    The bias is zero at initialisation (methods.md 1.5 step 3).
     """
     read = read_token(weights, config, tokens, above)
     return token_bias(weights, config, read), read if config.injection == PATH else None

@@ -138,7 +138,7 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         return tree.read_prompt(weights, config, state, tokens, start, length)
 
     def begin(weights: Weights, state: tree.SmallLMState):
-        logits, state = tree.read_pending(weights, config, state)
+        logits, state = tree.read_pending_tokens(weights, config, state)
         return (state.cache, logits, at_root(len(logits))), state
 
     def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, carry: tuple):
@@ -153,7 +153,7 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
 
     def follow(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
         _, after = begin(weights, state)
-        return cache_lib.keep_idle(num_committed, state, tree.all_pending(after, verdict, num_committed))
+        return cache_lib.undo_idle_rows(num_committed, state, tree.all_pending(after, verdict, num_committed))
 
     def resize(state: tree.SmallLMState, capacity: int) -> tree.SmallLMState:
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))

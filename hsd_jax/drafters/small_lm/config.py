@@ -14,7 +14,7 @@ class SmallLMConfig(ModelConfig):
     """An independent language model in the role of a drafter."""
 
     kind: ClassVar[str] = "small_lm"
-    aux_layers: ClassVar[tuple[int, ...]] = ()
+    feature_layers: ClassVar[tuple[int, ...]] = ()
     """It reads no layer of the target."""
 
     fingerprint: str = dataclasses.field(default="", repr=False, compare=False)

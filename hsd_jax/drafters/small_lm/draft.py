@@ -126,11 +126,11 @@ def small_lm_drafter(
         _, cache = read_on(models["drafter"], config, state.cache, nodes, num_read, **options)
         pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
         after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
-        return cache_lib.keep_idle(num_committed, state, after)
+        return cache_lib.undo_idle_rows(num_committed, state, after)
 
     def resize(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
     of_round = (draft, commit) if is_chain else tree_round(config, grower, steered)
-    aux_layers, lookahead = () if steered is None else steered.aux_layers, depth + max_pending
-    return Drafter(init, read, *of_round, resize, scheme, depth, aux_layers, lookahead, follow=follow)
+    feature_layers, lookahead = () if steered is None else steered.feature_layers, depth + max_pending
+    return Drafter(init, read, *of_round, resize, scheme, depth, feature_layers, lookahead, follow=follow)

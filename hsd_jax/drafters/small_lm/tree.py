@@ -47,7 +47,7 @@ class SmallLMState:
 class Steered(NamedTuple):
     """The steering of a model (`drafters/steered`), as functions of the weights."""
 
-    aux_layers: tuple[int, ...]
+    feature_layers: tuple[int, ...]
     width: int
     """Length of a token's feature vector, all layers together."""
     joined: Callable[..., Float[Array, "B N X"]]
@@ -136,7 +136,7 @@ def features_of_text(steered: Steered, state: SmallLMState, verdict: Verdict, ou
     return jnp.concatenate([root, cache_lib.take_nodes(steered.joined(output.features), verdict.path, axis=1)], 1)
 
 
-def read_pending(
+def read_pending_tokens(
     weights: Weights, config: ModelConfig, state: SmallLMState, bias: Bias = NO_BIAS
 ) -> tuple[Float[Array, "B 1 V"], SmallLMState]:
     """The logits after the root, and the state with all pending tokens in the cache."""
@@ -176,7 +176,7 @@ def all_pending(
     num_committed: Int[Array, "B"],
     features: Float[Array, "B M2 X"] | None = None,
 ) -> SmallLMState:
-    """The state after a round that began with `read_pending`. All tokens that it committed are pending.
+    """The state after a round that began with `read_pending_tokens`. All tokens that it committed are pending.
 
     A finished row has committed nothing. There the root is pending again.
 
@@ -198,7 +198,7 @@ def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
         """Reads the pending tokens, which the cache keeps; then the nodes of each level, which it does not keep."""
         bias = bias_of_pending(models["drafter"], steered, state)
-        first, state = read_pending(models["drafter"], config, state, bias)
+        first, state = read_pending_tokens(models["drafter"], config, state, bias)
 
         def expand(level: int, tokens: Array, parents: Array, above: Ancestry):
             if level == 0:

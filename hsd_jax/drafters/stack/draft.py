@@ -175,8 +175,8 @@ def stack_drafter(
 
     def read(models, state: StackState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
         """The middle model reads the chunk of the prompt, and the inner drafter reads the middle model's output."""
-        own, layers = models_below(models), inner.aux_layers
-        output, cache = read_chunk(own["target"], middle, state.cache, tokens, start, length - 1, aux_layers=layers)
+        own, layers = models_below(models), inner.feature_layers
+        output, cache = read_chunk(own["target"], middle, state.cache, tokens, start, length - 1, feature_layers=layers)
         known = inner.read(own, state.inner, output, tokens, following, start, length)
         return dataclasses.replace(state, cache=cache, inner=known)
 
@@ -244,7 +244,7 @@ def empty_state(
         cache_lib.cache_of(middle, batch, capacity, cache_dtype),
         inner.init(tokens, length, capacity),
         DecodeStats(none, jnp.zeros((batch, inner.max_depth + 1), jnp.int32), none),
-        MiddleStates(hidden, (hidden,) * len(inner.aux_layers)),
+        MiddleStates(hidden, (hidden,) * len(inner.feature_layers)),
         none,
     )
 
@@ -265,7 +265,7 @@ def read_unread(levels: Stack, models: dict[str, Any], state: StackState, live: 
         place, first = jnp.arange(num_nodes), state.cache.length[:, None]
         num = jnp.minimum(state.length - 1 - state.cache.length, num_nodes)
         nodes, text = (cache_lib.take_nodes(state.tokens, first + i + place, axis=1) for i in (0, 1))
-        options = {"aux_layers": inner.aux_layers, "active": place < num[:, None]}
+        options = {"feature_layers": inner.feature_layers, "active": place < num[:, None]}
         output, cache = read_on(models["target"], levels.middle, state.cache, nodes, num, **options)
         known = follow_path(inner, models, state.inner, text, output.hidden, output.features, num)
         return dataclasses.replace(state, cache=cache, inner=known)

@@ -40,7 +40,7 @@ class SteeredConfig(ModelConfig):
             raise ValueError(f"steering_layers={layers!r}: expected numbers of layers from 1, ascending, at least one")
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
+    def feature_layers(self) -> tuple[int, ...]:
         """The same layers counted from 0, for `forward`."""
         return tuple(layer - 1 for layer in self.steering_layers)
 

@@ -41,6 +41,6 @@ def steered_drafter(
     check_depth(tree, config.num_steps)
     width = len(config.steering_layers) * config.target_hidden_size
     steered = Steered(
-        config.aux_layers, width, joined_features, lambda weights, features: steer(weights, config, features)
+        config.feature_layers, width, joined_features, lambda weights, features: steer(weights, config, features)
     )
     return small_lm_drafter(target_config, config, tree, cache_dtype, scheme, steered)

@@ -32,7 +32,7 @@ from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.rounds import CALIBRATION, CALIBRATION_PROMPTS
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import Params, stack
-from hsd_jax.planning.acceptance import Law, acceptance_giving, mean
+from hsd_jax.planning.acceptance import Distribution, acceptance_giving, mean
 from hsd_jax.planning.ahead import as_target
 from hsd_jax.planning.hierarchy import (
     Hierarchy,
@@ -115,7 +115,9 @@ def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
     else:
         own = stack(load(large.folder), small.folder)
         weights, config = (own.drafter or {})["inner"], own.drafter_config.inner
-    return dataclasses.replace(large.alone, drafter=weights, drafter_config=config, tokenizer=None, pair=None)
+    return dataclasses.replace(
+        large.alone, drafter=weights, drafter_config=config, tokenizer=None, fingerprint_pair=None
+    )
 
 
 def by_formula(
@@ -190,7 +192,7 @@ class PlanInputs:
     acceptance: np.ndarray
     longest: dict[tuple[int, int], int]
     """As in `ways`."""
-    laws: dict[tuple[int, int], list[Law]]
+    laws: dict[tuple[int, int], list[Distribution]]
     """For the pairs in `longest`: the tokens that a verification of 1, 2, ... drafts of the first adds to the second's
     text."""
 
@@ -283,7 +285,7 @@ def rounds_by_part(
     return found
 
 
-def num_follows(law: Law, drafts: int, length: int) -> float:
+def num_follows(law: Distribution, drafts: int, length: int) -> float:
     """The mean number of times that the drafter of a middle model follows at most `length` + 1 committed tokens.
 
     The last token of a round that accepted all drafts is not counted, because it is read later.

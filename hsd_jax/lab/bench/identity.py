@@ -128,14 +128,14 @@ def isas_here(params) -> list[str]:
     if params.mesh is not None or not isas:
         where = f"{native.traced_platform()}, mesh {params.mesh and dict(params.mesh.shape)}"
         raise ValueError(
-            f"--levels: no CPU kernels run here ({where}); needed are one CPU with avx2 or more, a C++ compiler,"
-            " no mesh, and HSD_NATIVE not 0"
+            f"--levels: no CPU kernels run here ({where}); needed are one CPU with avx2 or more, a C++ compiler"
+            " and no mesh"
         )
     return [*isas, native.OFF]
 
 
 def _runs(isa: str) -> bool:
-    """Whether the kernels run on this instruction set: HSD_NATIVE=0 switches all of them off."""
+    """Whether the kernels run on this instruction set."""
     from hsd_jax.kernels import native
 
     with native.at_isa(isa):
@@ -220,7 +220,8 @@ def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[
 def _precision(params):
     import jax
 
-    return jax.default_matmul_precision("highest") if params.precision == "exact" else contextlib.nullcontext()
+    wanted = params.matmul_precision
+    return contextlib.nullcontext() if wanted is None else jax.default_matmul_precision(wanted)
 
 
 def logit_noise(params, prompts, texts, num_nodes: int) -> float:

@@ -62,7 +62,7 @@ def look(
 
     def one_text(row: tuple[Array, Array, Array]) -> Lattice:
         text, end, start = row
-        output = forward_sequence(target, target_config, text[None], aux_layers=proposer.aux_layers)
+        output = forward_sequence(target, target_config, text[None], feature_layers=proposer.feature_layers)
         roots = jnp.minimum(start + jnp.arange(num_roots), len(text) - 1)
         capacity = len(text) + proposer.most_written + 1
         begin = lambda root: drafter_after(proposer, models, output, text[None], root[None] + 1, capacity)  # noqa: E731

@@ -98,13 +98,13 @@ def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, see: C
             drafted.append(tree)
             return tree, drafter_state
 
-        def verify(keys, tree, ancestors, logits, *rest):
-            verdict = rule.verify(keys, tree, ancestors, logits, *rest)
+        def judge(keys, tree, ancestors, logits, *rest):
+            verdict = rule.judge(keys, tree, ancestors, logits, *rest)
             judged.append((tree, logits, verdict))
             return verdict
 
         # Made anew for each trace, so that the two lists hold tracers of this trace only.
-        step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
+        step = make_step(config, drafter._replace(draft=draft), rule._replace(judge=judge))
         after = step(models, sampling, limits, state, costs)
         return after, see(models, sampling, state, JudgedRound(drafted[0], *judged[0]))
 

@@ -30,7 +30,7 @@ from hsd_jax.lab.bench.profile import with_counts_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.planning.acceptance import Law
+from hsd_jax.planning.acceptance import Distribution
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
 from hsd_jax.planning.simulate import Texts, accepted_along, accepted_lengths
 from hsd_jax.planning.timing import loop_timer
@@ -103,14 +103,14 @@ def follow_seconds(pair: Params, prompt: Sequence[int], drafts: int) -> float:
     emitted, num = jnp.ones((1, drafts + 1), jnp.int32), jnp.full(1, drafts + 1)
 
     def run(models: Any, state: Any):
-        after = follow_path(drafter, models, state, emitted, hidden, (hidden,) * len(drafter.aux_layers), num)
+        after = follow_path(drafter, models, state, emitted, hidden, (hidden,) * len(drafter.feature_layers), num)
         return num, with_counts_of(after, state)
 
     timed = loop_timer(run, session.setup.models, session.rows[0].drafter, PASSES, pair.matmul_precision, True)
     return min([timed() for _ in range(1 + TIMES)][1:])  # the first one compiles
 
 
-def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[Law]:
+def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[Distribution]:
     """The distributions of tokens that a verification of 1, 2, ... `most` drafts adds, on text of the pair's target.
 
     Under `match` a walk over the text has the rounds of the decode. So acceptance may differ between positions, and
@@ -121,12 +121,12 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[L
         return laws_along(count_accepted(pair, texts, temperature)[0], texts, most)
     drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
     models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
-    return [fate.law for fate in accepted_lengths(*models, texts, drafts, temperature)[0]]
+    return [fate.distribution for fate in accepted_lengths(*models, texts, drafts, temperature)[0]]
 
 
-def laws_along(counts: Int[np.ndarray, "texts ages roots"], texts: Texts, most: int) -> list[Law]:
+def laws_along(counts: Int[np.ndarray, "texts ages roots"], texts: Texts, most: int) -> list[Distribution]:
     """As `laws_of`, from the counts of `count_accepted`."""
-    return [accepted_along(np.minimum(counts, n), texts, n).law for n in range(1, most + 1)]
+    return [accepted_along(np.minimum(counts, n), texts, n).distribution for n in range(1, most + 1)]
 
 
 def count_accepted(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarray, "texts ages roots"], float]:

@@ -212,7 +212,7 @@ def test_another_drafter_shares_the_target():
         ]
         assert all(same)
     assert other.drafter == {} and other.drafter_config == LookupConfig()
-    assert (again.pair, again.drafter_config) == (pair.pair, pair.drafter_config)
+    assert (again.fingerprint_pair, again.drafter_config) == (pair.fingerprint_pair, pair.drafter_config)
     for a, b in zip(jax.tree.leaves(pair.drafter), jax.tree.leaves(again.drafter), strict=True):
         assert a.dtype == b.dtype and (a == b).all()
 
