@@ -17,7 +17,7 @@ import typing
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from jaxtyping import Int8 as Whole8
 
 LARGEST = 127

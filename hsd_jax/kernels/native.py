@@ -1,12 +1,12 @@
 """Optional CPU kernels for the products, attention and draws of a decode. The machine's compiler builds them once.
 
 For a few rows, XLA's CPU product packs the weights on every call. `cpu/rows_matmul.cc` does not pack them, and it reads
-bfloat16 and 8-bit weights without conversion. For weights in 8 bits it may round rows to 8 bits too and sum whole
-numbers (`int8.GroupedInt8`, `cpu/integers.h`). `cpu/gated_mlp.cc` computes the MLP in one call. `cpu/attend.cc` computes
-the attention of a layer in one call instead of ten (docs/history.md has the measurements). A row's result is bitwise
-the same for any number of other rows, and for any tree that verified it. Without a compiler, on another platform, or
-with HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so they are
-switched on only while a decode loop is traced. Read next: `ops.py`, which calls them.
+bfloat16 and 8-bit weights without conversion. For 8-bit weights in groups it rounds rows to 8 bits and sums integers
+(`int8.GroupedInt8`, `cpu/integers.h`). `cpu/gated_mlp.cc` computes the MLP in one call. `cpu/attend.cc` computes the
+attention of a layer in one call instead of ten (docs/history.md has the measurements). A row's result is bitwise the
+same for any number of other rows, and for any tree that verified it. Without a compiler, on another platform, or with
+HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so they are switched on
+only while a decode loop is traced. Read next: `ops.py`, which calls them.
 """
 
 from __future__ import annotations
