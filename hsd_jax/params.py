@@ -29,8 +29,7 @@ from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with, load_foreign, m
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put
 from hsd_jax.host.files import sha256
-from hsd_jax.kernels import native
-from hsd_jax.kernels.int8 import Int8
+from hsd_jax.kernels import int8, native
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
 from hsd_jax.models.placement import Placement
@@ -74,7 +73,7 @@ class Params:
     @property
     def arithmetic(self) -> str:
         """One line that says in which types the target's products and sums are computed."""
-        return describe_arithmetic(self.dtype, self.mesh is None)
+        return describe_arithmetic(self.dtype, self.mesh is None, self.precision)
 
     @property
     def matmul_precision(self) -> str | None:
@@ -93,14 +92,22 @@ def drafter_hash(config: Any, weights: Weights | None) -> str:
     return sha256(repr(config), convert.weights_hash(weights or {}))
 
 
-def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
-    """One line that says how this machine computes a target with weights of this dtype."""
+def describe_arithmetic(dtype: str, has_kernels: bool = True, precision: str = "fast") -> str:
+    """One line that says how this machine computes a target with weights of this dtype.
+
+    Args:
+      has_kernels: False on a mesh, where the CPU kernels are off.
+      precision: as in `load`.
+    """
     if native.traced_platform() != "cpu":
         products = "products in the dtype of the rest" if dtype in QUANTIZED else "and products"
         return f"{dtype} weights{',' if dtype in QUANTIZED else ''} {products}, float32 sums"
     if has_kernels and native.available():
-        is_rounded = dtype == "bfloat16" and native.rounds_rows()
-        rows = "activations rounded to it, float32 sums" if is_rounded else "float32 activations and sums"
+        rows = "float32 activations and sums"
+        if dtype == "bfloat16" and native.rounds_rows():
+            rows = "activations rounded to it, float32 sums"
+        if dtype in QUANTIZED and precision == "fast":
+            rows = f"activations rounded to 8 bits in blocks of {int8.BLOCK}, integer products"
         return f"{dtype} weights, {rows}, {native.selected_isa()} kernels"
     why = "no CPU kernels on a mesh" if not has_kernels else "no CPU kernels"
     return f"{dtype} weights, multiplied in float32 by XLA ({why})"
@@ -155,8 +162,10 @@ def load(
       quantize: "int8" stores the target's matrices, embedding and LM head included, in 8 bits with one scale per
         output. This is half the size of bfloat16. The quantized target is a different model, close to the one in the
         folder: speculative text is exactly that of plain decoding of the *quantized* target. A drafter trained for the
-        original target also drafts for the quantized one. Without the CPU kernels (see `Params.arithmetic`) a CPU
-        widens the weights in every pass, which saves nothing.
+        original target also drafts for the quantized one. The CPU kernels round activations to 8 bits too, in blocks of
+        64, and multiply whole numbers, unless `precision` is "exact". XLA rounds no activations, so a mesh or another
+        device may give another text. Without the CPU kernels (see `Params.arithmetic`) a CPU widens the weights in
+        every pass, which saves nothing.
       max_len: largest length of a row in tokens, prompt included. None: the context length of the model.
       precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; on one device
         speculative and plain text then agree token for token (methods.md 1.7).
@@ -201,7 +210,7 @@ def load(
         drafter_config, drafter_weights = _load_drafter(drafter, owner, drafter_dtype, Placement(mesh, True), strict)
     eos = checkpoint.eos
     try:
-        weights = checkpoint.weights(weights_dtype, Placement(mesh, True, quantize))
+        weights = checkpoint.weights(weights_dtype, Placement(mesh, True, quantize, precision == "fast"))
     except BaseException:
         drafter_weights = None  # frees the memory: Python keeps the frames of the last error
         raise
@@ -278,7 +287,7 @@ def _own(name: str, target: DraftedFor) -> Path | None:
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
     """The drafter with what `draft_vocab.attach` adds, in the drafter's dtype."""
     attached = draft_vocab.attach(drafter, drafter.get("draft_to_target"), target, config)
-    if "head" not in attached or isinstance(attached["head"], Int8):
+    if "head" not in attached or isinstance(attached["head"], int8.Quantized):
         return attached
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
 

@@ -245,6 +245,23 @@ def test_kernels_multiply_8_bits(num_rows):
         np.testing.assert_array_equal(one[:1], first)
 
 
+def is_quantized(node) -> bool:
+    return isinstance(node, int8.Quantized)
+
+
+@needs_kernels
+def test_the_cpu_kernels_round_rows_unless_precision_is_exact_or_a_mesh_splits_them(folders, monkeypatch):
+    """What the weights are held as decides it; both stand for the same numbers."""
+    fast, exact = (load(folders, quantize="int8", precision=p) for p in ("fast", "exact"))
+    assert isinstance(fast.target["head"], int8.GroupedInt8) and "8 bits in blocks of 64" in fast.arithmetic
+    for params in (exact, load(folders, quantize="int8", mesh="data=1")):
+        assert isinstance(params.target["head"], int8.Int8) and "8 bits" not in params.arithmetic
+        jax.tree.map(np.testing.assert_array_equal, fast.target["head"].ungrouped(), params.target["head"])
+    monkeypatch.setenv(native.ISA_VARIABLE, native.OFF)
+    assert isinstance(load(folders, quantize="int8").target["head"], int8.Int8)
+    assert tokens(fast) == tokens(fast, speculate=False)  # XLA multiplies groups too
+
+
 def test_quantized_targets_speak_their_own_text_whatever_drafts(folders):
     """Greedy, sampled and filtered rows; the drafter was trained for the target as it was and passes its check."""
     whole, held = load(folders), load(folders, quantize="int8")
@@ -256,11 +273,13 @@ def test_quantized_targets_speak_their_own_text_whatever_drafts(folders):
         == convert.weights_hash(whole.target)
         != convert.weights_hash(held.target)
     )
-    matrices = [x for x in jax.tree.leaves(whole.target) if x.ndim == 2]
-    small = [x for x in jax.tree.leaves(held.target) if x.ndim == 2]
-    assert {x.dtype for x in small} == {jnp.dtype(jnp.int8)} and [x.shape for x in small] == [x.shape for x in matrices]
     exact = load(folders, quantize="int8", precision="exact")
     assert tokens(exact) == tokens(exact, speculate=False)
+    matrices = [x for x in jax.tree.leaves(whole.target) if x.ndim == 2]
+    for params in (held, exact):
+        small = [x for x in jax.tree.leaves(params.target, is_leaf=is_quantized) if len(x.shape) == 2]
+        assert all(map(is_quantized, small)) and [x.shape for x in small] == [x.shape for x in matrices]
+        assert {x.values.dtype for x in small} == {jnp.dtype(jnp.int8)}
     hot = hsd_jax.restrict(held, range(0, 32, 2))
     assert tokens(hot) == tokens(held) and hot.drafter["head"].shape[0] == 16
 

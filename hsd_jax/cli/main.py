@@ -36,7 +36,7 @@ examples:
 environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
   HSD_CACHE=FOLDER    keep them there
-  HSD_NATIVE_ISA=L    use the CPU kernels for avx2, avx512 or avx512_bf16; off: XLA computes the products, in float32
+  HSD_NATIVE_ISA=L    CPU kernels for avx2, avx512, avx512_vnni or avx512_bf16; off: XLA computes products, in float32
   HSD_RATES=off       do not measure this processor; choose draft trees by the shipped rates
   HSD_DEBUG=1         show the whole traceback of an error
 """

@@ -201,7 +201,7 @@ def add_dtype_argument(group: Group) -> None:
     """Declares --dtype and --quantize."""
     what = "dtype of the target's weights (default: that of the checkpoint)"
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help=what)
-    what = "int8 stores 8 bits per weight; this is another target, close to the original"
+    what = "int8 stores 8 bits per weight (on CPUs activations too); this is another target, close to the original"
     add_value(group, "--quantize Q", str, what, choices=QUANTIZED)
 
 

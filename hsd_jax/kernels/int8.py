@@ -1,8 +1,13 @@
-"""Weights in 8 bits: whole numbers from -127 to 127 and a float32 scale for each output, symmetric, weights alone.
+"""Weights in 8 bits: whole numbers from -127 to 127 and a float32 scale for each output, symmetric.
 
-Products run in float (`ops.matmul`): the numbers are exact in bfloat16, so weights are rounded once, when they are
-loaded, and nothing is in a pass but what always is. The symmetric "absmax" form of Dettmers et al., arXiv:2208.07339,
-section 2, row by row, with activations left as they are.
+The symmetric "absmax" form of Dettmers et al., arXiv:2208.07339, section 2, row by row. There are two ways to hold
+them, and with each goes an arithmetic:
+
+* `Int8`: products run in float (`ops.matmul`), and rows stay as they are. The numbers are exact in bfloat16, so weights
+  are rounded once, when they are loaded.
+* `GroupedInt8`: the CPU kernels (`cpu/integers.h`) round rows to 8 bits too, and sum whole numbers. XLA does not round
+  rows: its results differ in their last bits from one shape to another, and where such a bit rounds a number another
+  way, logits move by about 1. So plain and speculative decoding would differ.
 """
 
 from __future__ import annotations
@@ -17,6 +22,10 @@ from jaxtyping import Int8 as Whole8
 
 LARGEST = 127
 """-128 is not used: a range as far below zero as above it needs no offset."""
+BLOCK = 64
+"""The numbers of a row that share a scale."""
+GROUP, STEP = 16, 4
+"""The outputs that lie side by side, and how many inputs of each: 64 bytes, a line of the cache."""
 
 
 @typing.no_type_check  # of pytrees that jax builds of other things than arrays
@@ -43,8 +52,57 @@ class Int8:
         """Some of the rows."""
         return Int8(self.values[rows], self.scale[rows], self.float_name)
 
+    def floats(self, rows: Array) -> Float[Array, "... in"]:
+        """The numbers that some of the rows stand for."""
+        return self.values[rows].astype(jnp.float32) * self.scale[rows][..., None]
 
-Kernel = Float[Array, "..."] | Int8
+
+@typing.no_type_check
+@flax.struct.dataclass
+class GroupedInt8:
+    """An `Int8` in the order in which the CPU kernels multiply it, with zeros behind its last output and input.
+
+    Input i of output o is `values[o // GROUP, i // STEP, o % GROUP, i % STEP]`.
+    """
+
+    values: Whole8[Array, "groups steps 16 4"]
+    scale: Float[Array, "out"]
+    width: int = flax.struct.field(pytree_node=False)
+    """The number of inputs."""
+    float_name: str = flax.struct.field(pytree_node=False, default="float32")
+    """As in `Int8`."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As in `Int8`."""
+        return jnp.dtype(self.float_name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        return len(self.scale), self.width
+
+    def __getitem__(self, rows: Array) -> GroupedInt8:
+        """Some of the rows."""
+        return grouped(Int8(self._values_of(rows), self.scale[rows], self.float_name))
+
+    def floats(self, rows: Array) -> Float[Array, "... in"]:
+        """As in `Int8`."""
+        return self._values_of(rows).astype(jnp.float32) * self.scale[rows][..., None]
+
+    def ungrouped(self) -> Int8:
+        """The weight in its own order, a copy."""
+        outputs = self.values.transpose(0, 2, 1, 3).reshape(len(self.values) * GROUP, -1)
+        return Int8(outputs[: len(self.scale), : self.width], self.scale, self.float_name)
+
+    def _values_of(self, rows: Array) -> Whole8[Array, "... in"]:
+        found = self.values[rows // GROUP, :, rows % GROUP]
+        return found.reshape(*rows.shape, -1)[..., : self.width]
+
+
+Quantized = Int8 | GroupedInt8
+"""A weight in 8 bits, however it is held."""
+Kernel = Float[Array, "..."] | Quantized
 """A weight [out, in] of a product, or packed [..., out, in], however it is held."""
 
 
@@ -57,3 +115,11 @@ def quantize(kernel: Float[Array, "out in"]) -> Int8:
     scale = jnp.max(jnp.abs(wide), axis=1) / LARGEST
     values = jnp.round(wide / jnp.where(scale == 0, 1.0, scale)[:, None])
     return Int8(values.astype(jnp.int8), scale, kernel.dtype.name)
+
+
+def grouped(weight: Int8) -> GroupedInt8:
+    """The same weight in the order of the CPU kernels."""
+    outputs, width = weight.shape
+    values = jnp.pad(weight.values, ((0, -outputs % GROUP), (0, -width % BLOCK)))
+    values = values.reshape(-1, GROUP, values.shape[1] // STEP, STEP).transpose(0, 2, 1, 3)
+    return GroupedInt8(values, weight.scale, width, weight.float_name)

@@ -1,11 +1,12 @@
 """Optional CPU kernels for the products, attention and draws of a decode. The machine's compiler builds them once.
 
 For a few rows, XLA's CPU product packs the weights on every call. `cpu/rows_matmul.cc` does not pack them, and it reads
-bfloat16 and 8-bit weights without conversion. `cpu/gated_mlp.cc` computes the MLP in one call. `cpu/attend.cc` computes
-the attention of a layer in one call instead of ten (docs/history.md has the measurements). A row's result is bitwise
-the same for any number of other rows, and for any tree that verified it. Without a compiler, on another platform, or
-with HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so they are
-switched on only while a decode loop is traced. Read next: `ops.py`, which calls them.
+bfloat16 and 8-bit weights without conversion. For 8-bit weights in groups it rounds rows to 8 bits and sums integers
+(`int8.GroupedInt8`, `cpu/integers.h`). `cpu/gated_mlp.cc` computes the MLP in one call. `cpu/attend.cc` computes the
+attention of a layer in one call instead of ten (docs/history.md has the measurements). A row's result is bitwise the
+same for any number of other rows, and for any tree that verified it. Without a compiler, on another platform, or with
+HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so they are switched on
+only while a decode loop is traced. Read next: `ops.py`, which calls them.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.host.files import sha256, user_cache
 from hsd_jax.kernels.build import verified, write_with_checksum
-from hsd_jax.kernels.int8 import Int8, Kernel
+from hsd_jax.kernels.int8 import Kernel, Quantized
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "gumbel"))
-HEADER = FOLDER / "tiles.h"
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("vectors", "integers", "tiles"))
 FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
 SYMBOLS = {
     "rows_matmul": "HsdRowsMatmul",
@@ -61,16 +62,19 @@ class InstructionSet(NamedTuple):
     """The flags of the compiler."""
     rounds_rows: bool = False
     """Whether weights in bfloat16 are multiplied in pairs, with rows that are rounded to bfloat16 once: twice as many
-    products an instruction. Otherwise, and for other weights, rows stay in float32."""
+    products an instruction. Otherwise, and for weights in float32 and `Int8`, rows stay in float32. For `GroupedInt8`
+    every instruction set rounds rows to 8 bits, and all give the same bits."""
 
 
 _AVX2 = InstructionSet(("avx2", "fma", "bmi1", "bmi2"), ("-mavx2", "-mfma", "-mbmi", "-mbmi2"))
 _AVX512_FLAGS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _AVX512 = InstructionSet((*_AVX2.needs, *_AVX512_FLAGS), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512_FLAGS)))
+_VNNI = InstructionSet((*_AVX512.needs, "avx512_vnni"), (*_AVX512.flags, "-mavx512vnni"))
 ISAS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512_bf16": InstructionSet((*_AVX512.needs, "avx512_bf16"), (*_AVX512.flags, "-mavx512bf16"), rounds_rows=True),
+    "avx512_vnni": _VNNI,
+    "avx512_bf16": InstructionSet((*_VNNI.needs, "avx512_bf16"), (*_VNNI.flags, "-mavx512bf16"), rounds_rows=True),
 }
 """From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16."""
 MOST_BEST = 16
@@ -247,7 +251,7 @@ def _flags(num_rows: int) -> Bool[Array, "_"]:
 
 def _operands(*kernels: Kernel) -> list[Array]:
     """The kernels as operands of a call: the scales of an 8-bit kernel follow its values."""
-    parts = [(k.values, k.scale) if isinstance(k, Int8) else (k,) for k in kernels]
+    parts = [(k.values, k.scale) if isinstance(k, Quantized) else (k,) for k in kernels]
     return [array for part in parts for array in part]
 
 
@@ -262,9 +266,9 @@ def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Kernel, ...]) -> list[Fl
 
 def gated_mlp(
     x: Float[Array, "N H"],
-    gate: Float[Array, "F H"] | Int8,
-    up: Float[Array, "F H"] | Int8,
-    down: Float[Array, "H F"] | Int8,
+    gate: Float[Array, "F H"] | Quantized,
+    up: Float[Array, "F H"] | Quantized,
+    down: Float[Array, "H F"] | Quantized,
     *,
     is_gelu: bool,
     up_bias: Float[Array, "N F"] | None = None,
@@ -421,7 +425,7 @@ def _run(command: list[str]) -> None:
 def _build(compiler: str, isa: str) -> Path:
     """The compiled library of an instruction set. It comes from the user's cache if this source was built before."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
-    sources = [path.read_text() for path in (*SOURCES, HEADER)]
+    sources = [path.read_text() for path in (*SOURCES, *HEADERS)]
     flags = (*FLAGS, *ISAS[isa].flags)
     identity = "\n".join([*sources, compiler, *flags, jax.__version__, *cpu[:2]])
     cache = user_cache()

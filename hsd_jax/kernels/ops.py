@@ -1,8 +1,9 @@
 """The operations of a pass and of a draw. Each uses our CPU or GPU kernels if they are on, else XLA.
 
 Weights are stored [out, in] as in Hugging Face files. XLA on CPU also multiplies this layout fastest for a few rows.
-Activations are float32. A product runs in the dtype of its kernel and accumulates in float32. An 8-bit kernel
-(`int8.py`) is converted to floats inside the product. Read next: `native.py`, the binding of the CPU kernels.
+Activations are float32. A product runs in the dtype of its kernel and accumulates in float32. An 8-bit kernel is
+converted to floats inside the product, unless the CPU kernels multiply it in whole numbers (`int8.py`). Read next:
+`native.py`, the binding of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.kernels import attention, native, program, triton
-from hsd_jax.kernels.int8 import Int8, Kernel
+from hsd_jax.kernels.int8 import GroupedInt8, Int8, Kernel, Quantized
 from hsd_jax.types import INVALID_TOKEN
 
 
@@ -38,6 +39,8 @@ def matmuls(x: Float[Array, "... in"], kernels: tuple[Kernel, ...]) -> list[Arra
 
 
 def _matmul(x: Float[Array, "... in"], kernel: Kernel) -> Array:
+    if isinstance(kernel, GroupedInt8):
+        kernel = kernel.ungrouped()
     if isinstance(kernel, Int8):
         return _matmul(x, kernel.values.astype(kernel.dtype)) * kernel.scale
     if native.is_emulated(kernel.dtype):
@@ -79,9 +82,9 @@ def activate(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
 
 def gated_mlp(
     x: Float[Array, "... H"],
-    gate: Float[Array, "F H"] | Int8,
-    up: Float[Array, "F H"] | Int8,
-    down: Float[Array, "H F"] | Int8,
+    gate: Float[Array, "F H"] | Quantized,
+    up: Float[Array, "F H"] | Quantized,
+    down: Float[Array, "H F"] | Quantized,
     activation: str,
     up_bias: Float[Array, "... F"] | None = None,
 ) -> Float[Array, "... H"]:
@@ -101,9 +104,8 @@ def take_rows(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
     XLA on a CPU cannot gather bfloat16 or other 16-bit words: it converts the whole table at every call of the decode
     loop. Our kernel gathers them instead. It has no gradient, so it is used only while a decode is traced.
     """
-    if isinstance(table, Int8):
-        rows = table[index]
-        return rows.values.astype(jnp.float32) * rows.scale[..., None]
+    if isinstance(table, Quantized):
+        return table.floats(index)
     if table.dtype == jnp.bfloat16 and native.is_on():
         return native.gather(table, index)
     return table[index].astype(jnp.float32)
@@ -119,7 +121,7 @@ def embed(table: Kernel, tokens: Int[Array, "B N"]) -> Float[Array, "B N H"]:
     if num_shards == 1 or program.is_training():
         return take_rows(table, tokens)
     part = table.shape[0] // num_shards
-    exact = jnp.float32 if isinstance(table, Int8) else table.dtype  # the sum is exact: all summands but one are 0
+    exact = jnp.float32 if isinstance(table, Quantized) else table.dtype  # the sum is exact: all summands but one are 0
 
     def on_one(table: Kernel, tokens: Array) -> Array:
         at = tokens - lax.axis_index("model") * part

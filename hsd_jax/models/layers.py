@@ -17,9 +17,21 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import RopeConfig
 from hsd_jax.kernels import triton
-from hsd_jax.kernels.int8 import Kernel
+from hsd_jax.kernels.int8 import GroupedInt8, Kernel
 from hsd_jax.kernels.ops import activate, apply_rope, attend, gated_mlp, matmul, matmuls, rms_norm, rounded
 from hsd_jax.models.cache import take_nodes
+
+
+def kernel_param(module: nn.Module, name: str, std: float, shape: tuple[int, ...]) -> Kernel:
+    """`module.param` of a normally distributed kernel, which may be held in groups (`GroupedInt8`).
+
+    flax compares the shapes of the arrays that hold it. Those of groups are not the kernel's own.
+    """
+    held = module.get_variable("params", name)
+    if isinstance(held, GroupedInt8):
+        assert held.shape == shape, (name, held.shape, shape)
+        return held
+    return module.param(name, nn.initializers.normal(std), shape)
 
 
 class Weight(nn.Module):
@@ -34,7 +46,7 @@ class Weight(nn.Module):
     def __call__(self) -> tuple[Kernel, Array | None]:
         std = self.in_features**-0.5 if self.init_std is None else self.init_std
         out = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
-        kernel = self.param("kernel", nn.initializers.normal(std), (*out, self.in_features))
+        kernel = kernel_param(self, "kernel", std, (*out, self.in_features))
         bias = self.param("bias", nn.initializers.zeros, out) if self.use_bias else None
         return kernel, bias
 

@@ -39,6 +39,8 @@ class Placement:
     quantize: str | None = None
     """One of `config.QUANTIZED`, for all matrices, the embedding and the LM head included. Norms and biases are not
     quantized."""
+    rounds_rows: bool = False
+    """Whether products with quantized matrices may round rows to 8 bits too. They do where the CPU kernels run."""
 
     def held_dtype(self, dtype: Any) -> np.dtype:
         """The dtype in which weights are held: float32 for bfloat16 on a CPU without kernels, if `widens`."""
@@ -60,7 +62,9 @@ class Placement:
         """Quantizes a matrix if `quantize` is set. Each part stays on its device."""
         if not self._is_quantized(weight):
             return weight
-        return jax.block_until_ready(_quantize(weight))  # one at a time: the floats of a second one may not fit
+        is_grouped = self.rounds_rows and self.mesh is None and native.available()
+        held = jax.jit(_grouped)(weight) if is_grouped else _quantize(weight)
+        return jax.block_until_ready(held)  # one at a time: the floats of a second one may not fit
 
     def _is_quantized(self, weight: Array | jax.ShapeDtypeStruct) -> bool:
         return self.quantize is not None and weight.ndim == 2 and jnp.issubdtype(weight.dtype, jnp.floating)
@@ -146,6 +150,10 @@ def _is_finite_here(numbers: np.ndarray) -> bool:
 
 
 _all_finite = jax.jit(lambda weight: jnp.isfinite(weight).all())
+
+
+def _grouped(weight: Array) -> int8.GroupedInt8:
+    return int8.grouped(int8.quantize(weight))
 
 
 def _quantize(weight: Array) -> int8.Int8:

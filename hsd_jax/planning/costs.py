@@ -18,6 +18,7 @@ import numpy as np
 from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.worth import first_trust, slots_read
+from hsd_jax.kernels.int8 import Int8
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import expected_tokens
 from hsd_jax.planning.rates import Rates, rates_here
@@ -51,7 +52,10 @@ class CostModel:
         weights = (x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating))
         drafter_size = next((x.dtype.itemsize for x in weights), 4)
         size = jax.tree.leaves(params.target["embedding"])[0].dtype.itemsize
-        return cls(params.target_config, params.drafter_config, rates_here(params.mesh is None), size, drafter_size)
+        rates = rates_here(params.mesh is None)
+        if isinstance(params.target["embedding"], Int8):  # its products are in float
+            rates = dataclasses.replace(rates, integer=1.0)
+        return cls(params.target_config, params.drafter_config, rates, size, drafter_size)
 
     def product(self, numbers: float, rows: float | np.ndarray, itemsize: int | None = None) -> np.ndarray:
         """Seconds to multiply rows with weights.
@@ -65,7 +69,7 @@ class CostModel:
         size = self.drafter_itemsize if itemsize is None else itemsize
         num_bytes = numbers * size * np.where(rows > 1, self.rates.many_rows, 1.0)
         counted = tile_rows(rows) if self.rates.skips_rows else rows
-        flops = 2 * numbers * counted / (self.rates.narrow if size == 2 else 1.0)
+        flops = 2 * numbers * counted / {1: self.rates.integer, 2: self.rates.narrow}.get(size, 1.0)
         return np.where(rows > 0, self.rates.seconds(num_bytes, flops), 0.0)
 
     def layers(self, config: Any) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hsd_jax import settings
 from hsd_jax.host.files import kept_folder, read_json, sha256, write_json
-from hsd_jax.kernels import native, ops
+from hsd_jax.kernels import int8, native, ops
 from hsd_jax.planning.timing import loop_timer
 from hsd_jax.planning.tuned import device_name, num_cores
 from hsd_jax.settings import NotNegative, Positive
@@ -48,6 +48,8 @@ class Rates:
     """Whether nodes that are not verified cost nothing."""
     narrow: float = 1.0
     """How many times `flops_per_second` products reach if the weights have two bytes."""
+    integer: float = 1.0
+    """The same if the weights have one byte and the kernels round rows to 8 bits too (`int8.GroupedInt8`)."""
 
     def seconds(self, num_bytes: Any, flops: Any) -> Any:
         """Seconds to read `num_bytes` and compute `flops` at the same time.
@@ -58,9 +60,10 @@ class Rates:
 
 
 CPU_RATES = {  # of one core, by instruction set
-    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8),
-    "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True),
-    "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True),
+    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8, integer=4.0),
+    "avx512_vnni": Rates(24e9, 90e9, 3e-6, skips_rows=True, integer=4.0),
+    "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True, integer=1.7),
+    "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True, integer=2.2),
     native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
 }
 DEVICE_RATES = {"gpu": Rates(2.0e12, 3e14, 2e-6), "tpu": Rates(6e11, 1.2e14, 1e-6)}
@@ -121,7 +124,8 @@ class MeasuredRates:
     bytes_per_second: Positive
     flops_per_second: Positive
     narrow: Positive
-    """As in `Rates`."""
+    integer: Positive
+    """As in `Rates`, like `narrow`."""
     spread: NotNegative
     """The interquartile range of the timings divided by their median, the largest of all measurements."""
     at: NotNegative
@@ -139,7 +143,7 @@ class MeasuredRates:
 
     def rates(self, isa: str) -> Rates:
         """The measured rates, with the default values of the instruction set for the rest."""
-        names = ("bytes_per_second", "flops_per_second", "narrow")
+        names = ("bytes_per_second", "flops_per_second", "narrow", "integer")
         return dataclasses.replace(shipped(isa), **{name: getattr(self, name) for name in names})
 
 
@@ -150,16 +154,19 @@ def measure_rates(isa: str) -> MeasuredRates:
       isa: the instruction set that this process uses.
     """
     reading, spread_of_reading = _seconds(*_reading(), iterations=1)
-    wide, spread_of_wide = _seconds(*_computing(jnp.float32), iterations=32)
+    kernel = jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH)
+    wide, spread_of_wide = _seconds(*_computing(kernel), iterations=32)
     narrow, spread_of_narrow = wide, 0.0
     if native.ISAS[isa].rounds_rows:
-        narrow, spread_of_narrow = _seconds(*_computing(jnp.bfloat16), iterations=32)
+        narrow, spread_of_narrow = _seconds(*_computing(kernel.astype(jnp.bfloat16)), iterations=32)
+    integer, spread_of_integer = _seconds(*_computing(int8.grouped(int8.quantize(kernel))), iterations=32)
     return MeasuredRates(
         device_name(),
         bytes_per_second=WEIGHTS * WIDTH**2 * 2 / reading,
         flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / wide,
         narrow=wide / narrow,
-        spread=max(spread_of_reading, spread_of_wide, spread_of_narrow),
+        integer=wide / integer,
+        spread=max(spread_of_reading, spread_of_wide, spread_of_narrow, spread_of_integer),
         at=time.time(),
     )
 
@@ -177,10 +184,10 @@ def _reading() -> tuple[Callable, dict, Any]:
     return through, {"weights": weights}, jnp.ones((1, WIDTH))
 
 
-def _computing(dtype: Any) -> tuple[Callable, dict, Any]:
+def _computing(kernel: int8.Kernel) -> tuple[Callable, dict, Any]:
     """Many rows through one matrix that the processor's cache holds."""
-    models = {"weight": jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH, dtype)}
-    return lambda models, rows: (ops.matmul(rows, models["weight"]), rows), models, jnp.ones((ROWS, SMALL_WIDTH))
+    rows = jnp.ones((ROWS, SMALL_WIDTH))
+    return lambda models, rows: (ops.matmul(rows, models["weight"]), rows), {"weight": kernel}, rows
 
 
 def _seconds(run: Callable, models: dict, inputs: Any, iterations: int) -> tuple[float, float]:
@@ -197,9 +204,13 @@ def _seconds(run: Callable, models: dict, inputs: Any, iterations: int) -> tuple
 
 
 def kept_path(isa: str) -> Path | None:
-    """The file of this processor's rates; None if rates are not kept."""
+    """The file of this processor's rates; None if rates are not kept.
+
+    A version of hsd_jax that measures other rates has a file of its own.
+    """
     folder = kept_folder(FOLDER_VARIABLE, "rates")
-    return None if folder is None else folder / f"{sha256(device_name(), isa)[:16]}.json"
+    fields = [field.name for field in dataclasses.fields(MeasuredRates)]
+    return None if folder is None else folder / f"{sha256(device_name(), isa, *fields)[:16]}.json"
 
 
 def renewed(isa: str) -> MeasuredRates:

@@ -119,8 +119,9 @@ def lowered_programs(
         models = {"target": init_target(jax.random.key(0), config), "drafter": None}
         if drafter_config is not None:
             models["drafter"] = init_drafter(jax.random.key(0), drafter_config)
-        if held == "int8":
-            return jax.tree.map(lambda x: int8.quantize(x) if x.ndim == 2 else x, models)
+        if held in ("int8", "grouped int8"):
+            hold = int8.quantize if held == "int8" else lambda x: int8.grouped(int8.quantize(x))
+            return jax.tree.map(lambda x: hold(x) if x.ndim == 2 else x, models)
         return jax.tree.map(lambda x: x.astype(held), models)
 
     tokens, ints, ones = jnp.zeros((batch, 16), jnp.int32), jnp.ones(batch, jnp.int32), jnp.ones(batch)
@@ -217,13 +218,17 @@ def test_the_loop_holds_no_second_cache(name):
 
 @pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
 @pytest.mark.parametrize("program", ["loop", "prefill"])
-@pytest.mark.parametrize("held", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("held", ["bfloat16", "float32", "int8", "grouped int8"])
 def test_no_program_makes_a_table(held, program):
     """A token's row of a table is read where the table lies: no program makes anything of a table's size anew."""
     config = dataclasses.replace(SMALL, vocab_size=97, num_layers=2)
     drafter_config = drafter_for(config, committed_embeddings=True)
     text = lowered_programs(config, drafter_config, 1, 64, held=held)[program].compile().as_text()
-    made = re.findall(rf"\w+\[97,(?:{config.hidden_size}|{drafter_config.rank})\]\S* ([\w-]+)\(", text)
+    widths = {config.hidden_size, drafter_config.rank}
+    sizes = [f"97,{width}" for width in widths]
+    if held == "grouped int8":
+        sizes += [f"7,{-(-width // int8.BLOCK) * int8.BLOCK // int8.STEP},{int8.GROUP},{int8.STEP}" for width in widths]
+    made = re.findall(rf"\w+\[(?:{'|'.join(sizes)})\]\S* ([\w-]+)\(", text)
     assert "parameter" in made
     assert set(made) <= {"parameter", "get-tuple-element", "bitcast"}, made
 

@@ -40,7 +40,11 @@ def test_instruction_sets_that_can_be_had_are_taken_without_a_word(asked, isa, s
 
 @pytest.mark.parametrize(
     ("isa", "why"),
-    [("avx512", "instructions.*avx2"), ("amx", "AMX.*avx2"), ("sse9", "avx2, avx512, avx512_bf16, amx and off.*avx2")],
+    [
+        ("avx512", "instructions.*avx2"),
+        ("amx", "AMX.*avx2"),
+        ("sse9", "avx512_vnni, avx512_bf16, amx and off.*avx2"),
+    ],
 )
 def test_what_cannot_be_had_is_named_once_and_another_instruction_set_runs(asked, isa, why):
     with pytest.warns(UserWarning, match=f"HSD_NATIVE_ISA={isa}: .*{why}"):
@@ -50,7 +54,7 @@ def test_what_cannot_be_had_is_named_once_and_another_instruction_set_runs(asked
         assert asked(isa) == "avx2"
 
 
-@pytest.mark.parametrize(("isa", "selected"), [("", "avx512"), ("avx2", "avx2"), ("avx512_bf16", "avx512")])
+@pytest.mark.parametrize(("isa", "selected"), [("", "avx512_vnni"), ("avx2", "avx2"), ("avx512_bf16", "avx512_vnni")])
 def test_a_compiler_older_than_an_instruction_set_gets_the_one_below(asked, tmp_path, monkeypatch, isa, selected):
     """One that knows no bfloat16; what is asked for by name is refused with a warning."""
     compiler = tmp_path / "g++"

@@ -7,6 +7,7 @@ import json
 import time
 import warnings
 
+import numpy as np
 import pytest
 from support.command_line import hsd
 
@@ -32,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """What a processor would measure, and how often it did."""
-    found = rates.MeasuredRates("a processor", 5e10, 3e11, 1.5, 0.01, time.time())
+    found = rates.MeasuredRates("a processor", 5e10, 3e11, 1.5, 4.5, 0.01, time.time())
     calls = []
     monkeypatch.setattr(rates, "measure_rates", lambda isa: calls.append(isa) or found)
     return found, calls
@@ -42,7 +43,8 @@ def test_the_first_use_measures_and_all_others_read(folder, measured, capsys):
     found, calls = measured
     for _ in range(3):
         here = rates.rates_here(True)
-        assert (here.bytes_per_second, here.flops_per_second, here.narrow) == (5e10, 3e11, 1.5) and here.skips_rows
+        assert (here.bytes_per_second, here.flops_per_second) == (5e10, 3e11) and here.skips_rows
+        assert (here.narrow, here.integer) == (1.5, 4.5)
         rates._kept_or_measured.cache_clear()  # as another process
     assert calls == [ISA] and "once" in capsys.readouterr().err
     assert json.loads(next(folder.glob("*.json")).read_text()) == dataclasses.asdict(found)
@@ -112,6 +114,22 @@ def test_processes_that_start_together_share_one_measurement(folder, measured, m
     assert rates.rates_here(True).flops_per_second == 3e11 and not calls
 
 
+def test_rates_of_another_version_are_left_alone(folder, measured, monkeypatch):
+    """One that measures something else: neither reads the file of the other."""
+    rates.rates_here(True)
+    path = rates.kept_path(ISA)
+    fields = dataclasses.fields(rates.MeasuredRates)
+    monkeypatch.setattr(rates.dataclasses, "fields", lambda cls: fields[:-1])
+    assert rates.kept_path(ISA) != path and rates.kept_path(ISA).parent == path.parent
+
+
+def test_whole_numbers_have_a_rate_of_their_own_unless_precision_is_exact(folder, measured):
+    fast, exact = (CostModel.of(hsd_jax.load("demo", quantize="int8", precision=p)) for p in ("fast", "exact"))
+    assert (fast.itemsize, fast.rates.integer) == (1, 4.5) and (exact.itemsize, exact.rates.integer) == (1, 1.0)
+    assert fast.product(1e7, 64, 1) < 0.3 * exact.product(1e7, 64, 1)  # bound by what it multiplies
+    np.testing.assert_array_equal(fast.product(1e7, 64, 4), exact.product(1e7, 64, 4))
+
+
 def test_plans_follow_the_measured_rates(folder, measured):
     model = CostModel.of(hsd_jax.load("demo"))
     assert model.rates.bytes_per_second == 5e10
@@ -132,15 +150,16 @@ def test_what_is_measured_is_in_the_range_of_processors(monkeypatch):
 def test_info_measures_and_shows(folder, measured, capsys):
     assert hsd("info", "--rates") == 0
     out = capsys.readouterr().out
-    assert "50 GB/s" in out and "1.50 times" in out and str(rates.kept_path(ISA)) in out
+    assert "50 GB/s" in out and "1.50 times" in out and "4.50 times" in out and str(rates.kept_path(ISA)) in out
     assert hsd("info") != 0 and hsd("info", "demo", "--rates") != 0
 
 
 def test_rates_follow_from_the_timings(monkeypatch):
-    """One row through all matrices takes 1 s, and products in float32 twice as long as in bfloat16."""
-    timings = iter([(1.0, 0.1), (2e-3, 0.3), (1e-3, 0.2)])
+    """One row through all matrices takes 1 s, and products in float32 take twice as long as in bfloat16, and four times
+    as long as in 8 bits."""
+    timings = iter([(1.0, 0.1), (2e-3, 0.3), (1e-3, 0.2), (5e-4, 0.1)])
     monkeypatch.setattr(rates, "_seconds", lambda *_, iterations: next(timings))
     found = rates.measure_rates("avx512_bf16")
     assert found.bytes_per_second == 2 * rates.WEIGHTS * rates.WIDTH**2
     assert found.flops_per_second == pytest.approx(rates.ROWS * rates.SMALL_WIDTH**2 * 1e3)
-    assert (found.narrow, found.spread, found.is_busy) == (2.0, 0.3, True)
+    assert (found.narrow, found.integer, found.spread, found.is_busy) == (2.0, 4.0, 0.3, True)

@@ -9,7 +9,6 @@
 
 // x * sigmoid(x), or x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): the GELU of tanh.
 static inline Vec Activate(Vec x, bool is_gelu) {
-  typedef int32_t Int __attribute__((vector_size(kLanes * 4)));
   const Vec zero = {}, one = zero + 1.0f;
   Vec inner = is_gelu ? x * MulAdd(x * x, zero + 0.0713548163f, zero + 1.5957691216f) : x;
   Vec e = Exp((Vec)((Int)inner | INT32_MIN));  // of -|inner|: it never overflows
@@ -69,23 +68,28 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
     return ffi::Error::InvalidArgument("gated_mlp: biases must be none, or as many as rows and as wide as the MLP");
   if (k < 1 || width < 1) return ffi::Error::InvalidArgument("gated_mlp: rows of no width");
   int64_t threads = Threads(pool);
-  int64_t pieces = Pieces(gate.bytes() + up.bytes(), gate.output() + up.output(), threads);
-  int64_t downs = Pieces(down.bytes(), down.output(), threads);
-  int64_t piece = ((width + pieces - 1) / pieces + kPair - 1) / kPair * kPair;  // whole vectors
+  int64_t pieces = Pieces(gate.bytes() + up.bytes(), gate.output() + up.output(), gate.cut(), threads);
+  int64_t downs = Pieces(down.bytes(), down.output(), down.cut(), threads);
+  int64_t piece = BlocksOf((width + pieces - 1) / pieces) * kBlockSize;  // whole vectors, groups, and blocks of a rounded row
   ActiveRows active(flags.typed_data(), num_flags, rows);
   int64_t n = active.count(), some = std::min(n, kRowsAtOnce);
-  Packed packed(x.typed_data(), active, k, !gate.is_bf16 || !up.is_bf16, gate.is_bf16 || up.is_bf16);
+  Forms forms;
+  forms.Add(gate), forms.Add(up);
+  Packed packed(x.typed_data(), active, k, forms);
   int packs = n < 2 * kPack ? 0 : static_cast<int>((n + kPack - 1) / kPack);
   if (packs == 0) packed.Fill(active, 0, n);
-  Aligned hidden(n * width), sums(threads * 2 * some * piece);
+  bool is_paired = down.kind == Matrix::kBfloats, is_rounded = down.kind == Matrix::kGroups;
+  Aligned hidden(is_rounded ? 0 : n * width), sums(threads * 2 * some * piece);
+  Rounding rounded(is_rounded ? n : 0, width);
   const float* biases = num_biases ? up_bias.typed_data() : nullptr;
   auto work = [=, out = y->typed_data(), active = std::move(active), packed = std::move(packed),
-               hidden = std::move(hidden), sums = std::move(sums)](int phase, int i, int thread) mutable {
+               hidden = std::move(hidden), rounded = std::move(rounded), sums = std::move(sums)](int phase, int i, int thread) mutable {
     if (phase == 0) return packed.Fill(active, i * kPack, std::min<int64_t>((i + 1) * kPack, n));
     float* h = hidden.data();
     if (phase == 2) {
-      int64_t first = CutAt(down.o, i, downs), last = CutAt(down.o, i + 1, downs);
-      Outputs({h, reinterpret_cast<const Paired*>(h)}, down, out, n, down.o, first, last);
+      int64_t first = down.CutAt(i, downs), last = down.CutAt(i + 1, downs);
+      Rows all = {h, reinterpret_cast<const Paired*>(h), rounded.rows(), width};
+      Outputs(all, down, out, n, down.o, first, last);
       return active.Spread(out, down.o, first, last);
     }
     int64_t first = i * piece, last = std::min(first + piece, width);
@@ -93,7 +97,7 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
     float* ups = gates + some * piece;
     for (int64_t from = 0; from < n; from += some) {
       int64_t count = std::min(n - from, some);
-      Rows all = packed.rows(), x = {all.plain + from * k, all.paired + from * k};
+      Rows x = packed.rows().From(from);
       Outputs(x, gate, gates - first, count, piece, first, last);  // where output 0 would stand
       Outputs(x, up, ups - first, count, piece, first, last);
       for (int64_t b = 0; b < count; b++) {
@@ -101,9 +105,12 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
           const float* bias = biases + active[from + b] * width;
           for (int64_t j = first; j < last; j++) ups[b * piece + j - first] += bias[j];
         }
+        float* gated = gates + b * piece;
         int64_t row = (from + b) * width;
-        void* to = down.is_bf16 ? static_cast<void*>(reinterpret_cast<Paired*>(h) + row) : h + row;
-        Hidden(gates + b * piece, ups + b * piece, first, last, width, is_gelu, down.is_bf16, to);
+        void* to = is_paired ? static_cast<void*>(reinterpret_cast<Paired*>(h) + row) : h + row;
+        if (is_rounded) to = gated - first;  // in its own place, and from there to the rounded row
+        Hidden(gated, ups + b * piece, first, last, width, is_gelu, is_paired, to);
+        if (is_rounded) rounded.Round(gated, from + b, first, last);
       }
     }
   };

@@ -1,5 +1,5 @@
 // y_i = x . W_i^T for the rows of x [N, K] that count and several weights W_i [O_i, K] in float32, bfloat16 or 8 bits
-// with a scale an output. Sums are in float32.
+// with a scale an output (as they are or in groups, `integers.h`). Sums are in float32.
 //
 // XLA's CPU product packs the weights for every call, which costs more than the product itself when N is 2 to 32.
 // This one streams every weight once for 64 rows, which stay in the near caches.
@@ -24,29 +24,29 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
   if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("rows_matmul: a flag a row, or none");
   std::vector<Product> products;
   std::vector<Shard> shards;
-  bool any_bf16 = false, any_f32 = false;
-  int64_t bytes = 0, output = 0;
+  Forms forms;
+  int64_t bytes = 0, output = 0, cut = 1;
   for (size_t i = 0, next = 0; i < results.size(); i++) {
     auto y = results.get<ffi::AnyBuffer>(i);
     Matrix matrix;
     if (y.has_error() || !NextMatrix(weights, &next, k, &matrix))
       return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32, bfloat16 or scaled int8");
-    any_bf16 |= matrix.is_bf16;
-    any_f32 |= !matrix.is_bf16;
+    forms.Add(matrix);
     products.push_back({matrix, static_cast<float*>((*y)->untyped_data())});
     bytes += matrix.bytes();
     output = std::max(output, matrix.output());
+    cut = std::max(cut, matrix.cut());
   }
-  int64_t pieces = Pieces(bytes, output, Threads(pool));
+  int64_t pieces = Pieces(bytes, output, cut, Threads(pool));
   for (size_t i = 0; i < products.size(); i++) {
     const Matrix& w = products[i].w;
     int64_t own = std::max<int64_t>((w.bytes() * pieces + bytes / 2) / std::max<int64_t>(bytes, 1), 1);
     for (int64_t p = 0; p < own; p++)
-      shards.push_back({static_cast<int>(i), CutAt(w.o, p, own), CutAt(w.o, p + 1, own)});
+      shards.push_back({static_cast<int>(i), w.CutAt(p, own), w.CutAt(p + 1, own)});
   }
   ActiveRows active(flags.typed_data(), num_flags, rows);
   int64_t n = active.count();
-  Packed packed(x.typed_data(), active, k, any_f32, any_bf16);
+  Packed packed(x.typed_data(), active, k, forms);
   int packs = n < 2 * kPack ? 0 : static_cast<int>((n + kPack - 1) / kPack);
   if (packs == 0) packed.Fill(active, 0, n);
   int count = static_cast<int>(shards.size());

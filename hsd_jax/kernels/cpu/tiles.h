@@ -1,21 +1,13 @@
-// What the CPU kernels share: vectors, tiles of a product in registers, work split over XLA's threads.
+// What the CPU kernels share: tiles of a product in registers, work split over XLA's threads.
 //
 // A sum is added up in an order that depends on the length of the vectors alone: a row's result is the same to the bit
 // whatever rows stand beside it.
 
 #pragma once
 
-#include <algorithm>
 #include <atomic>
-#include <cstdint>
-#include <cstring>
-#include <memory>
 #include <utility>
 #include <vector>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wreturn-type"
@@ -23,193 +15,10 @@
 #include "xla/ffi/api/ffi.h"
 #pragma GCC diagnostic pop
 
+#include "integers.h"
+#include "vectors.h"
+
 namespace ffi = xla::ffi;
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;
-#endif
-typedef float Vec __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t Word __attribute__((vector_size(kLanes * 4)));
-
-// Weights are taken two vectors at a time. A pair of bfloat16 lies in one 32-bit word, and a bfloat16 is the upper half
-// of a float: the low halves come first, then the high ones, so the rows must stand in that order too (`Pair`).
-constexpr int kPair = 2 * kLanes;
-
-// Where the processor multiplies pairs of bfloat16, rows for such weights are rounded to bfloat16 once and lie as they are:
-// a product takes 32 numbers of an output where one in float32 takes 16, and no weight is taken apart.
-#if defined(__AVX512BF16__)
-typedef uint16_t Paired;
-#else
-typedef float Paired;
-#endif
-
-// Numbers from the start of a cache line on. A vector that lies in two lines is loaded twice, and 8 rows of 1,408 numbers
-// took 1.4 times as long.
-class Aligned {
- public:
-  explicit Aligned(int64_t n) : all_(new float[n + 16]) {}
-  float* data() {
-    auto at = reinterpret_cast<uintptr_t>(all_.get());
-    return all_.get() + (-at % 64) / sizeof(float);
-  }
-
- private:
-  std::unique_ptr<float[]> all_;
-};
-
-static inline Vec Load(const float* p) {
-  Vec v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-// x in every lane. To add it to zeros is an operation more, for the compiler may not leave out +0: it changes -0.
-static inline Vec All(float x) { return x - Vec{}; }
-static inline Vec First(const float* p) { return Load(p); }
-static inline Vec Second(const float* p) { return Load(p + kLanes); }
-static inline Word Words(const uint16_t* p) {
-  Word words;
-  std::memcpy(&words, p, sizeof(words));
-  return words;
-}
-static inline Vec First(const uint16_t* p) { return (Vec)(Words(p) << 16); }
-static inline Vec Second(const uint16_t* p) { return (Vec)(Words(p) & 0xffff0000u); }
-static inline Vec First(const int8_t* p) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-  Vec v;
-  for (int i = 0; i < kLanes; i++) v[i] = p[i];
-  return v;
-#endif
-}
-static inline Vec Second(const int8_t* p) { return First(p + kLanes); }
-// A row of k numbers in the order and the type that weights in bfloat16 want.
-#if defined(__AVX512BF16__)
-static inline uint16_t Rounded(float x) {
-  return uint16_t(_mm_cvtsi128_si32((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x))));
-}
-[[maybe_unused]] static void Pair(const float* x, int64_t k, uint16_t* out) {
-  int64_t i = 0;
-  for (; i + kPair <= k; i += kPair) {
-    __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + kLanes), _mm512_loadu_ps(x + i));
-    std::memcpy(out + i, &both, sizeof(both));
-  }
-  for (; i < k; i++) out[i] = Rounded(x[i]);
-}
-#else
-[[maybe_unused]] static void Pair(const float* x, int64_t k, float* out) {
-  int64_t i = 0;
-  for (; i + kPair <= k; i += kPair) {
-#if defined(__AVX512F__)
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    __m512 low = _mm512_loadu_ps(x + i), high = _mm512_loadu_ps(x + i + kLanes);
-    _mm512_storeu_ps(out + i, _mm512_permutex2var_ps(low, even, high));
-    _mm512_storeu_ps(out + i + kLanes, _mm512_permutex2var_ps(low, odd, high));
-#else
-    for (int j = 0; j < kLanes; j++) out[i + j] = x[i + 2 * j], out[i + kLanes + j] = x[i + 2 * j + 1];
-#endif
-  }
-  for (; i < k; i++) out[i] = x[i];
-}
-#endif
-
-// Keeps a value in a register; the compiler would rather load it again for every product.
-static inline void Hold(Vec& v) {
-#if defined(__x86_64__)
-  asm("" : "+x"(v));
-#else
-  (void)v;
-#endif
-}
-// a * b + c, rounded once. Left to itself the compiler fuses here and not there, and the bits of a row would depend on
-// the tile it falls into.
-static inline Vec MulAdd(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
-static inline float MulAdd(float a, float b, float c) {
-#if defined(__FMA__)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-static inline float Scalar(float v) { return v; }
-static inline float Scalar(int8_t v) { return v; }
-static inline float Scalar(uint16_t v) {
-  uint32_t bits = uint32_t(v) << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-// exp(x) for x <= 0; 0 below -87. Relative error under 2e-7 (Cephes). Every fused operation is spelled out: the
-// compiler's own choice may differ from one place it is inlined to the next.
-static inline Vec Exp(Vec x) {
-  typedef int32_t Int __attribute__((vector_size(kLanes * 4)));
-  const Vec zero = {}, lowest = zero - 87.0f;
-  Int tiny = x < lowest;
-  x = (Vec)(((Int)x & ~tiny) | ((Int)lowest & tiny));
-  Vec shifted = MulAdd(x, zero + 1.44269504f, zero - 0.5f);
-  Int power = __builtin_convertvector(shifted, Int);  // toward zero: the nearest whole number, since x <= 0
-  Vec whole = __builtin_convertvector(power, Vec);
-  x = MulAdd(whole, zero - 0.693359375f, x);
-  x = MulAdd(whole, zero + 2.12194440e-4f, x);
-  Vec y = zero + 1.9875691500e-4f;
-  y = MulAdd(y, x, zero + 1.3981999507e-3f);
-  y = MulAdd(y, x, zero + 8.3334519073e-3f);
-  y = MulAdd(y, x, zero + 4.1665795894e-2f);
-  y = MulAdd(y, x, zero + 1.6666665459e-1f);
-  y = MulAdd(y, x, zero + 5.0000001201e-1f);
-  y = MulAdd(y, x * x, x) + 1.0f;
-  Int bits = (Int)y + power * (1 << 23);
-  return (Vec)(bits & ~tiny);
-}
-
-// The sums of four accumulators, together: one at a time they cost as much as the products of a short K.
-static inline void Sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, float* out) {
-#if defined(__AVX2__)
-  auto half = [](const Vec& v) {
-#if defined(__AVX512F__)
-    return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
-#else
-    return (__m256)v;
-#endif
-  };
-  __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-#else
-  const Vec* all[4] = {&a, &b, &c, &d};
-  for (int j = 0; j < 4; j++) {
-    float s[kLanes];
-    std::memcpy(s, all[j], sizeof(s));
-    for (int width = kLanes / 2; width > 0; width /= 2)
-      for (int i = 0; i < width; i++) s[i] += s[i + width];
-    out[j] = s[0];
-  }
-#endif
-}
-
-// How far ahead of its use a weight is fetched into the second-level cache, in bytes, of all streams of a tile together.
-// Each output of a tile is the next of a stream of its own, so what lies behind it in memory is what its stream reads
-// next. Outputs that lie side by side are read in turns, which the processor's own prefetching does not follow: fetching
-// the tile after next by hand took 1.1 to 1.2 times as long. On two cores of a Zen 4
-// 8 rows then read 33 GB/s, and 25 with a fetch into the first-level cache: the next weights push the rows out of it.
-constexpr int kAhead = 8192;
-template <int kO>
-static inline void Fetch(const void* weight) {
-  __builtin_prefetch(static_cast<const char*>(weight) + kAhead / kO, 0, 2);
-}
 
 // A tile of kO outputs, `apart` outputs from one another, by kN rows: y[b * stride + a * apart] = x[b] . w[a * apart].
 // The weights of a step stay in registers beside the sums, and one vector of a row at a time: a pair of bfloat16 is taken
@@ -283,15 +92,12 @@ constexpr int kRows = kLanes == 16 ? 8 : 6;
 constexpr int kWide[] = {0, 12, 6, 6, 4, 4, 4, 3, 3}, kNarrow[] = {0, 6, 4, 3, 2, 2, 2};
 template <int kN>
 constexpr int kOutputs = kLanes == 16 ? kWide[kN] : kNarrow[kN];
-// Tiles of a stream that all rows go through before the next: their weights stay in a near cache meanwhile.
-constexpr int kGroup = 4;
-
 // `count` tiles of kO streams, for all rows: the first `larger` blocks of rows have kN of them, the others one less.
 template <int kO, int kN, typename X, typename W>
 static void Streams(const X* x, const W* w, float* y, int64_t n, int64_t larger, int64_t k, int64_t stride,
                     int64_t count) {
-  for (int64_t from = 0; from < count; from += kGroup) {
-    int64_t to = std::min<int64_t>(from + kGroup, count);
+  for (int64_t from = 0; from < count; from += kTilesAtOnce) {
+    int64_t to = std::min<int64_t>(from + kTilesAtOnce, count);
     for (int64_t b = 0; b < n;) {
       bool is_larger = b < larger * kN;
       for (int64_t a = from; a < to; a++) {
@@ -317,9 +123,6 @@ static void Blocks(const X* x, const W* w, float* y, int64_t n, int64_t blocks, 
   Streams<1, kN>(x, w + rest * k, y + rest, n, larger, k, stride, last - rest);
 }
 
-// Rows that go through the weights together: more of them would not stay in the second-level cache.
-constexpr int64_t kRowsAtOnce = 64;
-
 // y[b, a] = x[b] . w[a] for rows b of [0, n) and outputs a of [first, last); a row of y is `stride` wide.
 template <typename X, typename W>
 static void Outputs(const X* x, const W* w, float* y, int64_t n, int64_t k, int64_t stride, int64_t first,
@@ -330,52 +133,93 @@ static void Outputs(const X* x, const W* w, float* y, int64_t n, int64_t k, int6
   }
 }
 
-// Weights [o, k] as XLA hands them over, and rows for them: as they are, and taken apart for bfloat16.
+// Weights [o, k] as XLA hands them over.
 struct Matrix {
+  enum Kind { kFloats, kBfloats, kBytes, kGroups };
+  Kind kind;
   const void* data;
-  bool is_bf16;
   const float* scale;  // of each output, if the weights are whole numbers in 8 bits
   int64_t o, k;
-  int64_t output() const { return k * (scale ? 1 : is_bf16 ? 2 : 4); }
+  int64_t output() const {
+    return kind == kFloats ? 4 * k : kind == kBfloats ? 2 * k : kind == kBytes ? k : BlocksOf(k) * kBlockSize;
+  }
   int64_t bytes() const { return o * output(); }
+  // Pieces of the outputs are whole tiles of any height.
+  int64_t cut() const { return kind == kGroups ? 2 * kGroup : 12; }
+  // Where piece `p` of `pieces` begins.
+  int64_t CutAt(int64_t p, int64_t pieces) const { return p == pieces ? o : o * p / pieces / cut() * cut(); }
 };
+
+// The forms in which weights want rows.
+struct Forms {
+  bool plain = false, paired = false, rounded = false;
+  void Add(const Matrix& w) {
+    if (w.kind == Matrix::kGroups)
+      rounded = true;
+    else if (w.kind == Matrix::kBfloats)
+      paired = true;
+    else
+      plain = true;
+  }
+};
+
+// Rows of width k in each form that some weights want: as they are, taken apart for bfloat16, rounded to 8 bits.
 struct Rows {
   const float* plain;
   const Paired* paired;
+  RoundedRows rounded;
+  int64_t k;
+  Rows From(int64_t row) const { return {plain + row * k, paired + row * k, rounded.From(row), k}; }
 };
 
 [[maybe_unused]] static void Outputs(const Rows& x, const Matrix& w, float* y, int64_t n, int64_t stride, int64_t first,
                                      int64_t last) {
-  if (w.is_bf16) return Outputs(x.paired, static_cast<const uint16_t*>(w.data), y, n, w.k, stride, first, last);
-  if (!w.scale) return Outputs(x.plain, static_cast<const float*>(w.data), y, n, w.k, stride, first, last);
-  Outputs(x.plain, static_cast<const int8_t*>(w.data), y, n, w.k, stride, first, last);
-  for (int64_t b = 0; b < n; b++)
-    for (int64_t a = first; a < last; a++) y[b * stride + a] *= w.scale[a];
+  switch (w.kind) {
+    case Matrix::kFloats:
+      return Outputs(x.plain, static_cast<const float*>(w.data), y, n, w.k, stride, first, last);
+    case Matrix::kBfloats:
+      return Outputs(x.paired, static_cast<const uint16_t*>(w.data), y, n, w.k, stride, first, last);
+    case Matrix::kGroups:
+      return GroupOutputs(x.rounded, static_cast<const int8_t*>(w.data), w.scale, y, n, stride, first, last);
+    case Matrix::kBytes:
+      Outputs(x.plain, static_cast<const int8_t*>(w.data), y, n, w.k, stride, first, last);
+      for (int64_t b = 0; b < n; b++)
+        for (int64_t a = first; a < last; a++) y[b * stride + a] *= w.scale[a];
+  }
 }
 
 // Into how many pieces `bytes` of weights are cut, `output` of them an output: streams as long as can be, and a piece left
 // for whoever is done early.
-constexpr int kCut = 12;  // whole tiles of any height
-static int64_t Pieces(int64_t bytes, int64_t output, int64_t threads) {
-  int64_t least = std::max<int64_t>(16 << 10, kCut * output), most = std::max<int64_t>(1 << 20, least);
+static int64_t Pieces(int64_t bytes, int64_t output, int64_t cut, int64_t threads) {
+  int64_t least = std::max<int64_t>(16 << 10, cut * output), most = std::max<int64_t>(1 << 20, least);
   int64_t size = std::clamp((bytes + 4 * threads - 1) / (4 * threads), least, most);
   return std::max<int64_t>((bytes + size - 1) / size, 1);
 }
-// Where piece `p` of `pieces` begins in `o` outputs.
-static int64_t CutAt(int64_t o, int64_t p, int64_t pieces) { return p == pieces ? o : o * p / pieces / kCut * kCut; }
 static int64_t Threads(const ffi::ThreadPool& pool) { return std::max<int64_t>(pool.num_threads(), 1); }
 
-// Takes the next weights, of inputs of width k, from the operands of a call; scales stand behind weights in 8 bits.
+// Takes the next weights, of inputs of width k, from the operands of a call. Scales stand behind weights in 8 bits, which
+// have four axes if they are in groups.
 [[maybe_unused]] static bool NextMatrix(const ffi::RemainingArgs& operands, size_t* next, int64_t k, Matrix* matrix) {
   auto buffer = operands.get<ffi::AnyBuffer>((*next)++);
-  if (buffer.has_error() || buffer->dimensions().size() != 2 || buffer->dimensions()[1] != k) return false;
+  if (buffer.has_error()) return false;
   auto type = buffer->element_type();
-  *matrix = {buffer->untyped_data(), type == ffi::BF16, nullptr, buffer->dimensions()[0], k};
-  if (type != ffi::S8) return type == ffi::F32 || type == ffi::BF16;
+  auto sizes = buffer->dimensions();
+  if (type != ffi::S8) {
+    auto kind = type == ffi::BF16 ? Matrix::kBfloats : Matrix::kFloats;
+    if ((type != ffi::F32 && type != ffi::BF16) || sizes.size() != 2 || sizes[1] != k) return false;
+    *matrix = {kind, buffer->untyped_data(), nullptr, sizes[0], k};
+    return true;
+  }
   auto scale = operands.get<ffi::Buffer<ffi::F32, 1>>((*next)++);
-  if (scale.has_error() || scale->dimensions()[0] != matrix->o) return false;
-  matrix->scale = scale->typed_data();
-  return true;
+  if (scale.has_error()) return false;
+  int64_t o = scale->dimensions()[0];
+  if (sizes.size() == 2 && sizes[0] == o && sizes[1] == k) {
+    *matrix = {Matrix::kBytes, buffer->untyped_data(), scale->typed_data(), o, k};
+    return true;
+  }
+  *matrix = {Matrix::kGroups, buffer->untyped_data(), scale->typed_data(), o, k};
+  return sizes.size() == 4 && sizes[0] == (o + kGroup - 1) / kGroup && sizes[1] == BlocksOf(k) * kSteps &&
+         sizes[2] == kGroup && sizes[3] == kStep;
 }
 
 // Which rows of a pass count: the nodes of a tree that are worth a check, the tokens of a prompt that is shorter than its
@@ -414,29 +258,32 @@ class ActiveRows {
   std::vector<int64_t> index_;
 };
 
-// The rows that count, one behind another, in the order that the weights want: for bfloat16 taken apart.
+// The rows that count, one behind another, in the forms that the weights want.
 class Packed {
  public:
-  Packed(const float* x, const ActiveRows& active, int64_t k, bool any_f32, bool any_bf16)
-      : x_(x), k_(k), plain_(any_f32 && !active.all() ? active.count() * k : 0),
-        paired_(any_bf16 ? active.count() * k : 0), copies_(any_f32 && !active.all()), pairs_(any_bf16) {}
+  Packed(const float* x, const ActiveRows& active, int64_t k, Forms forms)
+      : x_(x), k_(k), forms_(forms), copies_(forms.plain && !active.all()), plain_(copies_ ? active.count() * k : 0),
+        paired_(forms.paired ? active.count() * k : 0), rounded_(forms.rounded ? active.count() : 0, k) {}
   // Packs rows [first, last) of those that count.
   void Fill(const ActiveRows& active, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const float* row = x_ + active[i] * k_;
       if (copies_) std::memcpy(plain_.data() + i * k_, row, k_ * sizeof(float));
-      if (pairs_) Pair(row, k_, paired() + i * k_);
+      if (forms_.paired) Pair(row, k_, paired() + i * k_);
+      if (forms_.rounded) rounded_.Round(row, i, 0, k_);
     }
   }
-  Rows rows() { return {copies_ ? plain_.data() : x_, paired()}; }
+  Rows rows() { return {copies_ ? plain_.data() : x_, paired(), rounded_.rows(), k_}; }
 
  private:
   Paired* paired() { return reinterpret_cast<Paired*>(paired_.data()); }
 
   const float* x_;
   int64_t k_;
+  Forms forms_;
+  bool copies_;
   Aligned plain_, paired_;
-  bool copies_, pairs_;
+  Rounding rounded_;
 };
 // Rows that one thread packs in a go; fewer than two such pieces are packed by the thread that was called.
 constexpr int64_t kPack = 32;
