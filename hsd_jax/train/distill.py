@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax import settings
 from hsd_jax.api import decode
-from hsd_jax.config import ChainLength, ModelConfig, TreeConfig
+from hsd_jax.config import ChainLength, Layers, ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Distilled
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import Layer
@@ -60,11 +60,14 @@ def how(kind: str) -> Distilled:
 
 @settings.dataclass
 class SmallModel:
-    """Section `model` of a recipe. The sizes of the model are those of --start."""
+    """Section `model` of a recipe. The sizes of the model are those of --start, but it may have fewer layers."""
 
     kind: Annotated[str, OneOf(DISTILLED)] = PLAIN
-    """small_lm: an independent language model with the target's vocabulary, read from the folder --start. steered: such
-    a model with a bias in every MLP, computed from the target's states."""
+    """small_lm: an independent language model with the target's vocabulary, read from --start. steered: such a model
+    with a bias in every MLP, computed from the target's states."""
+    num_layers: Layers | None = None
+    """Keep only this many layers of --start, the first ones, with its embedding, last norm and head; null: all. --start
+    may be the target itself."""
     steering_layers: tuple[Layer, ...] = ()
     """steered: layers of the target whose states steer, counted from 1; empty: 3, L/2 and L-3, or those that a shallow
     target has."""
@@ -76,7 +79,7 @@ class SmallModel:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "kind" and not self.how.is_steered and value != field.default:
+            if field.name not in ("kind", "num_layers") and not self.how.is_steered and value != field.default:
                 raise ValueError(f"model.{field.name}={value!r}: is for model.kind=steered only")
 
     @property
