@@ -31,7 +31,7 @@ from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts
-from hsd_jax.settings import OneOf, ProperShare
+from hsd_jax.settings import NotNegative, OneOf, ProperShare
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig, Loss
@@ -111,6 +111,13 @@ class DistillEval(HeldOut):
 
 
 @settings.dataclass
+class DistillLoop(LoopConfig):
+    """Section `train` of a recipe, for a model that is trained already."""
+
+    learning_rate: NotNegative = 3e-4
+
+
+@settings.dataclass
 class DistillRecipe(Recipe):
     """The recipe of `hsd train drafter --kind small_lm` and `--kind steered`."""
 
@@ -119,7 +126,7 @@ class DistillRecipe(Recipe):
     on_policy: OnPolicyConfig = OnPolicyConfig()
     data: DataConfig = DataConfig()
     eval: DistillEval = DistillEval()
-    train: LoopConfig = LoopConfig(learning_rate=3e-4)
+    train: DistillLoop = DistillLoop()
 
     def __post_init__(self):
         self.on_policy.num_rows(self.train)  # raises if the share does not fit the rows of a batch
