@@ -125,14 +125,6 @@ def add_command(commands, name: str, run, help: str, description: str, examples:
     return parser
 
 
-def pair_of_counts(text: str) -> tuple[int, int]:
-    """An argparse type: two counts, "6,2"."""
-    counts = numbers(COUNT)(text)
-    if len(counts) != 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are two whole numbers from 1, for example 6,2")
-    return counts[0], counts[1]
-
-
 def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
     """Declares which models to load, and how. `load_params` reads the options.
 
@@ -151,8 +143,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     add_value(group, "--alpha X", WEIGHT, "weight of its scores beside the drafter's", without="0.5")
     what = "a small model drafts GAMMA tokens while its previous drafts are verified (PEARL); auto measures GAMMA"
     add_value(group, "--pearl GAMMA", lambda text: text if text == "auto" else COUNT(text), what)
-    what = "with --pearl: numbers of devices of the target and of the small model, which then run at once, as in 6,2"
-    add_value(group, "--devices T,D", pair_of_counts, what, without="both on the same devices, one after the other")
+    what = "with --pearl: numbers of devices of the target and of the small model, which then run at once, as in 6,2;"
+    what += " or which devices, as in 0-5:6,7"
+    add_value(group, "--devices T,D", str, what, without="both on the same devices, one after the other")
     what = "a drafter that drafts T tokens per round for the drafter; repeat it for one more level (hsd plan)"
     add_value(group, "--stack DIR[@T]", str, what, action="append")
     add_dtype_argument(group)
@@ -360,10 +353,14 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     names = ("drafter", "dtype", "quantize", "max_len", "precision", "mesh", "strict")
     if args.rescore is None and args.alpha is not None:
         raise ValueError("--alpha weighs the scores of --rescore DIR: give both")
-    if args.pearl is None and args.devices is not None:
-        raise ValueError(
-            "--devices divides the devices between the target and the small model of --pearl GAMMA: give both"
-        )
+    if args.devices is not None:
+        if args.pearl is None:
+            raise ValueError(
+                "--devices divides the devices between the target and the small model of --pearl GAMMA: give both"
+            )
+        from hsd_jax.planning.ahead import submeshes
+
+        submeshes(args.devices)  # raises before the models are read
     params = hsd_jax.load(source_of(args), **{name: getattr(args, name) for name in names} | changes)
     if "drafter" in changes:
         return params
@@ -375,6 +372,8 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
         params = stacked(params, args.stack)
     if args.pearl is not None:
         params = hsd_jax.pearl(params, None if args.pearl == "auto" else args.pearl, args.devices)
+        if params.drafter_config.choice is not None:
+            say(params.drafter_config.choice)
     return params
 
 

@@ -17,17 +17,19 @@ def add_parser(commands) -> None:
         "plan a stack of drafters from measured costs",
         "Time passes of every model on this machine, measure how often each model accepts the tokens of a smaller\n"
         "one, and find the stack of drafters that takes the least time per token: which model drafts for which,\n"
-        "and how many tokens each level passes up. The best stack, the best single drafter and plain decoding then\n"
-        "decode the prompts in turns, and the table shows the measured beside the predicted time.",
+        "and how many tokens each level passes up. A search keeps the best candidates of every number of models by\n"
+        "a formula; a replay of their rounds decides. The best stack, the best single drafter and plain decoding\n"
+        "then decode the prompts in turns, and the table shows the measured beside the predicted time.",
         """
 hsd plan --target DIR --models SMALL TINY --prompts dev.jsonl --half tune --limit 8
-hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
+hsd plan --demo --models runs/small-lm lookup --temperature 0.8 --json plan.json
 """,
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target, as --target demo")
     options.add_target_arguments(parser, which)
-    add_value(parser, "--models DIR", str, "smaller models, and drafters of any model", nargs="+", required=True)
+    what = "folders of smaller models and of drafters of any model; or lookup"
+    add_value(parser, "--models NAME", str, what, nargs="+", required=True)
     options.add_dtype_argument(parser)
     options.add_prompt_arguments(parser, 8)
     options.add_length_arguments(parser, 96)

@@ -38,6 +38,7 @@ hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
 hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500
 hsd train drafter --config mine.yaml        # with paths: {target: DIR, data: [train.jsonl], out: DIR} in it
 hsd train drafter --kind small_lm --start SMALL --target DIR --data a.jsonl --out DIR --set on_policy.share=0.5
+hsd train drafter --kind small_lm --start smollm2 --target smollm2 --data a.jsonl --out DIR --set model.num_layers=8
 hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out DIR --set model.frozen=true
 """,
     )

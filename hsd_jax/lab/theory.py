@@ -161,13 +161,14 @@ def pearl_speedup(acceptance: float, gamma: int) -> float:
     return 1 / (1 - acceptance) / (1 + acceptance / (1 - acceptance**gamma))
 
 
-def standard_speedup(acceptance: float, gamma: int) -> float:
-    """The same for chains that are first drafted and then verified (Leviathan et al., arXiv:2211.17192).
+def standard_speedup(acceptance: float, gamma: int, ratio: float | None = None) -> float:
+    """The same for chains of gamma drafts, first drafted and then verified (Leviathan et al., arXiv:2211.17192).
 
-    A round takes the time of two passes.
+    Args:
+      ratio: drafts in the time of a pass of the target. None: gamma, so a round takes the time of two passes.
     """
     _check_chain(acceptance, gamma)
-    return sum(acceptance**k for k in range(gamma + 1)) / 2
+    return sum(acceptance**k for k in range(gamma + 1)) / (1 + gamma / (gamma if ratio is None else ratio))
 
 
 def _check_chain(acceptance: float, gamma: int) -> None:

@@ -6,6 +6,7 @@ Read next: `drafters/pearl/draft.py` for what a round does, `drafters/pearl/over
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +28,10 @@ LARGEST_GAMMA = LARGEST_TREE - 1
 TIMED_TOKENS, TURNS = 32, 3
 """The number of passes in one timing, and the number of timings. The fastest timing counts."""
 
-Devices = tuple[int | Sequence[jax.Device], int | Sequence[jax.Device]]
+Devices = str | tuple[int | Sequence[jax.Device], int | Sequence[jax.Device]]
 """The devices of the target and those of the drafter. Two numbers split `jax.devices()`, the target's devices first;
-two lists name the devices."""
+two lists name the devices. A text is "6,2" for two numbers, or "0-5:6,7" for two lists of the numbers of devices."""
+SPELLED = "two numbers of devices, as in 6,2, or two lists of their numbers, as in 0-5:6,7"
 
 
 def pearl(params: Params, gamma: int | None = None, devices: Devices | None = None) -> Params:
@@ -41,9 +43,10 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
     Args:
       params: with a small language model as drafter.
       gamma: tokens that it drafts in a round. None: as many as it drafts during one pass of the target, at least 1.
-        This is measured here.
-      devices: of the target and of the small model, for example `(6, 2)` or `(jax.devices()[:6], jax.devices()[6:])`.
-        Each model is split over its own devices. None: both models stay where they are.
+        This is measured here, by `measured_c`.
+      devices: of the target and of the small model, for example `(6, 2)`, `"6,2"`, `"0-5:6,7"` or
+        `(jax.devices()[:6], jax.devices()[6:])`. Each model is split over its own devices. None: both models stay where
+        they are.
     Raises:
       ValueError: for any other drafter, or a gamma or devices that are not allowed.
     """
@@ -60,46 +63,55 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
     params = dataclasses.replace(params, drafter_config=base)
     if meshes is not None:
         params = place(params, *meshes)
-    num = gamma_for(params) if gamma is None else int(gamma)
-    config = PearlConfig(params.drafter_config, num)
-    pair = (
-        None if params.fingerprint_pair is None else (params.fingerprint_pair[0], drafter_hash(config, params.drafter))
-    )
-    return dataclasses.replace(params, drafter_config=config, tree=TreeConfig.chain(num), fingerprint_pair=pair)
+    c = None
+    if gamma is None:
+        c = ratio_of(params)
+        gamma = min(max(round(c), 1), LARGEST_GAMMA)
+    config = PearlConfig(params.drafter_config, int(gamma), c)
+    pair = params.fingerprint_pair
+    pair = None if pair is None else (pair[0], drafter_hash(config, params.drafter))
+    tree = TreeConfig.chain(config.gamma)
+    return dataclasses.replace(params, drafter_config=config, tree=tree, fingerprint_pair=pair)
 
 
 def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
     """A mesh of the target's devices and one of the drafter's.
 
     Raises:
-      ValueError: unless each model has a device, and no device is in both meshes.
+      ValueError: unless each model has a device, all devices exist, and none is in both meshes.
     """
     if jax.process_count() > 1:
         raise ValueError(f"devices={shown(devices)}: allowed in one process only; there are {jax.process_count()}")
-    is_pair = isinstance(devices, (tuple, list)) and len(devices) == 2
-    if is_pair and all(type(x) is int and x > 0 for x in devices):
-        first, second = (int(x) for x in devices)  # type: ignore
-        there = jax.devices()
+    there = jax.devices()
+    if len(there) < 2:
+        hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=2 pretends two" if there[0].platform == "cpu" else ""
+        raise ValueError(
+            f"devices={shown(devices)}: there is 1 device, and the target and the drafter need one each{hint}"
+        )
+    both = _parse(devices) if isinstance(devices, str) else devices
+    is_pair = isinstance(both, (tuple, list)) and len(both) == 2
+    if is_pair and all(type(x) is int and x > 0 for x in both):
+        first, second = (int(x) for x in both)  # type: ignore
         if first + second > len(there):
             raise ValueError(
                 f"devices={shown(devices)}: there are {len(there)} devices, and {first + second} are needed:"
                 f" {first} for the target and {second} for the drafter"
             )
         found: list[list[Any]] = [there[:first], there[first : first + second]]
-    elif is_pair and all(isinstance(x, (tuple, list)) and all(isinstance(y, jax.Device) for y in x) for x in devices):
-        found = [list(x) for x in devices]  # type: ignore
+    elif is_pair and all(isinstance(x, (tuple, list)) and all(isinstance(y, jax.Device) for y in x) for x in both):
+        found = [list(x) for x in both]  # type: ignore
     else:
         raise ValueError(
-            f"devices={shown(devices)}: expected a pair, for the target and for the drafter: two numbers from 1, or two"
-            " lists of jax.devices()"
+            f"devices={shown(devices)}: expected a pair, for the target and for the drafter: two numbers from 1, two"
+            f" lists of jax.devices(), or a text with {SPELLED}"
         )
     if not all(found):
         raise ValueError(
             f"devices: {len(found[0])} for the target and {len(found[1])} for the drafter, of {jax.device_count()}:"
             " each needs at least one"
         )
-    both = [*found[0], *found[1]]
-    if twice := sorted({x.id for x in both if both.count(x) > 1}):
+    named = [*found[0], *found[1]]
+    if twice := sorted({x.id for x in named if named.count(x) > 1}):
         raise ValueError(
             f"devices: {', '.join(map(str, twice))} named twice; target and drafter need devices of their own"
         )
@@ -109,26 +121,54 @@ def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
     return target, drafter
 
 
-def gamma_for(params: Params) -> int:
-    """The number of drafts that take as long as one pass of the target: round(c), at least 1 (methods.md 4.4).
+def _parse(text: str) -> tuple[Any, Any]:
+    """The two numbers or the two lists of devices that a text means.
 
-    Several processes must agree, so for them c is computed and not measured.
+    Raises:
+      ValueError: for any other text, or a device that is not there.
+    """
+    if re.fullmatch(r"[1-9]\d*,[1-9]\d*", text):
+        first, second = map(int, text.split(","))
+        return first, second
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*:\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise ValueError(f"devices={shown(text)}: allowed are {SPELLED}")
+    by_id = {device.id: device for device in jax.devices()}
+
+    def listed(numbers: str) -> list[Any]:
+        found = []
+        for part in numbers.split(","):
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+        if missing := [number for number in found if number not in by_id]:
+            raise ValueError(
+                f"devices={shown(text)}: device {missing[0]} is not there; there are {len(by_id)}:"
+                f" {', '.join(map(str, by_id))}"
+            )
+        return [by_id[number] for number in found]
+
+    target, drafter = map(listed, text.split(":"))
+    return target, drafter
+
+
+def ratio_of(params: Params) -> float:
+    """c, the passes of the small model in the time of a pass of the target, by `measured_c`.
+
+    Several processes must agree, so for them c is computed from the model of costs and not measured.
 
     Args:
       params: with a small language model as drafter, before `pearl` has changed it.
     """
     if jax.process_count() > 1:
         model = CostModel.of(params)
-        c = float(model.target_pass(1)) / model.drafting(1, TreeConfig.chain(1))
-    else:
-        c = measured_c(params)
-    return min(max(round(c), 1), LARGEST_GAMMA)
+        return float(model.target_pass(1)) / model.drafting(1, TreeConfig.chain(1))
+    return measured_c(params)
 
 
 def measured_c(params: Params) -> float:
     """The time of a pass of the target divided by that of a pass of the small model.
 
-    Each model decodes plainly on its own devices.
+    Each model decodes a text of TIMED_TOKENS tokens plainly, one row, on its own devices. They take turns, TURNS times,
+    and the fastest time of each counts.
     """
     num = min(TIMED_TOKENS, params.max_len - 1)
     target = dataclasses.replace(

@@ -1,14 +1,18 @@
-"""The predicted cost of a hierarchy of models, and the fastest hierarchy.
+"""The predicted cost of a hierarchy of models, and the search for the fastest hierarchy.
 
 The models are numbered 0 to K, the smallest first. Level i collects at least T_i tokens of its model, and the model
-above judges them in one pass (Globerson et al., arXiv:2510.19705; methods.md 4.3). The formulas assume that acceptance
-is independent from token to token. No decode runs this code. `lab/theory.py` exports these names too.
-`lab/bench/hierarchy.py` measures their inputs.
+above judges them in one pass (Globerson et al., arXiv:2510.19705; methods.md 4.3). A plan has two steps.
+`plan_hierarchy` searches all hierarchies by a formula, which assumes that acceptance is independent from token to token
+and that no collected token is lost. `fastest` replays the rounds of those that the search kept, from measured parts,
+and decides among them. No decode runs this code. `lab/theory.py` exports the formula and the search too.
+`lab/bench/hierarchy.py` measures the inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,26 +24,32 @@ from hsd_jax.settings import shown
 PassCosts = Sequence[Any] | np.ndarray
 """Seconds of a pass of each model: a number, or one for 0, 1, 2, ... drafts in the pass, as an array or as a function
 of the number of drafts. The value for 0 drafts is the cost of a token of plain decoding."""
+Edge = tuple[int, int]
+"""The numbers of a model that drafts and of the model that verifies its drafts."""
 
 
 class Hierarchy(NamedTuple):
     """A chain of models, and how many tokens each passes to the next."""
 
     chain: tuple[int, ...]
-    """The numbers of the models, the smallest first; the last is K. A single model means plain decoding."""
+    """The numbers of the models, the smallest first. A single model means plain decoding."""
     lengths: tuple[int, ...]
     """T of each model but the last: the number of tokens that it collects at least."""
     latency: float
-    """Seconds per token of the last model."""
+    """Seconds per token of the last model, by the buffered formula of `hierarchy_latency`."""
 
     @property
     def tree(self) -> TreeConfig | None:
-        """The longest chain that the last model verifies, with the tokens that overshoot T."""
+        """The longest chain that the last model verifies."""
         return None if not self.lengths else TreeConfig.chain(self.most(len(self.lengths) - 1))
 
     def most(self, level: int) -> int:
-        """The largest number of drafts that the model above a level verifies in a pass."""
-        return sum(self.lengths[max(level - 1, 0) : level + 1])
+        """The largest number of tokens that a level hands up.
+
+        A round of the level adds one token more than the level below handed up, and up to T - 1 tokens are there before
+        its last round.
+        """
+        return sum(self.lengths[: level + 1])
 
 
 def hierarchy_latency(
@@ -60,8 +70,8 @@ def hierarchy_latency(
       acceptance: [K + 1, K + 1]; `acceptance[i][j]` is the probability that model j accepts a token of model i.
       lengths: T_0 to T_{K-1}.
       buffered: True: exactly T_i tokens go up, and no further token is lost. No decode works like this, because a
-        rejection makes the waiting tokens useless. A real stack may take more or less time. False: all accumulated
-        tokens go up.
+        rejection makes the waiting tokens useless. A stack may take more or less time. False: all accumulated tokens go
+        up.
     Raises:
       ValueError: if sizes do not fit, a length is below 1, a cost negative or an acceptance no probability.
     """
@@ -126,37 +136,108 @@ def expected_cost(levels: Sequence[Rounds], lengths: Sequence[int], buffered: bo
     return HierarchyCost(spent / mean(adds), mean(adds), tuple(means))
 
 
-def plan_hierarchy(costs: PassCosts, acceptance: Sequence[Sequence[float]] | np.ndarray, max_length: int) -> Hierarchy:
-    """The hierarchy with the least buffered latency, over all chains that end in the last model and over all lengths.
+def plan_hierarchy(
+    costs: PassCosts,
+    acceptance: Sequence[Sequence[float]] | np.ndarray,
+    longest: int | Mapping[Edge, int],
+    keep: int = 1,
+) -> dict[int, list[Hierarchy]]:
+    """The hierarchies with the least buffered latency for each number of models, over all chains and all lengths.
 
     An edge from model i to model j with length T maps the latency of i to the latency of j:
 
         l -> (c_j(T) + T l) / S(a_ij, T)
 
-    This map is affine and increasing. So the best chain to j that passes through i contains the best chain to i. The
-    models are in order of size, so a dynamic program finds this generalised shortest path in time K^2 times
-    `max_length`.
+    This map is affine and increasing. So a hierarchy among the best `keep` of m models up to j, through i, continues
+    one of the best `keep` of m - 1 models up to i. The models are in order of size, so a dynamic program finds these
+    generalised shortest paths in time K^3 times the longest length times `keep`.
 
     Args:
       costs, acceptance: as in `hierarchy_latency`.
-      max_length: the largest T to try.
+      longest: the largest T to try: one number, or one for each pair in which the first model may draft for the second.
+      keep: hierarchies of each number of models. The formula errs, so `fastest` should decide among several.
+    Returns:
+      By number of models, the hierarchies that end in the last model, the best first. 1 is plain decoding. A number of
+      models for which there is no chain is missing.
     Raises:
-      ValueError: as `hierarchy_latency`, and for a `max_length` below 1.
+      ValueError: as `hierarchy_latency`, and for a length or `keep` below 1.
     """
     seconds, accept = _checked(costs, acceptance)
-    if int(max_length) != max_length or max_length < 1:
-        raise ValueError(f"max_length={shown(max_length)}: allowed are 1 and more")
-    best: list[Hierarchy] = []
+    if not isinstance(longest, Mapping):
+        longest = dict.fromkeys(itertools.combinations(range(len(seconds)), 2), longest)
+    for name, value in (("longest", min(longest.values(), default=1)), ("keep", keep)):
+        if int(value) != value or value < 1:
+            raise ValueError(f"{name}={shown(value)}: allowed are 1 and more")
+    best: list[dict[int, list[Hierarchy]]] = []
     for model, cost in enumerate(seconds):
-        found = Hierarchy((model,), (), cost(0))
-        for below in best:
-            for length in range(1, int(max_length) + 1):
-                spent = cost(length) + length * below.latency
-                latency = spent / mean(chain_distribution([float(accept[below.chain[-1], model])] * length))
-                if latency < found.latency:
-                    found = Hierarchy((*below.chain, model), (*below.lengths, length), latency)
-        best.append(found)
+        found = {1: [Hierarchy((model,), (), cost(0))]}
+        for below, ways in enumerate(best):
+            for length in range(1, int(longest.get((below, model), 0)) + 1):
+                tokens = mean(chain_distribution([float(accept[below, model])] * length))
+                for size, some in ways.items():
+                    found.setdefault(size + 1, []).extend(
+                        Hierarchy(
+                            (*way.chain, model), (*way.lengths, length), (cost(length) + length * way.latency) / tokens
+                        )
+                        for way in some
+                    )
+        best.append({size: heapq.nsmallest(keep, some, key=lambda way: way.latency) for size, some in found.items()})
     return best[-1]
+
+
+class RoundParts(NamedTuple):
+    """The measured parts of the rounds of pairs of models, from which `replayed` predicts a hierarchy."""
+
+    passes: Sequence[Sequence[float]]
+    """For each model the seconds of passes over 0, 1, ... drafts; for a drafter that is no language model one number,
+    the seconds of a draft."""
+    laws: Mapping[Edge, Sequence[Distribution]]
+    """The tokens that a verification of 1, 2, ... drafts of the first model adds to the second's text."""
+    besides: Mapping[Edge, float]
+    """Seconds of a round of a pair beyond its passes."""
+    follow: Mapping[Edge, Sequence[float]]
+    """Seconds in which the drafter of a pair follows 0, 1, ... drafts and the token after them. Only pairs on which
+    another model can be stacked."""
+
+
+def replayed(parts: RoundParts, way: Hierarchy) -> HierarchyCost:
+    """The predicted cost of a hierarchy, whose rounds are put together from measured parts (methods.md 4.3)."""
+    if not way.lengths:
+        return HierarchyCost(parts.passes[way.chain[-1]][0], 1.0, ())
+    return expected_cost(rounds_of(parts, way), way.lengths)
+
+
+def rounds_of(parts: RoundParts, way: Hierarchy) -> list[Rounds]:
+    """The tokens and the seconds of a round at every level of a hierarchy."""
+    found, edges = [], list(itertools.pairwise(way.chain))
+    for level, (i, j) in enumerate(edges):
+        laws = parts.laws[i, j][: way.most(level)]
+        passes, one = parts.passes[j], parts.passes[i][0]
+        if level == 0:
+            again, preparing = 0.0, [n * one for n in range(len(laws) + 1)]
+        else:
+            drafts = way.most(level - 1)
+            follow = parts.follow[edges[level - 1]][drafts]
+            again, preparing = one + follow, [follow * num_follows(law, n, drafts) for n, law in enumerate([{}, *laws])]
+        seconds = [passes[n] + parts.besides[i, j] + preparing[n] for n in range(len(laws) + 1)]
+        found.append(Rounds(lambda n, laws=laws: laws[n - 1], seconds.__getitem__, again))
+    return found
+
+
+def num_follows(law: Distribution, drafts: int, length: int) -> float:
+    """The mean number of times that the drafter of a middle model follows at most `length` + 1 committed tokens.
+
+    The last token of a round that accepted all drafts is not counted, because it is read later.
+
+    Args:
+      law: the distribution of the tokens of a round of `drafts` drafts.
+    """
+    return sum(p * -(-min(count, drafts) // (length + 1)) for count, p in law.items())
+
+
+def fastest(candidates: Iterable[Hierarchy], parts: RoundParts) -> Hierarchy:
+    """The hierarchy with the least replayed latency."""
+    return min(candidates, key=lambda way: replayed(parts, way).latency)
 
 
 def _checked(costs: PassCosts, acceptance: Any) -> tuple[list[Callable[[int], float]], np.ndarray]:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax import settings
 from hsd_jax.api import decode
-from hsd_jax.config import ChainLength, ModelConfig, TreeConfig
+from hsd_jax.config import ChainLength, Layers, ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Distilled
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import Layer
@@ -31,7 +31,7 @@ from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts
-from hsd_jax.settings import OneOf, ProperShare
+from hsd_jax.settings import NotNegative, OneOf, ProperShare
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig, Loss
@@ -61,11 +61,14 @@ def how(kind: str) -> Distilled:
 
 @settings.dataclass
 class SmallModel:
-    """Section `model` of a recipe. The sizes of the model are those of --start."""
+    """Section `model` of a recipe. The sizes of the model are those of --start, but it may have fewer layers."""
 
     kind: Annotated[str, OneOf(DISTILLED)] = PLAIN
-    """small_lm: an independent language model with the target's vocabulary, read from the folder --start. steered: such
-    a model with a bias in every MLP, computed from the target's states."""
+    """small_lm: an independent language model with the target's vocabulary, read from --start. steered: such a model
+    with a bias in every MLP, computed from the target's states."""
+    num_layers: Layers | None = None
+    """Keep only this many layers of --start, the first ones, with its embedding, last norm and head; null: all. --start
+    may be the target itself."""
     steering_layers: tuple[Layer, ...] = ()
     """steered: layers of the target whose states steer, counted from 1; empty: 3, L/2 and L-3, or those that a shallow
     target has."""
@@ -77,7 +80,7 @@ class SmallModel:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "kind" and not self.how.is_steered and value != field.default:
+            if field.name not in ("kind", "num_layers") and not self.how.is_steered and value != field.default:
                 raise ValueError(f"model.{field.name}={value!r}: is for model.kind={' or '.join(STEERED)} only")
 
     @property
@@ -109,6 +112,13 @@ class DistillEval(HeldOut):
 
 
 @settings.dataclass
+class DistillLoop(LoopConfig):
+    """Section `train` of a recipe, for a model that is trained already."""
+
+    learning_rate: NotNegative = 3e-4
+
+
+@settings.dataclass
 class DistillRecipe(Recipe):
     """The recipe of `hsd train drafter` for the kinds in DISTILLED."""
 
@@ -117,7 +127,7 @@ class DistillRecipe(Recipe):
     on_policy: OnPolicyConfig = OnPolicyConfig()
     data: DataConfig = DataConfig()
     eval: DistillEval = DistillEval()
-    train: LoopConfig = LoopConfig(learning_rate=3e-4)
+    train: DistillLoop = DistillLoop()
 
     def __post_init__(self):
         self.on_policy.num_rows(self.train)  # raises if the share does not fit the rows of a batch

@@ -1,6 +1,7 @@
 """Trains a target language model, from scratch or from a shallower one.
 
-The module has the recipe, the growth of a model to more layers, and the loss: next-token cross-entropy on packed text.
+The module has the recipe, the growth of a model to more layers and the cut to fewer, and the loss: next-token
+cross-entropy on packed text.
 Read next: `run.py`.
 """
 
@@ -90,6 +91,26 @@ def grown(weights: Weights, sources: list[int]) -> Weights:
                 own[part] = own[part] | {output: jax.tree.map(jnp.zeros_like, own[part][output])}
         found[f"layer_{layer}"] = jax.tree.map(jnp.copy, own)  # the step donates its state, so no array may be shared
     return found
+
+
+def cut_config(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """The configuration of the first `num_layers` layers of a model.
+
+    Raises:
+      ValueError: if the model has fewer.
+    """
+    if num_layers > config.num_layers:
+        raise ValueError(
+            f"model.num_layers={num_layers}: the model to start from has {config.num_layers} layers; allowed are 1 to"
+            f" {config.num_layers}"
+        )
+    return dataclasses.replace(config, num_layers=num_layers, layer_types=config.layer_types[:num_layers])
+
+
+def cut(weights: Weights, num_layers: int) -> Weights:
+    """The first `num_layers` layers of a model, with its embedding, last norm and head (an early exit)."""
+    kept = {f"layer_{layer}" for layer in range(num_layers)}
+    return {name: part for name, part in weights.items() if name in kept or not name.startswith("layer_")}
 
 
 def starts_of(batch: dict[str, Array]) -> Int[Array, "B T"] | None:

@@ -265,7 +265,9 @@ class DrafterTask(TaughtTask):
 
 
 class DistillTask(TaughtTask):
-    """Distils the language model in `start_dir`, which has the target's vocabulary, or trains its steering.
+    """Distils the language model in `start_dir`, or its first layers, or trains its steering.
+
+    `start_dir` has the target's vocabulary.
 
     The run's folder also holds the drafter's own texts in `on_policy/`, and the figures before step 1. The result is a
     Hugging Face folder like `start_dir`; for a steered model it also holds the steering.
@@ -282,9 +284,10 @@ class DistillTask(TaughtTask):
             raise ValueError(f"--kind {self.kind}: needs --start, the pretrained model to train")
         if share and (self.mesh is not None or jax.process_count() > 1):
             raise ValueError(f"on_policy.share={share:g}: the drafter writes its text on one device; leave out --mesh")
-        self.start = find(self.start_dir)
-        format_config(self.start.config)  # what cannot be written must not be trained
-        self.recipe.train.check_length(self.start.config)
+        self.start, num = find(self.start_dir), self.recipe.model.num_layers
+        config = self.start.config if num is None else target.cut_config(self.start.config, num)
+        format_config(config)  # what cannot be written must not be trained
+        self.recipe.train.check_length(config)
 
     def open(self) -> dict[str, Any]:
         model, owner, start = self.recipe.model, self.read_target(), self.start
@@ -293,6 +296,10 @@ class DistillTask(TaughtTask):
             raise ValueError(
                 f"--start {start}: is of kind {own.kind}; give --kind {own.kind}, or the model that it was trained from"
             )
+        if model.num_layers is not None:
+            if own.kind != distill.PLAIN:
+                raise ValueError(f"model.num_layers={model.num_layers}: --start {start} is steered; leave it out")
+            own, weights = target.cut_config(own, model.num_layers), target.cut(weights, model.num_layers)
         self.config = model.how.config_of(own, self.reads, owner.hash, model.steering_layers, model.steps)
         fresh = model.how.added(jax.random.key(self.recipe.train.seed), self.config)
         self.added, weights = tuple(fresh), fresh | weights  # names of the parts that a plain language model lacks
@@ -308,7 +315,9 @@ class DistillTask(TaughtTask):
         return {"target": owner.hash, "start": start.hash("float32")}
 
     def begin(self, rows: data.Rows) -> Weights:
-        self.report(f"starting from {self.start}")
+        num = self.recipe.model.num_layers
+        part = "" if num is None else f"the first {num} of {self.start.config.num_layers} layers of "
+        self.report(f"starting from {part}{self.start}")
         self.loss = distill.make_loss(self.reads, self.config, self.recipe.loss, self.recipe.train.remat)
         return self.learned
 

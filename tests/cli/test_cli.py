@@ -26,6 +26,7 @@ from hsd_jax import params as params_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import DRAFTING_METHODS
+from hsd_jax.planning import ahead
 from hsd_jax.train import drafter, recipe, target
 
 folders, own_cache = command_line.folders, command_line.own_cache
@@ -638,11 +639,40 @@ def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys, monkeypatch
     [
         (["--devices", "1,1"], "--pearl GAMMA"),
         (["--pearl", "2", "--devices", "3"], "6,2"),
-        (["--pearl", "2", "--devices", "0,1"], "'0'"),
+        (["--pearl", "2", "--devices", "0,1"], "'0,1'"),
         (["--pearl", "2", "--devices", "7,7"], "8 devices"),
+        (["--pearl", "2", "--devices", "0:8"], "device 8 is not there; there are 8: 0, 1, 2, 3, 4, 5, 6, 7"),
+        (["--pearl", "2", "--devices", "0-2:2"], "2 named twice"),
+        (["--pearl", "2", "--devices", "2-0:3"], "0 for the target"),
     ],
 )
 def test_devices_that_cannot_be_are_refused(folders, capsys, more, says):
     with contextlib.suppress(SystemExit):
         assert hsd("generate", "--target", folders.target, "--drafter", folders.target, *more, *SHORT, "the cat") != 0
     assert says in capsys.readouterr().err
+
+
+def test_one_device_is_too_few(folders, capsys, monkeypatch):
+    """It is said before a model is read, with the way to pretend more."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: first)
+    pair = ["--target", folders.target, "--drafter", folders.target, "--pearl", "2", "--devices", "1,1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(hsd_jax, "load", None)
+        assert hsd("generate", *pair, *SHORT, "the cat") == 2
+    said = capsys.readouterr().err
+    assert "there is 1 device" in said and "--xla_force_host_platform_device_count=2" in said
+
+
+def test_gamma_is_measured_and_said(folders, capsys, monkeypatch):
+    """On the devices that were named; the text is plain decoding's."""
+    measured = []
+    monkeypatch.setattr(ahead, "measured_c", lambda params: measured.append(params) or 2.6)
+    asked = ["--target", folders.target, "--drafter", folders.target, "--pearl", "auto", "--devices", "2:0-1"]
+    assert hsd("generate", *asked, *SHORT, "--json", "the cat") == 0
+    found = capsys.readouterr()
+    assert "gamma 3" in found.err and "2.60 passes of the small model" in found.err
+    meshes = measured[0].mesh, measured[0].drafter_mesh
+    assert [mesh.devices.ravel().tolist() for mesh in meshes] == [jax.devices()[2:3], jax.devices()[:2]]
+    assert hsd("generate", "--target", folders.target, *SHORT, "--json", "the cat") == 0
+    assert json.loads(found.out)["text"] == json.loads(capsys.readouterr().out)["text"]

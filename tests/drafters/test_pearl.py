@@ -264,6 +264,7 @@ def test_speeds_against_a_simulation(a, gamma):
     right = rng.random((300_000, gamma)) < a
     accepted = np.cumprod(right, 1).sum(1)
     assert theory.standard_speedup(a, gamma) == pytest.approx((accepted + 1).mean() / 2, rel=0.01)
+    assert theory.standard_speedup(a, gamma, 4.0) == pytest.approx((accepted + 1).mean() / (1 + gamma / 4), rel=0.01)
 
 
 def test_illegal_speeds():

@@ -233,11 +233,16 @@ def test_rounds_past_the_end_change_nothing(apart):
     ("devices", "message"),
     [
         ((8, 1), "8 devices.* 9 "),
+        ("8,1", "8 devices.* 9 "),
+        ("1", "6,2.*0-5:6,7"),
+        ("1:", "6,2.*0-5:6,7"),
+        ("0:9", "device 9 is not there; there are 8"),
+        ("0,1:1-3", "1 named twice"),
         ((0, 1), "two numbers from 1"),
         ((True, 1), "two numbers from 1"),
         (2, "pair"),
         ((1, 1, 1), "pair"),
-        ("ab", "pair"),
+        ("ab", "6,2"),
         ((lambda: (jax.devices()[:2], jax.devices()[1:3])), "1 named twice"),
         ((lambda: (jax.devices()[:1] * 2, jax.devices()[1:2])), "0 named twice"),
         ((lambda: (jax.devices()[:1], [])), "1 .*0 for the drafter"),
@@ -246,6 +251,22 @@ def test_rounds_past_the_end_change_nothing(apart):
 def test_illegal_devices(pair, devices, message):
     with pytest.raises(ValueError, match=message):
         hsd_jax.pearl(pair, GAMMA, devices=devices() if callable(devices) else devices)
+
+
+def test_devices_by_name(pair):
+    """As text: counts, and lists with ranges."""
+    for text, target, drafter in (("1,2", [0], [1, 2]), ("3:0", [3], [0]), ("4-5,7:0-1", [4, 5, 7], [0, 1])):
+        meshes = ahead.submeshes(text)
+        assert [[device.id for device in mesh.devices.ravel()] for mesh in meshes] == [target, drafter]
+    split = hsd_jax.pearl(pair, GAMMA, devices="3:0")
+    assert {x.device.id for x in jax.tree.leaves(split.target)} == {3}
+
+
+def test_one_device_is_named(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: first)
+    with pytest.raises(ValueError, match=r"there is 1 device.*device_count=2 pretends two"):
+        ahead.submeshes((1, 1))
 
 
 def test_where_models_lie_can_be_changed(apart):
@@ -278,7 +299,10 @@ def test_what_two_programs_cannot_do(pair, apart):
 @pytest.mark.parametrize(("c", "gamma"), [(0.2, 1), (1.4, 1), (2.6, 3), (11.0, 11)])
 def test_gamma_is_the_drafts_in_the_time_of_a_pass(pair, monkeypatch, c, gamma):
     monkeypatch.setattr(ahead, "measured_c", lambda params: c)
-    assert hsd_jax.pearl(pair).drafter_config.gamma == gamma
+    config = hsd_jax.pearl(pair).drafter_config
+    assert config.gamma == gamma and config.ratio == c and f"gamma {gamma}" in config.choice
+    assert config == hsd_jax.pearl(pair, gamma).drafter_config  # so a given gamma runs the same programs
+    assert hsd_jax.pearl(pair, gamma).drafter_config.choice is None
 
 
 def test_c_is_measured(pair):

@@ -1,5 +1,5 @@
-"""Hierarchical speculative decoding over Markov tables by enumeration, a simulation of its latency, and the best
-hierarchy by brute force.
+"""Hierarchical speculative decoding over Markov tables by enumeration, a simulation of its latency, and all
+hierarchies of some models.
 
 Written from methods.md 4.3 (Globerson et al., arXiv:2510.19705): level i collects at least T_i tokens verified by its
 model, then the model above judges all of them. Numbers may be Fractions, then every distribution is exact.
@@ -105,16 +105,16 @@ def geometric_sum(alpha: float, drafts: int) -> float:
     return sum(alpha**k for k in range(drafts + 1))
 
 
-def brute_force(costs, acceptance, max_length: int) -> float:
-    """The least time a token over all chains of models and all lengths; `costs[j](T)` and buffered accumulation."""
-    last, best = len(costs) - 1, float("inf")
+def all_hierarchies(costs, acceptance, max_length: int) -> list[tuple[tuple[int, ...], tuple[int, ...], float]]:
+    """All chains of models with all lengths, and the time a token; `costs[j](T)` and buffered accumulation."""
+    last, found = len(costs) - 1, []
     for size in range(last + 1):
         for below in itertools.combinations(range(last), size):
-            chain = [*below, last]
+            chain = (*below, last)
             for lengths in itertools.product(range(1, max_length + 1), repeat=size):
                 latency = costs[chain[0]](0)
                 for low, high, drafts in zip(chain, chain[1:], lengths, strict=False):
                     total = costs[high](drafts) + drafts * latency
                     latency = total / geometric_sum(acceptance[low][high], drafts)
-                best = min(best, latency)
-    return best
+                found.append((chain, lengths, latency))
+    return found

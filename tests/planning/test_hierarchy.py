@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from oracles import hierarchy as oracle
@@ -9,7 +11,16 @@ from oracles import hierarchy as oracle
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab import theory
 from hsd_jax.planning.acceptance import acceptance_giving, accumulated, chain_distribution, expected_tokens, mean, mixed
-from hsd_jax.planning.hierarchy import Rounds, expected_cost
+from hsd_jax.planning.hierarchy import (
+    Hierarchy,
+    RoundParts,
+    Rounds,
+    expected_cost,
+    fastest,
+    num_follows,
+    replayed,
+    rounds_of,
+)
 
 COSTS, LENGTHS = (0.02, 0.15, 1.0), (4, 6)
 ACCEPTANCE = np.array([[1.0, 0.75, 0.5], [0.0, 1.0, 0.85], [0.0, 0.0, 1.0]])
@@ -54,27 +65,80 @@ def random_models(num: int, seed: int):
     return functions, np.triu(np.exp(np.minimum(apart, 0.0)))
 
 
+@pytest.mark.parametrize("keep", [1, 5, 1000])
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_the_plan_is_the_best_by_brute_force(num):
+def test_the_search_finds_the_best_by_brute_force(num, keep):
+    """Of every number of models the best hierarchies, in order; all of them if `keep` is large."""
     sizes = set()
-    for seed in range(12 if num < 4 else 6):
+    for seed in range(12 if num < 4 else 4):
         costs, acceptance = random_models(num, seed)
-        plan = theory.plan_hierarchy(costs, acceptance, 5)
-        assert np.isclose(plan.latency, oracle.brute_force(costs, acceptance, 5), rtol=1e-12)
-        chosen = np.ix_(plan.chain, plan.chain)
-        own = theory.hierarchy_latency([costs[i] for i in plan.chain], acceptance[chosen], plan.lengths)
-        assert np.isclose(own, plan.latency, rtol=1e-12) and plan.chain[-1] == num - 1
-        tables = [[cost(drafts) for drafts in range(6)] for cost in costs]
-        assert theory.plan_hierarchy(tables, acceptance, 5) == plan
-        sizes.add(len(plan.chain))
-    assert num < 3 or len(sizes) > 1  # so the choice is one
+        every = oracle.all_hierarchies(costs, acceptance, 4)
+        plan = theory.plan_hierarchy(costs, acceptance, 4, keep)
+        assert sorted(plan) == list(range(1, num + 1))
+        for size, found in plan.items():
+            wanted = sorted(latency for chain, _, latency in every if len(chain) == size)[:keep]
+            np.testing.assert_allclose([way.latency for way in found], wanted, rtol=1e-12)
+            assert len({(way.chain, way.lengths) for way in found}) == len(found)
+        for way in plan[num][:2]:
+            chosen = np.ix_(way.chain, way.chain)
+            own = theory.hierarchy_latency([costs[i] for i in way.chain], acceptance[chosen], way.lengths)
+            assert np.isclose(own, way.latency, rtol=1e-12) and way.chain[-1] == num - 1
+        tables = [[cost(drafts) for drafts in range(5)] for cost in costs]
+        assert theory.plan_hierarchy(tables, acceptance, 4, keep) == plan
+        sizes.add(min(plan, key=lambda size: plan[size][0].latency))
+    assert num < 3 or len(sizes) > 1  # so a plan is a choice
+
+
+@pytest.mark.parametrize("without", [(0, 1), (1, 2), (0, 2)])
+def test_the_search_keeps_to_the_pairs_that_are_there(without):
+    """And to the longest chain of each of them."""
+    costs, acceptance = random_models(4, 1)
+    longest = {(0, 1): 3, (0, 2): 2, (1, 2): 4, (1, 3): 1, (2, 3): 3}
+    del longest[without]
+    every = oracle.all_hierarchies(costs, acceptance, 4)
+
+    def is_there(chain, lengths) -> bool:
+        return all(n <= longest.get(edge, 0) for edge, n in zip(itertools.pairwise(chain), lengths, strict=True))
+
+    plan = theory.plan_hierarchy(costs, acceptance, longest, 1000)
+    assert {(way.chain, way.lengths) for some in plan.values() for way in some} == {
+        (chain, lengths) for chain, lengths, _ in every if is_there(chain, lengths)
+    }
 
 
 def test_a_model_that_is_no_use_is_left_out():
     """A middle model as dear as the target; and plain decoding where nothing pays."""
     dear = theory.plan_hierarchy((0.02, 1.0, 1.0), ACCEPTANCE, 8)
-    assert dear.chain == (0, 2)
-    assert theory.plan_hierarchy((0.9, 1.0), [[1.0, 0.3], [0.0, 1.0]], 8) == theory.Hierarchy((1,), (), 1.0)
+    assert dear[2][0].chain == (0, 2) and dear[2][0].latency < dear[3][0].latency
+    nothing = theory.plan_hierarchy((0.9, 1.0), [[1.0, 0.3], [0.0, 1.0]], 8)
+    assert nothing[1] == [Hierarchy((1,), (), 1.0)] and nothing[2][0].latency > 1.0
+
+
+def random_parts(num: int, seed: int) -> tuple[RoundParts, np.ndarray]:
+    """Rounds whose acceptance falls along the chain, so that the formula of the search errs."""
+    costs, acceptance = random_models(num, seed)
+    passes = [[cost(drafts) for drafts in range(4 * num)] for cost in costs]
+    edges = list(itertools.combinations(range(num), 2))
+    fall = 0.8 + 0.2 * np.random.default_rng(seed).random()
+    along = {e: [acceptance[e] * fall**k for k in range(4 * num)] for e in edges}
+    laws = {e: [chain_distribution(row[:n]) for n in range(1, len(row))] for e, row in along.items()}
+    besides, follow = {e: 0.02 * passes[e[1]][0] for e in edges}, {e: [0.1 * passes[e[0]][0]] * 4 * num for e in edges}
+    return RoundParts(passes, laws, besides, follow), acceptance
+
+
+@pytest.mark.parametrize(("num", "first", "kept"), [(2, 0.02, 1e-9), (3, 0.05, 1e-3), (4, 0.05, 0.02)])
+def test_the_replay_decides_among_what_the_search_keeps(num, first, kept):
+    """It is as good as a replay of all hierarchies of that many models; the formula's first choice is not."""
+    worst = {1: 0.0, 32: 0.0}
+    for seed in range(20 if num < 4 else 8):
+        parts, acceptance = random_parts(num, seed)
+        every = theory.plan_hierarchy(parts.passes, acceptance, 4, 10**6)[num]
+        best = replayed(parts, fastest(every, parts)).latency
+        assert best == min(replayed(parts, way).latency for way in every)
+        for keep in worst:
+            some = theory.plan_hierarchy(parts.passes, acceptance, 4, keep)[num]
+            worst[keep] = max(worst[keep], replayed(parts, fastest(some, parts)).latency / best - 1)
+    assert worst[1] > first and worst[32] <= kept
 
 
 def test_what_is_no_hierarchy_is_refused():
@@ -87,8 +151,10 @@ def test_what_is_no_hierarchy_is_refused():
         theory.plan_hierarchy(COSTS, 2 * ACCEPTANCE, 4)
     with pytest.raises(ValueError, match="from 0"):
         theory.plan_hierarchy((0.1, 1.0, -1.0), ACCEPTANCE, 4)
-    with pytest.raises(ValueError, match=r"max_length=0: .*1"):
+    with pytest.raises(ValueError, match=r"longest=0: .*1"):
         theory.plan_hierarchy(COSTS, ACCEPTANCE, 0)
+    with pytest.raises(ValueError, match=r"keep=0: .*1"):
+        theory.plan_hierarchy(COSTS, ACCEPTANCE, 4, 0)
 
 
 def test_a_replay_by_hand():
@@ -142,3 +208,39 @@ def test_the_tokens_of_a_chain():
     assert acceptance_giving(6.0, 5) == pytest.approx(1.0) and acceptance_giving(1.0, 5) == pytest.approx(0.0)
     either = mixed({2: 0.5, 3: 0.5}, lambda drafts: chain_distribution([0.6] * drafts))
     assert mean(either) == pytest.approx((tokens[0] + tokens[1]) / 2)
+
+
+def test_a_replay_is_made_of_parts():
+    """Two levels by hand: model 0 drafts 3 tokens (0.1 each) for model 1, which hands up one token or more.
+
+    A round of model 1 takes a pass over 3 drafts, the drafts, and 0.7 besides. Model 2 gets 4 tokens, a round of it
+    follows them once (0.5), and the token behind them costs a pass of model 1 and following.
+    """
+    passes = [[0.1], [1.0, 1.1, 1.2, 1.3], [5.0, 5.1, 5.2, 5.3, 5.4]]
+    laws = {edge: [{n + 1: 1.0} for n in range(1, 5)] for edge in ((0, 1), (1, 2))}
+    parts = RoundParts(passes, laws, {(0, 1): 0.7, (1, 2): 1.5}, {(0, 1): [0.25, 0.25, 0.25, 0.5]})
+    way = Hierarchy((0, 1, 2), (3, 1), 0.0)
+    below, above = rounds_of(parts, way)
+    assert below.seconds(3) == pytest.approx(1.3 + 3 * 0.1 + 0.7) and below.adds(3) == {4: 1.0} and below.again == 0.0
+    assert above.seconds(4) == pytest.approx(5.4 + 1.5 + 0.5) and above.again == pytest.approx(1.0 + 0.5)
+    cost = replayed(parts, way)
+    assert cost.tau == 5.0 and cost.handed_up == (3.0, 4.0)
+    assert cost.latency == pytest.approx((2.3 + 7.4 + 1.5) / 5)
+    (alone,) = rounds_of(parts, Hierarchy((1, 2), (3,), 0.0))
+    assert alone.seconds(3) == pytest.approx(5.3 + 3 * 1.0 + 1.5)
+    assert replayed(parts, Hierarchy((2,), (), 0.0)).latency == 5.0
+
+
+def test_a_round_above_a_middle_model():
+    """Of 3 drafts it adds 1, 3 or 4 tokens: its drafter follows 1, 3 and 3 of them, two at a time."""
+    assert num_follows({1: 0.25, 3: 0.5, 4: 0.25}, 3, 1) == 0.25 * 1 + 0.5 * 2 + 0.25 * 2
+
+
+def test_the_most_that_a_level_hands_up():
+    """With all levels' rounds as long as they can be, over every amount that is there before."""
+    way, have = Hierarchy((0, 1, 2, 3), (2, 3, 4), 0.0), 2
+    assert way.most(0) == 2
+    for level, need in ((1, 3), (2, 4)):
+        have = need - 1 + have + 1
+        assert way.most(level) == have
+    assert way.tree == TreeConfig.chain(9)

@@ -173,6 +173,12 @@ def test_a_run_without_judgement(folders, tmp_path, standard_dtypes):
     assert not np.array_equal(params.drafter["embedding"], start.drafter["embedding"])
 
 
+def test_one_key_of_a_section_leaves_the_others_as_they_are():
+    """A trained model is trained on slowly, whatever else of `train` a recipe sets."""
+    for values in ({}, {"train": {"steps": 3}}):
+        assert distill.DistillRecipe.from_dict(values, "d").train.learning_rate == 3e-4
+
+
 def test_runs_that_are_refused_before_the_first_step(folders, tmp_path):
     with pytest.raises(ValueError, match=r"--kind small_lm: .*--start"):
         distil(folders, tmp_path / "out", start=None)

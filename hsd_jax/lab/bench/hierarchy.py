@@ -1,13 +1,12 @@
 """Finds which of several models should draft for which on this machine, and measures the result.
 
-1. The inputs of the formula are measured. c_i(T) is the time of a pass of model i over T drafts, plus the rest of its
+1. The inputs are measured (`rounds.py`). c_i(T) is the time of a pass of model i over T drafts, plus the rest of its
    round. a_ij is the probability that model j accepts a token of model i: 1 - E[TV] over text that model j
-   writes, taken as the same at every position.
-2. `planning/hierarchy.py` makes a plan from these costs.
-3. The time of the chosen ways is predicted from the parts of their rounds (`rounds.py`), with acceptance counted
-   position by position on those texts.
-4. The best stack, the best single drafter and plain decoding decode the prompts in turns. Any of them may be the
-   fastest.
+   writes, taken as the same at every position. The tokens that rounds add are also counted position by position.
+2. The search of `planning/hierarchy.py` keeps the best hierarchies of every number of models by the formula. The replay
+   of their rounds decides: it chooses the best single drafter and the best stack.
+3. These two and plain decoding decode the prompts in turns. Any of them may be the fastest. Pairs of neighbours take
+   turns with them, and the printed prediction comes from their times.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.arguments import encode
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import LARGEST_TREE, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import method_of, parse
@@ -32,21 +31,20 @@ from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.rounds import CALIBRATION, CALIBRATION_PROMPTS
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import Params, stack
-from hsd_jax.planning.acceptance import Distribution, acceptance_giving, mean
+from hsd_jax.planning.acceptance import acceptance_giving, mean
 from hsd_jax.planning.ahead import as_target
-from hsd_jax.planning.hierarchy import (
-    Hierarchy,
-    HierarchyCost,
-    Rounds,
-    expected_cost,
-    hierarchy_latency,
-    plan_hierarchy,
-)
+from hsd_jax.planning.hierarchy import Edge, Hierarchy, RoundParts, fastest, plan_hierarchy, replayed
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
 from hsd_jax.planning.simulate import write_texts
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 TARGET = "target"
+KEPT = 32
+"""Hierarchies of each number of models that the search keeps for the replay. On random models whose acceptance falls
+along the chain, the formula's first choice of four models took 4 % more time than the best one, the best of 8 took 1 %
+more and the best of 32 took 0.04 % more."""
+Part = tuple[int, int, int]
+"""A pair whose rounds are timed: the drafting model, the verifying model, and the number of drafts."""
 
 
 def stacked(params: Params, levels: Sequence[str]) -> Params:
@@ -72,7 +70,7 @@ class Model:
     alone: Any
     """The model as a target, `Params`; None for a drafter."""
     owner: str = ""
-    """For a drafter: the folder of the only model it can draft for."""
+    """For a trained drafter: the folder of the only model it can draft for. Lookup drafts for any model."""
 
     def may_draft_for(self, other: Model) -> bool:
         """Whether this candidate can draft for `other`."""
@@ -86,9 +84,10 @@ def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Pa
     found, hashes = {}, {params.fingerprints()[0]: TARGET}
     drafters = [folder for folder in folders if (Path(folder) / drafter_files.DRAFTER_CONFIG).is_file()]
     for folder in folders:
-        if parse(folder) is not None:
-            raise ValueError(f"--models {folder}: expected a folder of a language model; it has no distribution")
         if folder in drafters:
+            continue
+        if parse(folder) is not None:  # lookup
+            found[folder] = Model(folder, None)
             continue
         pair = load(folder)
         if not method_of(pair.drafter_config).is_language_model:
@@ -120,49 +119,13 @@ def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
     )
 
 
-def by_formula(
-    costs: Sequence[Sequence[float]], acceptance: np.ndarray, chain: Sequence[int], lengths: Sequence[int]
-) -> Hierarchy:
-    """A hierarchy of some of the models with the latency of the formula, in which a level passes up all its tokens."""
-    own = acceptance[np.ix_(chain, chain)]
-    seconds = hierarchy_latency([costs[i] for i in chain], own, lengths, buffered=False)
-    return Hierarchy(tuple(chain), tuple(lengths), seconds)
-
-
-def ways(
-    costs: Sequence[Sequence[float]], acceptance: np.ndarray, longest: Mapping[tuple[int, int], int]
-) -> dict[str, Hierarchy]:
-    """Plain decoding, and the single drafter and the stack that take the least time by the formula.
-
-    Args:
-      longest: the longest chain of every pair in which one model may draft for the other.
-    """
-    last = len(costs) - 1
-    found = {PLAIN: by_formula(costs, acceptance, (last,), ())}
-    chains = [(*below, last) for size in (1, 2) for below in itertools.combinations(range(last), size)]
-    tried = []
-    for chain in chains:
-        most = [longest.get(edge, 0) for edge in itertools.pairwise(chain)]
-        lengths = itertools.product(*(range(1, n + 1) for n in most))
-        tried += [by_formula(costs, acceptance, chain, own) for own in lengths]
-    plan = plan_hierarchy(costs, acceptance, max(longest.values()))
-    edges = dict(zip(itertools.pairwise(plan.chain), plan.lengths, strict=True))
-    if len(plan.chain) > 3 and all(length <= longest.get(edge, 0) for edge, length in edges.items()):
-        tried.append(by_formula(costs, acceptance, plan.chain, plan.lengths))
-    for name, is_stack in ((SINGLE, False), (STACK, True)):
-        some = [way for way in tried if (len(way.chain) > 2) == is_stack]
-        if some:
-            found[name] = min(some, key=lambda way: way.latency)
-    return found
-
-
 def mode_of(name: str, way: Hierarchy, folders: Sequence[str], load: Callable[[str], Params], params: Params) -> Mode:
     """The mode that decodes a way. Raises a ValueError before anything compiles if its models do not fit together."""
     if way.tree is None:
         return Mode(name, params)
     own = dataclasses.replace(load(folders[way.chain[-2]]), target=params.target)
-    for model, length in reversed(list(zip(way.chain[:-2], way.lengths[:-1], strict=True))):
-        own = stack(own, folders[model], length)
+    for level in reversed(range(len(way.chain) - 2)):
+        own = stack(own, folders[way.chain[level]], way.most(level))
     mode = Mode(name, own, way.tree)
     mode.check()
     return mode
@@ -185,16 +148,55 @@ class PlanInputs:
     """As `paired`."""
     models: list[Model]
     """Drafters first, then models from the smallest to the target."""
-    pass_seconds: list[list[float]]
-    """For each model the seconds of passes over 0, 1, ... drafts; for a drafter one number, the seconds of a draft."""
     costs: list[list[float]]
-    """The same with the rest of a round added."""
+    """For each model the seconds of rounds over 0, 1, ... drafts without drafting; for a drafter one number, the
+    seconds of a draft."""
     acceptance: np.ndarray
-    longest: dict[tuple[int, int], int]
-    """As in `ways`."""
-    laws: dict[tuple[int, int], list[Distribution]]
-    """For the pairs in `longest`: the tokens that a verification of 1, 2, ... drafts of the first adds to the second's
-    text."""
+    longest: dict[Edge, int]
+    """The longest chain of every pair in which one model may draft for the other."""
+    parts: RoundParts
+
+    def candidates(self) -> dict[int, list[Hierarchy]]:
+        """The hierarchies that the search keeps, by number of models."""
+        return plan_hierarchy(self.costs, self.acceptance, self.longest, KEPT)
+
+
+def chosen_of(candidates: Mapping[int, Sequence[Hierarchy]], parts: RoundParts) -> dict[str, Hierarchy]:
+    """Plain decoding, and the single drafter and the stack that take the least time by the replay."""
+    stacks = [way for size, some in candidates.items() if size > 2 for way in some]
+    groups = {PLAIN: candidates[1], SINGLE: candidates.get(2), STACK: stacks}
+    return {name: fastest(some, parts) for name, some in groups.items() if some}
+
+
+def reach_of(models: Sequence[Model], max_length: int) -> int:
+    """The most drafts that a pass of a stack of all models and one drafter verifies.
+
+    Raises:
+      ValueError: if no tree is that deep.
+    """
+    has_drafter = any(one.alone is None for one in models)
+    levels = max(2, sum(one.alone is not None for one in models) + has_drafter)
+    if levels * max_length >= LARGEST_TREE:
+        raise ValueError(
+            f"--max-length {max_length}: with {levels} levels below the target, allowed are 1 to"
+            f" {(LARGEST_TREE - 1) // levels}"
+        )
+    return levels * max_length
+
+
+def in_order(
+    params: Params, models: Sequence[Model], context: int, reach: int
+) -> tuple[list[Model], list[list[float]]]:
+    """Drafters, then models from the cheapest to the target; and the seconds of their passes over 0 .. `reach` drafts.
+
+    A drafter has no passes. Its only number is set when its drafts are timed.
+    """
+    say("timing passes of every model")
+    drafters, small = [one for one in models if one.alone is None], [one for one in models if one.alone is not None]
+    *seconds, of_target = rounds.cost_tables([*(one.alone for one in small), params], context, reach)
+    order = sorted(range(len(small)), key=lambda i: seconds[i][0])
+    everything = [*drafters, *(small[i] for i in order), Model(TARGET, params)]
+    return everything, [*([0.0] for _ in drafters), *(seconds[i] for i in order), of_target]
 
 
 def plan_inputs(
@@ -206,47 +208,52 @@ def plan_inputs(
     temperature: float,
     max_length: int,
 ) -> PlanInputs:
-    """Measures passes, rounds of neighbours and acceptance. `ids` are prompts; for others see `measure_hierarchies`."""
-    num_tokens, pair = work.max_new_tokens, functools.partial(paired, load=load)
+    """Measures passes, rounds of pairs and acceptance. `ids` are prompts; for others see `measure_hierarchies`."""
+    num_tokens, pair, reach = work.max_new_tokens, functools.partial(paired, load=load), reach_of(models, max_length)
     some = ids[:: max(1, len(ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
     round_seconds = lambda pair, drafts: rounds.round_seconds(pair, some, num_tokens, drafts, temperature)  # noqa: E731
-    say("timing passes of every model")
-    drafters, small = [one for one in models if one.alone is None], [one for one in models if one.alone is not None]
     context = int(np.mean([len(row) for row in ids])) + num_tokens // 2
-    seconds = rounds.cost_tables([*(one.alone for one in small), params], context, 2 * max_length)
-    order = sorted(range(len(small)), key=lambda i: seconds[i][0])
-    alone, seconds = [*(small[i] for i in order), Model(TARGET, params)], [*(seconds[i] for i in order), seconds[-1]]
-    costs = [seconds[0]]
-    for two, (cheap, dear) in zip(itertools.pairwise(alone), itertools.pairwise(seconds), strict=True):
-        costs.append(rounds.with_round(dear, cheap[0], round_seconds(pair(*two), CALIBRATION)))
-    everything, of_drafts, texts = [*drafters, *alone], [], {}
+    everything, passes = in_order(params, models, context, reach)
     pairs = itertools.combinations(enumerate(everything), 2)
     longest = {(i, j): max_length for (i, one), (j, other) in pairs if one.may_draft_for(other)}
+    texts = {}
     for number in sorted({j for _, j in longest}):
         say(f"text of {everything[number].folder}")
         prompts = [np.asarray(row) for row in ids]
         texts[number] = write_texts(everything[number].alone, prompts, num_tokens, temperature, work.seed)
-    acceptance, laws = np.eye(len(everything)), {}
-    for i, j in longest:
+    acceptance, laws, besides, follow = np.eye(len(everything)), {}, {}, {}
+    of_models, of_drafters = ([e for e in longest if (everything[e[0]].alone is None) == x] for x in (False, True))
+    for i, j in of_models:
         both = pair(everything[i], everything[j])
-        if everything[i].alone is not None:  # in a stack one verification may judge the drafts of two levels
-            counts, acceptance[i, j] = rounds.count_accepted(both, texts[j], temperature)
-            laws[i, j] = rounds.laws_along(counts, texts[j], 2 * max_length)
-            continue
-        length = min(max_length, method_of(both.drafter_config).planning.max_depth(both.drafter_config))
+        counts, acceptance[i, j] = rounds.count_accepted(both, texts[j], temperature)
+        laws[i, j] = rounds.laws_along(counts, texts[j], reach)
+        besides[i, j] = max(rounds.beyond_passes(passes, (i, j, CALIBRATION), round_seconds(both, CALIBRATION)), 0.0)
+    # The formula knows one cost of a model: that of rounds in which the next smaller one drafts.
+    costs = [[row[0], *(cost + besides.get((j - 1, j), 0.0) for cost in row[1:])] for j, row in enumerate(passes)]
+    timed = {}
+    for i, j in of_drafters:
+        both = pair(everything[i], everything[j])
+        longest[i, j] = length = min(max_length, method_of(both.drafter_config).planning.max_depth(both.drafter_config))
         laws[i, j] = rounds.laws_of(both, texts[j], length, temperature)
-        longest[i, j], acceptance[i, j] = length, acceptance_giving(mean(laws[i, j][-1]), length)
-        drafting = round_seconds(both, length) - costs[j - len(drafters)][length]
-        of_drafts.append([max(drafting, 0.0) / length])
-    costs, seconds = [*of_drafts, *costs], [*of_drafts, *seconds]
-    return PlanInputs(pair, everything, seconds, costs, acceptance, longest, laws)
+        acceptance[i, j] = acceptance_giving(mean(laws[i, j][-1]), length)
+        timed[i, j, length] = round_seconds(both, length)
+    for i in sorted({i for i, _ in of_drafters}):
+        own = [max(taken - costs[j][n], 0.0) / n for (k, j, n), taken in timed.items() if k == i]
+        passes[i] = costs[i] = [float(np.mean(own))]
+    besides |= {part[:2]: rounds.beyond_passes(passes, part, taken) for part, taken in timed.items()}
+    for i, j in longest:
+        if any(edge[0] == j for edge in longest):
+            say(f"timing how {everything[i].folder} follows {everything[j].folder}")
+            most = longest[i, j] if (i, j) in of_drafters else reach
+            follow[i, j] = rounds.follow_table(pair(everything[i], everything[j]), ids[0], longest[i, j], most)
+    return PlanInputs(pair, everything, costs, acceptance, longest, RoundParts(passes, laws, besides, follow))
 
 
-def parts_of(table: PlanInputs, way: Hierarchy) -> list[tuple[int, int, int]]:
-    """The pairs whose rounds predict the rounds of a way, each as the drafting model, the verifying model, and drafts.
+def parts_of(table: PlanInputs, way: Hierarchy) -> list[Part]:
+    """The pairs whose rounds predict the rounds of a way.
 
-    A trained drafter makes as many drafts as in the way, because its drafts are no passes. Other models make
-    CALIBRATION drafts.
+    A trained drafter and lookup make as many drafts as in the way, because their drafts are no passes. Other models
+    make CALIBRATION drafts.
     """
     found = []
     for level, (i, j) in enumerate(itertools.pairwise(way.chain)):
@@ -254,46 +261,23 @@ def parts_of(table: PlanInputs, way: Hierarchy) -> list[tuple[int, int, int]]:
     return found
 
 
-def rounds_by_part(
-    table: PlanInputs, way: Hierarchy, prompt: Sequence[int], taken: Mapping[tuple[int, int, int], float], pace: float
-) -> list[Rounds]:
-    """The tokens and the seconds of a round at every level of a way. The stack itself is not run.
+def timed_parts(table: PlanInputs, way: Hierarchy, taken: Mapping[Part, float], pace: float) -> RoundParts:
+    """The parts of a way, with rounds that were timed in turns with plain decoding. The stack itself is not run.
 
     Args:
-      prompt: the prompt after which following is timed.
-      taken: seconds of a round of each of `parts_of`, timed in turns with plain decoding.
+      taken: seconds of a round of each of `parts_of`.
       pace: the time of a plain pass in that run, divided by its time when the passes were timed.
     """
-    found, below = [], None
-    for level, part in enumerate(parts_of(table, way)):
-        i, j, drafts = part
-        pair = table.pair(table.models[i], table.models[j])
-        laws = table.laws[i, j][: way.most(level)]
-        passes, one = pace * np.array(table.pass_seconds[j]), pace * table.pass_seconds[i][0]
-        besides = taken[part] - passes[drafts] - drafts * one
-        if table.models[i].alone is not None:  # a trained drafter was timed with the same number of drafts
-            besides = max(besides, 0.0)
-        if below is None:
-            again, preparing = 0.0, [n * one for n in range(len(laws) + 1)]
-        else:
-            length = way.lengths[level - 1]
-            follow = rounds.follow_seconds(below, prompt, length)
-            again, preparing = one + follow, [follow * num_follows(law, n, length) for n, law in enumerate([{}, *laws])]
-        seconds = [float(passes[n] + besides + preparing[n]) for n in range(len(laws) + 1)]
-        found.append(Rounds(lambda n, laws=laws: laws[n - 1], seconds.__getitem__, again))
-        below = pair
-    return found
-
-
-def num_follows(law: Distribution, drafts: int, length: int) -> float:
-    """The mean number of times that the drafter of a middle model follows at most `length` + 1 committed tokens.
-
-    The last token of a round that accepted all drafts is not counted, because it is read later.
-
-    Args:
-      law: the distribution of the tokens of a round of `drafts` drafts.
-    """
-    return sum(p * -(-min(count, drafts) // (length + 1)) for count, p in law.items())
+    at_pace = lambda rows: [[pace * one for one in row] for row in rows]  # noqa: E731
+    passes, follow = at_pace(table.parts.passes), table.parts.follow
+    besides = {}
+    for part in parts_of(table, way):
+        rest = rounds.beyond_passes(passes, part, taken[part])
+        # A drafter was timed with the same number of drafts, so its round is exact, whatever a draft costs.
+        besides[part[:2]] = rest if table.models[part[0]].alone is None else max(rest, 0.0)
+    return table.parts._replace(
+        passes=passes, besides=besides, follow=dict(zip(follow, at_pace(follow.values()), strict=True))
+    )
 
 
 def measure_hierarchies(
@@ -308,17 +292,19 @@ def measure_hierarchies(
 
     Args:
       folders: folders of small language models with the target's vocabulary, and of drafters that were trained for one
-        of them or for the target.
+        of them or for the target; or lookup.
       load: returns the pair of the target and the model of a folder.
     Raises:
       FileNotFoundError, ValueError: naming the wrong model or prompt, before anything compiles.
     """
     models = read_models(params, folders, load)
+    reach_of(models, max_length)
     found = work.read(params, work.prompts)
     ids = [list(map(int, row)) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
     table = plan_inputs(params, models, load, ids, work, temperature, max_length)
     names = [model.folder for model in table.models]
-    chosen = ways(table.costs, table.acceptance, table.longest)
+    candidates = table.candidates()
+    chosen = chosen_of(candidates, table.parts)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
     timed = {}
     for i, j, drafts in sorted({part for way in chosen.values() for part in parts_of(table, way)}):
@@ -335,11 +321,9 @@ def measure_hierarchies(
     )
     taken = {part: rounds.seconds_a_round(mode, runs) for part, mode in timed.items()}
     plain_seconds = rounds.seconds_a_round(modes[0], runs)
-    pace, rows = plain_seconds / table.pass_seconds[-1][0], []
+    pace, rows = plain_seconds / table.parts.passes[-1][0], []
     for mode, way in zip(modes, chosen.values(), strict=True):
-        record, cost = mode_record(mode, runs, PLAIN), HierarchyCost(plain_seconds, 1.0, ())
-        if way.lengths:
-            cost = expected_cost(rounds_by_part(table, way, ids[0], taken, pace), way.lengths)
+        record, cost = mode_record(mode, runs, PLAIN), replayed(timed_parts(table, way, taken, pace), way)
         rows.append(
             {
                 "way": mode.name,
@@ -347,7 +331,7 @@ def measure_hierarchies(
                 "chain": way.chain,
                 "lengths": way.lengths,
                 "tree": None if way.tree is None else way.tree.name,
-                "formula_seconds": way.latency,
+                **chosen_by(table, way),
                 "predicted_seconds": cost.latency,
                 "measured_seconds": 1.0 / record["tokens_per_second"]["median"],
                 "predicted_tau": cost.tau,
@@ -363,10 +347,20 @@ def measure_hierarchies(
         "temperature": temperature,
         "num_prompts": len(ids),
         "models": names,
-        "pass_seconds": table.pass_seconds,
+        "pass_seconds": table.parts.passes,
         "costs": table.costs,
         "acceptance": table.acceptance.tolist(),
+        "candidates": [
+            {"chain": way.chain, "lengths": way.lengths, **chosen_by(table, way)}
+            for _, some in sorted(candidates.items())
+            for way in some
+        ],
         "rows": rows,
         "fastest_predicted": min(rows, key=lambda row: row["predicted_seconds"])["way"],
         "fastest_measured": min(rows, key=lambda row: row["measured_seconds"])["way"],
     }
+
+
+def chosen_by(table: PlanInputs, way: Hierarchy) -> dict[str, float]:
+    """Seconds per token of a hierarchy by the formula of the search, and by the replay that decides."""
+    return {"formula_seconds": way.latency, "replayed_seconds": replayed(table.parts, way).latency}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import Any
 
 from hsd_jax.lab.bench.tables import make_console, make_table
@@ -37,8 +39,12 @@ def print_record(record: dict[str, Any]) -> None:
         cells = *cells, f"{guess / seconds - 1:+.1%}", f"{gain:.2f}", f"{promised:.2f}"
         table.add_row(row["way"], chain, lengths, *cells, f"{row['same_text_as_plain']}/{record['num_prompts']}")
     console.print(table)
-    chose = ", ".join(f"{row['way']} {1e3 * row['formula_seconds']:.3f}" for row in record["rows"])
-    console.print(f"ms per token by the formula that chose, with one acceptance for all positions: {chose}")
+    counts = Counter(len(one["chain"]) for one in record["candidates"])
+    kept = ", ".join(f"{count} of {size} model{'s' * (size > 1)}" for size, count in sorted(counts.items()))
+    console.print(f"the search kept {kept}; the least time by the replay of their rounds decided")
+    for what, key in (("replay that decided", "replayed_seconds"), ("formula of the search", "formula_seconds")):
+        times = ", ".join(f"{row['way']} {1e3 * row[key]:.3f}" for row in record["rows"])
+        console.print(f"ms per token by the {what}: {times}")
     for row in record["rows"]:
         if row["handed_up"]:
             calls = ", ".join(
@@ -59,6 +65,7 @@ def use_of(row: dict[str, Any]) -> str:
     if not row["lengths"]:
         return "decode without a drafter: none of these pays here"
     below = [row["models"][i] for i in row["chain"][:-1]]
-    levels = [f" --stack {where}@{t}" for where, t in zip(below[-2::-1], row["lengths"][-2::-1], strict=True)]
+    most = list(itertools.accumulate(row["lengths"]))  # `Hierarchy.most`
+    levels = [f" --stack {where}@{t}" for where, t in zip(below[-2::-1], most[-2::-1], strict=True)]
     depth = int(row["tree"].split("x")[1])
     return f"decode with --drafter {below[-1]}{''.join(levels)} --nodes {depth + 1} --depth {depth} --width 1"

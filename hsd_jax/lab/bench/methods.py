@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -27,6 +27,7 @@ from hsd_jax.params import ALPHA, Params, default_tree, rescore
 from hsd_jax.planning.ahead import pearl
 from hsd_jax.planning.measure import Mode, parse_tree
 from hsd_jax.request import rule_and_scheme
+from hsd_jax.settings import Count
 
 PLAIN = "plain"
 HOW = ("accept", "draw", "reuse", "lossy", "adaptive")
@@ -56,7 +57,10 @@ class MethodOptions:
     rescore: str | None = None
     alpha: float = ALPHA
     stack: str | None = None
-    pearl: int | None = None
+    pearl: Count | Literal["auto"] | None = None
+    """As --pearl."""
+    devices: str | None = None
+    """As --devices."""
     adaptive: bool | None = None
     token_info: bool = True
     reference: bool = False
@@ -118,7 +122,11 @@ def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> 
             if method.stack is not None:
                 found = stacked(found, method.stack.split(","))
             if method.pearl is not None:
-                found = pearl(found, method.pearl)
+                found = pearl(found, None if method.pearl == "auto" else method.pearl, method.devices)
+                if found.drafter_config.choice is not None:
+                    say(f"{name}: {found.drafter_config.choice}")
+            elif method.devices is not None:
+                raise ValueError("devices: is for pearl: GAMMA or pearl: auto; give both")
             asked = method.tree or (found.tree or default_tree(found.drafter_config)).name
             how = {key: value for key, value in method.changes.items() if key in HOW}
             if asked == CHOSEN and how:

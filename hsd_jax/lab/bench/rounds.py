@@ -3,8 +3,8 @@
 The seconds are those of passes of each model alone, of rounds of two neighbours as a pair, and of following in a
 drafter. The tokens are those that a verification of n drafts adds, for every n. They are counted on text that the
 verifying model wrote. The formula uses one probability of acceptance for all positions, which is measured here, too. No
-stack is run here: `lab/bench/hierarchy.py` predicts a stack from these parts (`hierarchy.expected_cost`) and then
-measures it.
+stack is run here: `lab/bench/hierarchy.py` predicts a stack from these parts (`hierarchy.replayed`) and then measures
+it.
 """
 
 from __future__ import annotations
@@ -95,6 +95,16 @@ def round_seconds(
     return seconds_a_round(mode, time_modes([mode], prompts, **asked))
 
 
+def follow_table(pair: Params, prompt: Sequence[int], drafts: int, most: int) -> list[float]:
+    """Seconds in which the drafter of a pair follows chains of 0, 1, ... `most` drafts and the token after them.
+
+    They are taken to lie on a line through the times of 1 and of `drafts` drafts.
+    """
+    first = follow_seconds(pair, prompt, 1)
+    slope = 0.0 if drafts == 1 else max((follow_seconds(pair, prompt, drafts) - first) / (drafts - 1), 0.0)
+    return [max(first + slope * (num - 1), 0.0) for num in range(most + 1)]
+
+
 def follow_seconds(pair: Params, prompt: Sequence[int], drafts: int) -> float:
     """Seconds in which the drafter of a pair follows a chain of `drafts` drafts and the token after it."""
     session = prepare(pair, [prompt], Sampling(), Speculation(TreeConfig.chain(drafts)))
@@ -170,12 +180,13 @@ def drafts_and_overlap(
     return draw(keys, logits[0], positions, sampling), jnp.minimum(one, other).sum(-1)
 
 
-def with_round(passes: Sequence[float], one: float, taken: float) -> list[float]:
-    """Seconds of passes of a model. Those that verify drafts include the rest of a round.
+def beyond_passes(passes: Sequence[Sequence[float]], part: tuple[int, int, int], taken: float) -> float:
+    """Seconds of a round of a pair besides its passes.
 
     Args:
-      one: seconds of a pass of the model that drafts for it.
-      taken: seconds of a round with CALIBRATION drafts.
+      passes: as in `hierarchy.RoundParts`.
+      part: the drafting model, the verifying model, and the number of drafts.
+      taken: seconds of the round.
     """
-    besides = max(taken - passes[CALIBRATION] - CALIBRATION * one, 0.0)
-    return [passes[0], *(cost + besides for cost in passes[1:])]
+    small, large, drafts = part
+    return taken - passes[large][drafts] - drafts * passes[small][0]

@@ -14,11 +14,12 @@ from support.command_line import TEXTS, hsd
 
 import hsd_jax
 from hsd_jax.config import NO_REUSE, TreeConfig
-from hsd_jax.lab.bench import hierarchy, methods, rounds
+from hsd_jax.drafters.table import method_of
+from hsd_jax.lab.bench import hierarchy, hierarchy_report, methods, rounds
 from hsd_jax.models import convert
 from hsd_jax.planning.acceptance import mean
 from hsd_jax.planning.ahead import as_target
-from hsd_jax.planning.hierarchy import Hierarchy
+from hsd_jax.planning.hierarchy import Hierarchy, RoundParts, replayed, rounds_of
 from hsd_jax.planning.simulate import Texts, accepted_lengths, write_texts
 from hsd_jax.train.target import grown, layer_sources
 
@@ -53,6 +54,8 @@ def priced(model, drafts: int, context: int):
 def round_priced(pair, prompts, num_tokens: int, drafts: int | None, temperature: float) -> float:
     """A pass of the target, and of the drafter for each draft."""
     whole = priced(pair, drafts or 0, 0)()
+    if not method_of(pair.drafter_config).is_language_model:
+        return whole + 1e-4
     return whole + (drafts * priced(as_target(pair), 0, 0)() if drafts else 0.0)
 
 
@@ -80,6 +83,12 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
         stack["handed_up"][0] >= stack["lengths"][1] and stack["tree"] == TreeConfig.chain(sum(stack["lengths"])).name
     )
     assert "fastest by prediction" in printed and f"measured: {record['fastest_measured']}" in printed
+    kept = {1: 1, 2: 4, 3: 4}  # two models below the target, and chains of 1 and 2
+    assert "the search kept 1 of 1 model, 4 of 2 models, 4 of 3 models" in printed
+    assert {size: sum(len(one["chain"]) == size for one in record["candidates"]) for size in kept} == kept
+    for size, way in ((2, hierarchy.SINGLE), (3, hierarchy.STACK)):
+        least = min(one["replayed_seconds"] for one in record["candidates"] if len(one["chain"]) == size)
+        assert rows[way]["replayed_seconds"] == least > 0
     if price is not None:
         assert record["models"] == [models[1], models[0], "target"]  # by what they cost
         assert rows[hierarchy.PLAIN]["formula_seconds"] == pytest.approx(2e-3)
@@ -110,47 +119,54 @@ def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch
     assert "for a drafter, ms per draft" in printed
 
 
-COSTS = [[0.02], [0.15], [1.0]]
-ACCEPTANCE = np.array([[1, 0.75, 0.5], [0, 1, 0.85], [0, 0, 1.0]])
+def test_lookup_in_a_plan(folders, models, prompts, monkeypatch):
+    """It may draft for the target and for every model."""
+    monkeypatch.setattr(rounds, "timed_passes", priced)
+    monkeypatch.setattr(rounds, "round_seconds", round_priced)
+    monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, drafts: 1e-5)
+    options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
+    out = prompts.parent / "plan.json"
+    names = ["lookup", models[1]]
+    assert hsd("plan", "--target", folders.target, "--models", *names, *options, "--json", out) == 0
+    record = json.loads(out.read_text())
+    assert record["models"] == [*names, "target"]
+    assert {tuple(one["chain"]) for one in record["candidates"]} == {(2,), (0, 2), (1, 2), (0, 1, 2)}
+    rows = {row["way"]: row for row in record["rows"]}
+    assert rows[hierarchy.STACK]["chain"] == [0, 1, 2]
+    assert all(row["same_text_as_plain"] == 2 for row in rows.values())
 
 
-def all_edges(num: int, longest: int) -> dict[tuple[int, int], int]:
-    return dict.fromkeys(itertools.combinations(range(num), 2), longest)
-
-
-def test_the_ways_are_those_of_the_least_prediction():
-    """The stack of the worked example, with its lengths free; and where the middle costs too much, a single drafter."""
-    found = hierarchy.ways(COSTS, ACCEPTANCE, all_edges(3, 8))
-    assert found[hierarchy.PLAIN].latency == 1.0 and found[hierarchy.SINGLE].chain == (1, 2)
-    assert found[hierarchy.STACK].chain == (0, 1, 2) and found[hierarchy.STACK].latency <= 0.3162
-    example = hierarchy.by_formula(COSTS, ACCEPTANCE, (0, 1, 2), (4, 6))
-    assert round(example.latency, 4) == 0.3162 and example.tree == TreeConfig.chain(10)
-    dear = hierarchy.ways([[0.02], [0.9], [1.0]], ACCEPTANCE, all_edges(3, 8))
-    assert min(dear.values(), key=lambda way: way.latency) == dear[hierarchy.SINGLE]
-    assert dear[hierarchy.SINGLE].chain == (0, 2)
-
-
-def test_ways_have_the_edges_that_are_there():
-    """A drafter of the middle model alone, of chains of 3: neither it nor a longer chain drafts for the target."""
-    cheap = [[0.001], [0.9], [1.0]]
-    found = hierarchy.ways(cheap, ACCEPTANCE, {(0, 1): 3, (1, 2): 8})
-    assert found[hierarchy.SINGLE].chain == (1, 2) and found[hierarchy.STACK].lengths[0] == 3
-    assert hierarchy.STACK not in hierarchy.ways(cheap, ACCEPTANCE, {(0, 2): 8})
-    assert [found[hierarchy.STACK].most(level) for level in (0, 1)] == [3, 3 + found[hierarchy.STACK].lengths[1]]
-    costs, accept = [[0.001], [0.01], [0.1], [1.0]], np.triu(np.full((4, 4), 0.3))
-    accept[range(3), range(1, 4)] = 0.95
-    deep = hierarchy.ways(costs, accept, all_edges(4, 4))[hierarchy.STACK]
-    assert deep.chain == (0, 1, 2, 3)  # by the dynamic program
-    without = {edge: most for edge, most in all_edges(4, 4).items() if edge != (0, 1)}
-    assert len(hierarchy.ways(costs, accept, without)[hierarchy.STACK].chain) == 3
+def test_the_ways_are_those_of_the_least_replay():
+    """The formula takes long chains of the middle model; the replay knows that their last drafts are never right."""
+    accept = np.array([[1, 0.75, 0.5], [0, 1, 0.85], [0, 0, 1.0]])
+    passes = [[0.02], [0.15] * 17, [1.0] * 17]
+    edges = dict.fromkeys(itertools.combinations(range(3), 2), 8)
+    laws = {edge: [{2: 1.0}] * 16 for edge in edges}
+    parts = RoundParts(passes, laws, dict.fromkeys(edges, 0.0), {(0, 1): [0.0] * 9})
+    table = hierarchy.PlanInputs(lambda small, large: None, [], passes, accept, edges, parts)
+    candidates = table.candidates()
+    assert candidates[2][0].lengths != (1,)  # the formula's first
+    found = hierarchy.chosen_of(candidates, parts)
+    assert list(found) == [hierarchy.PLAIN, hierarchy.SINGLE, hierarchy.STACK]
+    assert found[hierarchy.PLAIN].chain == (2,) and found[hierarchy.SINGLE].lengths == (1,)
+    for way in found.values():
+        same = candidates[len(way.chain)]
+        assert replayed(parts, way).latency == min(replayed(parts, other).latency for other in same)
+    assert hierarchy.STACK not in hierarchy.chosen_of({1: candidates[1], 2: candidates[2]}, parts)
+    chosen = hierarchy.chosen_by(table, found[hierarchy.SINGLE])
+    assert chosen == {"formula_seconds": found[hierarchy.SINGLE].latency, "replayed_seconds": 1.02 / 2}
 
 
 def test_a_round_costs_what_it_takes_besides_passes():
-    """A round of 2 drafts took 1.5: 1.2 are the target's pass, 0.2 the drafter's two. Plain passes cost as before."""
-    passes = [[0.1, 0.11, 0.12, 0.13], [1.0, 1.1, 1.2, 1.3], [2.0, 2.1, 2.2, 2.3]]
-    np.testing.assert_allclose(rounds.with_round(passes[1], passes[0][0], 1.5), [1.0, 1.2, 1.3, 1.4])
-    # Its pass and two of the middle model take 4.2 already.
-    np.testing.assert_allclose(rounds.with_round(passes[2], passes[1][0], 4.0), passes[2])
+    """A round of 2 drafts took 1.5: 1.2 are the target's pass, 0.2 the drafter's two."""
+    passes = [[0.1, 0.11, 0.12, 0.13], [1.0, 1.1, 1.2, 1.3]]
+    assert rounds.beyond_passes(passes, (0, 1, 2), 1.5) == pytest.approx(0.1)
+
+
+def test_times_of_following_lie_on_a_line(monkeypatch):
+    monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, drafts: 1.0 + 0.5 * drafts)
+    assert rounds.follow_table(None, [1], 4, 6) == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
+    assert rounds.follow_table(None, [1], 1, 2) == pytest.approx([1.5, 1.5, 1.5])
 
 
 def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
@@ -214,7 +230,8 @@ def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
     config = json.loads((tmp_path / "strange/drafter_config.json").read_text())
     (tmp_path / "strange/drafter_config.json").write_text(json.dumps(config | {"target_hash": "0" * 64}))
     for names, said in (
-        (["lookup"], "--models lookup"),
+        (["lookup", "lookup"], "each once"),
+        ([models[0], "--max-length", "200"], "1 to 127"),
         ([models[0], models[0]], models[0]),
         ([models[0], str(tmp_path / "strange")], "strange"),
         (["nowhere"], "nowhere"),
@@ -223,27 +240,46 @@ def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_parts_of_rounds(monkeypatch):
-    """A model's round is timed with 2 drafts, a trained drafter's with those of the way; passes are put to the pace of
-    the rounds (twice as slow here) and make up for the length. Nothing of the stack itself is asked for."""
+def test_parts_that_are_timed_anew():
+    """A model's round is timed with 2 drafts, a drafter's with those of the way; passes and following are put to the
+    pace of the rounds (twice as slow here). Nothing of the stack itself is asked for."""
     models = [hierarchy.Model("d", None, "m"), hierarchy.Model("m", "middle"), hierarchy.Model("target", "target")]
     passes = [[0.1], [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [5.0, 5.1, 5.2, 5.3, 5.4, 5.5]]
     edges = {(0, 1): 3, (1, 2): 3}
-    pair = lambda small, large: (small.folder, large.folder)  # noqa: E731
     laws = {edge: [{n + 1: 1.0} for n in range(1, 7)] for edge in edges}
-    table = hierarchy.PlanInputs(pair, models, passes, passes, np.eye(3), edges, laws)
-    monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, length: 0.25)
+    parts = RoundParts(passes, laws, dict.fromkeys(edges, 9.0), {(0, 1): [0.25] * 4})
+    table = hierarchy.PlanInputs(lambda small, large: None, models, passes, np.eye(3), edges, parts)
     single, stack = Hierarchy((1, 2), (3,), 0.0), Hierarchy((0, 1, 2), (3, 1), 0.0)
     assert hierarchy.parts_of(table, single) == [(1, 2, 2)]
     assert hierarchy.parts_of(table, stack) == [(0, 1, 3), (1, 2, 2)]
-    taken = {(1, 2, 2): 15.4, (0, 1, 3): 4.0}  # 2 * (5.2 + 2 * 1.0) are passes
-    (alone,) = hierarchy.rounds_by_part(table, single, [0, 0], taken, 2.0)
-    assert alone.seconds(3) == pytest.approx(2 * (5.3 + 3 * 1.0) + 1.0)
-    below, above = hierarchy.rounds_by_part(table, stack, [0, 0], taken, 2.0)
-    assert below.seconds(3) == 4.0 and below.adds(3) == {4: 1.0}
-    assert above.seconds(4) == pytest.approx(2 * 5.4 + 1.0 + 0.25) and above.again == pytest.approx(2.0 + 0.25)
+    taken = {(1, 2, 2): 15.4, (0, 1, 3): 3.0}  # 2 * (5.2 + 2 * 1.0) and 2 * (1.3 + 3 * 0.1) are passes and drafts
+    found = hierarchy.timed_parts(table, stack, taken, 2.0)
+    assert found.besides == {(0, 1): pytest.approx(-0.2), (1, 2): pytest.approx(1.0)}
+    assert found.passes[2][3] == 10.6 and found.follow == {(0, 1): [0.5] * 4} and found.laws is laws
+    (_, above) = rounds_of(found, stack)
+    assert above.seconds(4) == pytest.approx(2 * 5.4 + 1.0 + 0.5) and above.again == pytest.approx(2.0 + 0.5)
+    taken[1, 2, 2] = 14.0
+    assert hierarchy.timed_parts(table, single, taken, 2.0).besides == {(1, 2): 0.0}
 
 
-def test_a_round_above_a_middle_model():
-    """Of 3 drafts it adds 1, 3 or 4 tokens: its drafter follows 1, 3 and 3 of them, two at a time."""
-    assert hierarchy.num_follows({1: 0.25, 3: 0.5, 4: 0.25}, 3, 1) == 0.25 * 1 + 0.5 * 2 + 0.25 * 2
+def test_four_levels_are_decoded_as_they_were_planned(folders, models):
+    """Every level of the stack collects the planned number of tokens, and the printed options build this stack."""
+    params = hsd_jax.load(target=folders.target, precision="exact")
+    load = lambda name: dataclasses.replace(  # noqa: E731
+        hsd_jax.load(target=folders.target, drafter=name, precision="exact"), tokenizer=None
+    )
+    names, way = ["lookup", models[1], models[0], "target"], Hierarchy((0, 1, 2, 3), (2, 1, 3), 0.0)
+    mode = hierarchy.mode_of("deep", way, names, load, params)
+    outer = mode.params.drafter_config
+    assert mode.tree == TreeConfig.chain(6) and (outer.length, outer.inner.length) == (3, 2)
+    row = {"models": names, "chain": way.chain, "lengths": way.lengths, "tree": mode.tree.name}
+    assert hierarchy_report.use_of(row) == (
+        f"decode with --drafter {models[0]} --stack {models[1]}@3 --stack lookup@2 --nodes 7 --depth 6 --width 1"
+    )
+    call = {"max_new_tokens": 16, "temperature": 0.8, "seed": 3}
+    found = hsd_jax.decode(mode.params, [5, 6, 7, 5, 6], tree=mode.tree, **call)
+    plain = hsd_jax.decode(params, [5, 6, 7, 5, 6], speculate=False, **call)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    counts = found.stats.drafter
+    assert counts["tokens of level 1"] >= 3 * found.stats.num_target_passes
+    assert counts["tokens of level 2"] >= 1 * counts["passes of level 1"]
