@@ -11,7 +11,7 @@ own devices (`planning/ahead.measured_c`). Without `--gammas` gamma is round(c).
 PEARL takes as long as the slower of a pass of the target and gamma drafts, and that a chain's drafts take 1 / c each.
 
 With `--devices T,D` the target runs on T devices and the small model on D others, at the same time (overlapped). Plain
-decoding and chains stay on the target's devices. Without it both models take turns (scheduled). On a CPU the devices
+decoding and chains stay on the target's devices. Without it both models take turns (scheduled). On a CPU 8 devices
 are simulated: they share its cores and the CPU kernels are off, so these speeds say nothing about real devices.
 """
 

@@ -194,7 +194,7 @@ def test_values_of_recipes(recipe, key, bad):
         (TargetRecipe, {"model": {"vocab_size": 8}}, r"vocab_size"),
         (TargetRecipe, {"model": MODEL | {"rope": {"base": 1.0}}}, r"model\.rope: .*'base'"),
         (DistillRecipe, {"on_policy": {"share": 1, "prompt_tokens": 512}}, r"on_policy\.prompt_tokens=512"),
-        (DistillRecipe, {"model": {"kind": "small_lm", "num_layers": 2}}, r"num_layers"),
+        (DistillRecipe, {"model": {"kind": "small_lm", "hidden_size": 2}}, r"hidden_size"),
         (DistillRecipe, {"model": {"kind": "steered"}, "on_policy": {"share": 0.5}}, r"on_policy\.share=0\.5"),
         (DistillRecipe, {"model": {"kind": "steered", "num_steps": 2}, "eval": {"depth": 3}}, r"eval\.depth=3: .*2"),
     ],
