@@ -25,6 +25,7 @@ from hsd_jax.lab.bench.prompts import read_prompts
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
+from hsd_jax.planning import texts as texts_lib
 from hsd_jax.train import run
 from hsd_jax.train.drafter import DrafterRecipe, EvalConfig
 from hsd_jax.train.recipe import read_recipe
@@ -32,7 +33,7 @@ from hsd_jax.train.recipe import read_recipe
 
 def write_texts(
     checkpoint: Checkpoint, params: Params, args: argparse.Namespace
-) -> dict[str, tuple[simulate.Texts, float]]:
+) -> dict[str, tuple[texts_lib.Texts, float]]:
     """Greedy and sampled continuations of the prompts of each file, stored for the same target and settings."""
     tokenizer, texts, target_hash = checkpoint.tokenizer, {}, checkpoint.hash("float32")
     for named in args.prompts:
@@ -41,7 +42,7 @@ def write_texts(
         tokens = [np.asarray(p.tokens(tokenizer)) for p in prompts]
         for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             settings = args.max_new_tokens, temperature, options.say
-            found = simulate.stored_texts(args.out, f"{name}-{kind}", params, target_hash, tokens, *settings)
+            found = texts_lib.stored_texts(args.out, f"{name}-{kind}", params, target_hash, tokens, *settings)
             texts[f"{name}, {kind}"] = found, temperature
     return texts
 

@@ -1,7 +1,6 @@
 """Trains a target language model, from scratch or from a shallower one.
 
 The module has the recipe, the growth of a model to more layers, and the loss: next-token cross-entropy on packed text.
-Read next: `run.py`.
 """
 
 from __future__ import annotations

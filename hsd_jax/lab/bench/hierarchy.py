@@ -43,7 +43,7 @@ from hsd_jax.planning.hierarchy import (
     plan_hierarchy,
 )
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
-from hsd_jax.planning.simulate import write_texts
+from hsd_jax.planning.texts import write_texts
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 TARGET = "target"
