@@ -28,7 +28,8 @@ from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.lab.aot import devices, report
 from hsd_jax.lab.aot.kinds import parse_devices
 from hsd_jax.lab.bench.prompts import for_checkpoint
-from hsd_jax.planning.simulate import accepted_lengths, write_texts
+from hsd_jax.planning.simulate import accepted_lengths
+from hsd_jax.planning.texts import write_texts
 from hsd_jax.train import drafter as training
 
 CHAIN, SHORT = TreeConfig.chain(7), TreeConfig.chain(3)

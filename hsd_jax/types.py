@@ -102,7 +102,7 @@ class ModelOutput:
 
 @flax.struct.dataclass
 class DraftTree:
-    """Padded draft trees, one per row. `parents[n] < n`. Siblings are in the order in which a rule tries them."""
+    """Padded draft trees, one per row. `parents[n] < n`. Siblings are in the order in which a rule judges them."""
 
     tokens: Int[Array, "B N"]
     parents: Int[Array, "B N"]

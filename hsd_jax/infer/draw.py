@@ -1,7 +1,7 @@
 """Chooses the nodes of a level from a drafter's distribution. Each function implements one `DrawScheme`.
 
 A drawn node is never dropped because of its token: `recursive` would no longer be lossless (methods.md 0.5). This
-module knows neither drafters nor acceptance rules. Read next: `levels.py`, which stacks the levels.
+module knows neither drafters nor acceptance rules. `levels.py` stacks the levels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GGUF's names for the sizes and weights of a model, and its layout of weights. Readers and writers use one table.
 
 Apart from names, GGUF differs from our layout in three points. In the architecture "llama" the rows of q and k have
-another order. Gemma's norms have 1 added. Llama 3's rotary scaling is one factor per frequency. Read next:
+another order. Gemma's norms have 1 added. Llama 3's rotary scaling is one factor per frequency. Read first:
 `gguf_file.py`.
 """
 

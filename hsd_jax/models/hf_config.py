@@ -1,7 +1,7 @@
 """Reads and writes Hugging Face `config.json`, the sizes and switches of a target, without torch or transformers.
 
 It reads both styles: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). It
-writes the older style, which both versions read. Read next: `convert.py`, which reads the weights.
+writes the older style, which both versions read. `convert.py` reads the weights.
 """
 
 from __future__ import annotations

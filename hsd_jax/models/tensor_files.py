@@ -2,7 +2,7 @@
 
 Every name and shape is checked before a number is read, and every number before it is used. A tensor goes from its file
 to its devices slice by slice. Only the subclasses of `StoredTensor` know the kind of file: `Safetensor` here and
-`GgufTensor` in `gguf_file.py`. This module knows dotted paths and no models. Read next: `placement.py`, `convert.py`.
+`GgufTensor` in `gguf_file.py`. This module knows dotted paths and no models.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ position a + k. It also sees the entries of the same anchor between a and its ow
 
 The input of state k + 1 depends on the trunk. In a recurrent trunk it is state k (EAGLE-3's training-time test, without
 tokens in the recurrence). An EAGLE drafter also reads the token at that position: the row's token (as in EAGLE-3 and
-HASS), or one drawn from state k. In a parallel trunk it is slot k, and all slots are computed at once. Read next:
-`train/drafter.py`.
+HASS), or one drawn from state k. In a parallel trunk it is slot k, and all slots are computed at once.
 """
 
 from __future__ import annotations

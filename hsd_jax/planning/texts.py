@@ -6,8 +6,9 @@ evaluates drafters on a target's texts; `own_text.py` and `responses.py`, which 
 
 from __future__ import annotations
 
+import dataclasses
 import zipfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,53 @@ import numpy as np
 
 from hsd_jax.api import check_valid
 from hsd_jax.config import TreeConfig, bucket
-from hsd_jax.host.files import replacing
+from hsd_jax.host.files import replacing, sha256
 from hsd_jax.params import Params
 from hsd_jax.session import Generated, Session
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Prompts with the texts that the target wrote after them, padded."""
+
+    tokens: np.ndarray
+    """int32 [texts, T]."""
+    prompt_length: np.ndarray
+    """int32 [texts], at least 2."""
+    length: np.ndarray
+    """int32 [texts], prompt included."""
+    seeds: np.ndarray
+    """uint32 [texts]. Each text was decoded alone with its seed, so COUPLED drafts can use the same noise. Greedy text
+    has no noise."""
+
+    @property
+    def written(self) -> np.ndarray:
+        """The tokens that the target wrote, all rows concatenated."""
+        at = np.arange(self.tokens.shape[1])
+        return self.tokens[(at >= self.prompt_length[:, None]) & (at < self.length[:, None])]
+
+    @classmethod
+    def join(
+        cls,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        written: Sequence[Sequence[int] | np.ndarray],
+        seeds: Sequence[int] | None = None,
+    ) -> Texts:
+        """Joins prompts and the texts written after them.
+
+        Args:
+          seeds: the seeds with which the texts were drawn; None: they are greedy.
+        Raises:
+          ValueError: for a prompt of fewer than two tokens.
+        """
+        if any(len(p) < 2 for p in prompts):
+            raise ValueError("a prompt has fewer than 2 tokens: at least 2 are needed for drafting")
+        rows = [np.array([*prompt, *text], np.int32) for prompt, text in zip(prompts, written, strict=True)]
+        padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+        for row, text in zip(padded, rows, strict=True):
+            row[: len(text)] = text
+        given, whole = (np.array([len(x) for x in some], np.int32) for some in (prompts, rows))
+        return cls(padded, given, whole, np.array([0] * len(rows) if seeds is None else seeds, np.uint32))
 
 
 def write(
@@ -56,6 +101,53 @@ def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, ma
     answers = list(write(params, requests, min(slots, bucket(len(requests), 1)), max_len, ordered=True))
     check_valid(answers)
     return [answer.tokens for answer in answers]
+
+
+def write_texts(
+    params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
+) -> Texts:
+    """Writes texts by plain decoding. Prompt i has the seed `seed` + i, as if it were decoded alone.
+
+    Args:
+      batch: the largest number of prompts decoded at once.
+    Raises:
+      ValueError: for a prompt of fewer than two tokens; or naming the row, if the target gives no distribution.
+    """
+    Texts.join(prompts, [()] * len(prompts))  # raises for short prompts before anything is decoded
+    seeds = [seed + i for i in range(len(prompts))]
+    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    requests = [{"prompt": p, "seed": s, **asked} for p, s in zip(prompts, seeds, strict=True)]
+    written = write_all(params, requests, batch, max(map(len, prompts)) + max_new_tokens)
+    return Texts.join(prompts, written, seeds)
+
+
+def stored_texts(
+    folder: str | Path,
+    name: str,
+    params: Params,
+    target_hash: str,
+    prompts: Sequence[np.ndarray],
+    max_new_tokens: int,
+    temperature: float,
+    report: Callable[[str], None],
+) -> Texts:
+    """The texts that the target writes after `prompts`. They are decoded once and kept in a file in `folder`.
+
+    The file is named after `name` and a hash of everything that the texts depend on, including the end tokens.
+    """
+    asked = (np.asarray([len(prompt), *prompt], "<i4").tobytes() for prompt in prompts)
+    identity = sha256(target_hash, *asked, repr((max_new_tokens, temperature, params.eos, "with seeds")))
+    path = Path(folder) / f"{name}-{identity[:16]}.npz"
+    try:
+        return Texts(**load_arrays(path, *(field.name for field in dataclasses.fields(Texts))))
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        report(f"{path}: damaged ({error}); written again")
+    report(f"the target writes {len(prompts)} {name} texts of {max_new_tokens} tokens for the evaluation")
+    written = write_texts(params, prompts, max_new_tokens, temperature, seed=0)
+    save_arrays(path, vars(written))
+    return written
 
 
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -22,7 +22,8 @@ from hsd_jax.params import Params
 from hsd_jax.planning.costs import RoundCost
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.plan import candidates, plan_for
-from hsd_jax.planning.simulate import Texts, accepted_lengths
+from hsd_jax.planning.simulate import accepted_lengths
+from hsd_jax.planning.texts import Texts
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket

@@ -5,7 +5,7 @@ text that the target wrote. In `on_policy.share` of the rows the drafter itself 
 
 A steered model (SD²) also reads the target's states. In training each token reads the state of a token that is 1 to
 `num_steps` positions before it, at random. These are the distances between the drafts of a round and the last state of
-the target. Read next: `own_text.py` for the drafter's text, `tasks.py` for runs.
+the target. Read next: `own_text.py` for the drafter's text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hsd_jax.drafters.steered.config import Layer
 from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.planning.simulate import Texts
+from hsd_jax.planning.texts import Texts
 from hsd_jax.settings import NotNegative, OneOf, ProperShare
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig

@@ -1,7 +1,7 @@
 """The training loop that all trainers share: optimizer, compiled step, progress, checkpoints and resumption.
 
 A trainer gives a loss and a stream of batches that depends on seed and step only. A resumed run repeats the original
-one exactly, because state, step and batch are restored together. Read next: `target.py`, `drafter.py`.
+one exactly, because state, step and batch are restored together.
 """
 
 from __future__ import annotations

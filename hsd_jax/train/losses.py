@@ -2,7 +2,7 @@
 
 All are pure functions of logits over the last axis, in float32, with one value per node. Divergences are in nats; total
 variation is a probability. No gradient reaches the target's logits. Nodes at the same position share a
-`TeacherDistribution`. Read next: `drafter.py`.
+`TeacherDistribution`.
 
 With a `draft_to_target` the columns of `draft_logits` are the hot tokens, and the drafter gives cold tokens no
 probability. The target's distribution p is normalised over all tokens, not over the hot ones, so its probability of

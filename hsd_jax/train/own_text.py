@@ -3,8 +3,7 @@
 Every `refresh` steps the drafter writes texts with its current weights, for all batches up to the next refresh. Its
 texts replace the first rows of every batch and continue the beginnings of these rows. It writes by plain decoding, as a
 target does. The texts are first stored in the run's folder. So batch i is a function of rows, seed, i and the weights
-at the last refresh, and a run that was interrupted between two refreshes continues with the same bits. Read next:
-`tasks.py`.
+at the last refresh, and a run that was interrupted between two refreshes continues with the same bits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The folder of a run holds `recipe.json`, `metrics.jsonl`, `checkpoints/` and, with a reduced draft vocabulary,
 `draft_to_target.json`. The same call continues an interrupted run. It refuses to continue with another recipe. A target
-is written into the folder itself, a drafter into `drafter/` below it. Read next: `tasks.py` for the kinds of models,
-`loop.py` for a step.
+is written into the folder itself, a drafter into `drafter/` below it. Read next: `loop.py` for a step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The module has the recipe, the growth of a model to more layers and the cut to fewer, and the loss: next-token
 cross-entropy on packed text.
-Read next: `run.py`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
+from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import TOKENIZER_FILES
 from hsd_jax.train import data, distill, drafter, features, frequent_tokens, manifest, target
 from hsd_jax.train.journal import Report, line_of
@@ -163,10 +164,10 @@ class TaughtTask(Task):
         self.owner = DraftedFor(self.reads, words.hash(dtype), words.tokenizer)
         return self.owner
 
-    def texts(self, name: str, prompts: list[np.ndarray], temperature: float) -> simulate.Texts:
+    def texts(self, name: str, prompts: list[np.ndarray], temperature: float) -> texts_lib.Texts:
         """The target's texts after the prompts. They are written once per run."""
         settings = prompts, self.recipe.eval.max_new_tokens, temperature, self.report
-        return simulate.stored_texts(self.out, f"held-out-{name}", self.target, self.owner.hash, *settings)
+        return texts_lib.stored_texts(self.out, f"held-out-{name}", self.target, self.owner.hash, *settings)
 
     def put(self, write: Callable[[Path], None], evaluation: dict[str, Any] | None) -> None:
         """Replaces the folder of the result by one that `write` fills, with the scores of `evaluation`."""

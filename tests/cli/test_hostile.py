@@ -38,7 +38,7 @@ from hsd_jax.kernels import native
 from hsd_jax.lab.bench import identity
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
-from hsd_jax.planning import simulate
+from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train import data, documents, manifest, responses, run, tasks
 from hsd_jax.train.drafter import DrafterRecipe
@@ -264,15 +264,15 @@ def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folde
 
 
 def test_held_out_texts_that_are_damaged_are_written_again(tmp_path, monkeypatch, params):
-    lines, made = [], simulate.Texts.join([[1, 2]], [[3]])
-    monkeypatch.setattr(simulate, "write_texts", lambda *a, **k: made)
+    lines, made = [], texts_lib.Texts.join([[1, 2]], [[3]])
+    monkeypatch.setattr(texts_lib, "write_texts", lambda *a, **k: made)
     arguments = (tmp_path, "held-out", params, "hash", [np.array([1, 2])], 4, 0.0, lines.append)
-    simulate.stored_texts(*arguments)
+    texts_lib.stored_texts(*arguments)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:50])
-    again = simulate.stored_texts(*arguments)
+    again = texts_lib.stored_texts(*arguments)
     assert again.tokens.tolist() == [[1, 2, 3]] and "damaged" in lines[1]
-    simulate.stored_texts(*arguments)
+    texts_lib.stored_texts(*arguments)
     assert len(lines) == 3
 
 

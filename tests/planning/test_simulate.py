@@ -14,6 +14,7 @@ from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
+from hsd_jax.planning import texts as texts_lib
 from hsd_jax.planning.texts import load_arrays, save_arrays
 from hsd_jax.types import DraftTree
 
@@ -62,7 +63,7 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     if is_hot:
         params = hsd_jax.restrict(params, setups.DRAFT_TO_TARGET)
     options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = simulate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
+    texts = texts_lib.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     found = simulate.simulate(*models, texts, TREE, temperature)
     out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, accept="match", **options)
@@ -79,7 +80,7 @@ def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperat
     """So every round of a decode knows of the text before it what a scorer needs."""
     params = setups.params_of(proposer, max_len=128, precision="exact")
     options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = simulate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
+    texts = texts_lib.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     (found,), overlap = simulate.accepted_lengths(*models, texts, [(TREE, NO_REUSE)], temperature)
     out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, **options)
@@ -99,7 +100,7 @@ def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
     params = make_telling_params(num_steps=5)
     prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
     options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = simulate.write_texts(params, prompts, seed=5, batch=3, **options)
+    texts = texts_lib.write_texts(params, prompts, seed=5, batch=3, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     tree = TreeConfig(nodes=6, depth=2, width=2) if form == "ahead" else TREE
     drafts = [(tree, ReuseConfig.parse(form)), (tree, ReuseConfig())]
@@ -117,7 +118,7 @@ def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
 def test_drafters_that_were_not_trained_are_simulated_too(proposer):
     params = setups.params_of(proposer, max_len=128)
     prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
-    texts = simulate.write_texts(params, prompts, 24, 0.0, seed=0)
+    texts = texts_lib.write_texts(params, prompts, 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
     found, overlap = simulate.accepted_lengths(*models, texts, drafts, 0.0)
@@ -130,7 +131,7 @@ def test_drafters_that_were_not_trained_are_simulated_too(proposer):
 
 def test_chains_are_read_off_the_longest():
     params = make_telling_params()
-    texts = simulate.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
+    texts = texts_lib.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4, 1)]
     together, _ = simulate.accepted_lengths(*models, texts, drafts, 0.0)
@@ -140,7 +141,7 @@ def test_chains_are_read_off_the_longest():
 
 def test_a_chain_is_judged_too():
     params = make_params()
-    texts = simulate.write_texts(params, PROMPTS, 24, 0.0, seed=0, batch=2)
+    texts = texts_lib.write_texts(params, PROMPTS, 24, 0.0, seed=0, batch=2)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     found = simulate.simulate(*models, texts, TREE, 0.0)
     steps = params.drafter_config.num_steps
@@ -167,7 +168,7 @@ def test_a_child_of_a_wrong_node_counts_for_nothing():
 
 def test_a_walk_counts_what_decoding_counts():
     """Prompt of 2, text of 9: rounds of 3 + 1 tokens, 0 + 1, and one cut by the end."""
-    texts = simulate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]), np.zeros(1, np.uint32))
+    texts = texts_lib.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]), np.zeros(1, np.uint32))
     counts = np.array([[[3, 9, 9, 9, 0, 3, 9]]])  # at the last token of the prompt and those behind it
     fate = simulate.accepted_along(counts, texts, depth=3)
     assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
@@ -177,7 +178,7 @@ def test_a_walk_counts_what_decoding_counts():
 
 def test_a_walk_follows_the_age_of_spares():
     """Three states: a run, a round on spares of age 2, and, since 2 + 1 leaves none, a run again."""
-    texts = simulate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
+    texts = texts_lib.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
     counts = np.full((1, 4, 6), 9)
     counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
     fate = simulate.accepted_along(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
@@ -187,7 +188,7 @@ def test_a_walk_follows_the_age_of_spares():
 
 def test_texts_survive_a_file(tmp_path):
     rows, seeds = np.arange(6, dtype=np.int32).reshape(2, 3), np.array([7, 2**32 - 1], np.uint32)
-    texts = simulate.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
+    texts = texts_lib.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
     save_arrays(tmp_path / "texts.npz", vars(texts))
     jax.tree.map(np.testing.assert_array_equal, load_arrays(tmp_path / "texts.npz", *vars(texts)), vars(texts))
 
@@ -203,7 +204,7 @@ def test_shorter_chains_are_read_off_longer_ones_where_they_are_their_beginning(
 
     monkeypatch.setattr(simulate, "accepted_by_age", follow)
     tokens = np.zeros((1, 8), np.int32)
-    texts = simulate.Texts(tokens, np.array([2]), np.array([8]), np.array([0], np.uint32))
+    texts = texts_lib.Texts(tokens, np.array([2]), np.array([8]), np.array([0], np.uint32))
     drafts = [(TreeConfig.chain(depth), NO_REUSE) for depth in (2, 3)]
     with pytest.raises(InterruptedError):
         simulate.accepted_lengths({}, config, {}, None, texts, drafts, 0.0)

@@ -21,6 +21,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.lab.bench import methods
 from hsd_jax.params import Params
 from hsd_jax.planning import costs, measure, plan, simulate, tuned
+from hsd_jax.planning import texts as texts_lib
 from hsd_jax.planning import tune as tuning
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
@@ -120,7 +121,7 @@ def test_predicted_tau_is_simulated_tau_and_only_finalists_are_measured(monkeypa
     assert set(by_tree) == {None, *trees}
     assert {tree for tree, row in by_tree.items() if row.tau is None} == {middle}
     assert by_tree[middle].predicted_tokens_per_second > 0
-    texts = simulate.write_texts(params, PROMPTS, NEW_TOKENS, 0.0, seed=0, batch=1)
+    texts = texts_lib.write_texts(params, PROMPTS, NEW_TOKENS, 0.0, seed=0, batch=1)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     simulated = simulate.simulate(*models, texts, WIDE, 0.0)
     assert by_tree[WIDE].predicted_tau == simulated["tau"]

@@ -24,7 +24,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.models import convert
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params
-from hsd_jax.planning.simulate import write_texts
+from hsd_jax.planning.texts import write_texts
 from hsd_jax.train import distill, run, target
 
 SMALL = SmallLMConfig(

@@ -35,7 +35,7 @@ from hsd_jax.planning.acceptance import acceptance_giving, mean
 from hsd_jax.planning.ahead import as_target
 from hsd_jax.planning.hierarchy import Edge, Hierarchy, RoundParts, fastest, plan_hierarchy, replayed
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
-from hsd_jax.planning.simulate import write_texts
+from hsd_jax.planning.texts import write_texts
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 TARGET = "target"

@@ -24,7 +24,8 @@ from hsd_jax.lab.bench.tables import say
 from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.planning.simulate import Texts, accepted_along, accepted_lengths, write_texts
+from hsd_jax.planning.simulate import accepted_along, accepted_lengths
+from hsd_jax.planning.texts import Texts, write_texts
 
 ORACLES = (1, 4, 16)
 """Numbers of likeliest tokens of each state among which an oracle chooses, and for which recall is reported."""

@@ -17,7 +17,7 @@ from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import Table, print_table
 from hsd_jax.params import Params
-from hsd_jax.planning.simulate import Texts
+from hsd_jax.planning.texts import Texts
 
 STATES, INFORMED = "states alone", "with token information"
 

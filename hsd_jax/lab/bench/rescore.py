@@ -21,7 +21,7 @@ from hsd_jax.lab.bench.methods import without_token_info
 from hsd_jax.lab.bench.prompts import HALVES, Workload
 from hsd_jax.lab.bench.tables import Table, print_table, say
 from hsd_jax.params import Params, rescore
-from hsd_jax.planning.simulate import Texts
+from hsd_jax.planning.texts import Texts
 
 ALPHAS = (0.1, 0.25, 0.5, 0.75, 1.0)
 NONE, OWN = "none", "its own"

@@ -32,7 +32,8 @@ from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import Distribution
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
-from hsd_jax.planning.simulate import Texts, accepted_along, accepted_lengths
+from hsd_jax.planning.simulate import accepted_along, accepted_lengths
+from hsd_jax.planning.texts import Texts
 from hsd_jax.planning.timing import loop_timer
 from hsd_jax.request import Speculation
 from hsd_jax.session import prepare

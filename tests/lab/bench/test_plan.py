@@ -20,7 +20,8 @@ from hsd_jax.models import convert
 from hsd_jax.planning.acceptance import mean
 from hsd_jax.planning.ahead import as_target
 from hsd_jax.planning.hierarchy import Hierarchy, RoundParts, replayed, rounds_of
-from hsd_jax.planning.simulate import Texts, accepted_lengths, write_texts
+from hsd_jax.planning.simulate import accepted_lengths
+from hsd_jax.planning.texts import Texts, write_texts
 from hsd_jax.train.target import grown, layer_sources
 
 folders, own_cache = command_line.folders, command_line.own_cache

@@ -10,7 +10,7 @@ from support import command_line
 from support.command_line import TEXTS, both, hsd
 
 from hsd_jax.lab.bench import lattice, recall
-from hsd_jax.planning.simulate import Texts
+from hsd_jax.planning.texts import Texts
 
 folders, own_cache = command_line.folders, command_line.own_cache
 

@@ -13,7 +13,7 @@ from support.command_line import TEXTS, both, hsd
 import hsd_jax
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.lab.bench import lattice, methods, rescore
-from hsd_jax.planning.simulate import Texts
+from hsd_jax.planning.texts import Texts
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
