@@ -25,7 +25,7 @@ import numpy as np
 
 from hsd_jax import TreeConfig, settings
 from hsd_jax.cli import options
-from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_yaml, write_json
 from hsd_jax.lab.bench import report
@@ -39,6 +39,7 @@ from hsd_jax.models.trunk import embed_committed, trunk_features
 from hsd_jax.params import Params, load
 from hsd_jax.planning import simulate
 from hsd_jax.planning.measure import bootstrap_ratio
+from hsd_jax.planning.texts import Texts, stored_texts
 from hsd_jax.settings import Count, Flag, Seed
 from hsd_jax.train import run
 from hsd_jax.train.recipe import read_recipe
@@ -138,9 +139,7 @@ class Trainer:
         return result
 
 
-def held_out_texts(
-    checkpoint: Checkpoint, params: Params, args: argparse.Namespace
-) -> dict[tuple[str, str], simulate.Texts]:
+def held_out_texts(checkpoint: Checkpoint, params: Params, args: argparse.Namespace) -> dict[tuple[str, str], Texts]:
     """What the target writes after the prompts of each task, by task and kind of text. Stored in the folder --out."""
     tokenizer, texts, target_hash = checkpoint.tokenizer, {}, checkpoint.hash("float32")
     for named in args.prompts:
@@ -149,7 +148,7 @@ def held_out_texts(
         tokens = [np.asarray(p.tokens(tokenizer)) for p in prompts]
         for kind, temperature in TEMPERATURES.items():
             how = args.max_new_tokens, temperature, options.say
-            texts[task, kind] = simulate.stored_texts(args.out, f"{task}-{kind}", params, target_hash, tokens, *how)
+            texts[task, kind] = stored_texts(args.out, f"{task}-{kind}", params, target_hash, tokens, *how)
     return texts
 
 
@@ -179,15 +178,13 @@ class Score:
         return self.tau / other.tau, *bootstrap_ratio(tokens, np.stack([self.passes.sum(0), other.passes.sum(0)]))
 
 
-def score(
-    drafters: list[Path], target: str, params: Params, texts: simulate.Texts, depth: int, temperature: float
-) -> Score:
+def score(drafters: list[Path], target: str, params: Params, texts: Texts, depth: int, temperature: float) -> Score:
     """Simulates the drafters of an arm, one for each seed, by a chain of `depth` drafts."""
     passes, acceptance, overlaps = [], [], []
     for folder in drafters:
         drafting = load(target, drafter=folder, dtype="float32")
         models = drafting.drafter, drafting.drafter_config, params.target, params.target_config
-        draft = TreeConfig.chain(depth), simulate.NO_REUSE
+        draft = TreeConfig.chain(depth), NO_REUSE
         (found,), overlap = simulate.accepted_lengths(*models, texts, [draft], temperature)
         passes.append([len(rounds) for rounds in found.trunk_runs])
         acceptance.append(found.acceptance)
@@ -221,7 +218,7 @@ def _cosines(drafter: Weights, target: Weights, target_config: ModelConfig, conf
     )
 
 
-def cosines(folder: Path, target: str, params: Params, texts: simulate.Texts) -> np.ndarray | None:
+def cosines(folder: Path, target: str, params: Params, texts: Texts) -> np.ndarray | None:
     """`_cosines` of a drafter on texts; None for one without states of the target's width."""
     drafting = load(target, drafter=folder, dtype="float32")
     config = drafting.drafter_config
@@ -255,7 +252,7 @@ def table_of(kind: str, scores: dict[str, dict[str, Score]], reference: str) -> 
     return Table(f"{kind}, chains", heads, [row[: len(heads)] for row in rows], [], left=1)
 
 
-def table_of_cosines(found: dict[str, list[Path]], target: str, params: Params, texts: simulate.Texts) -> Table:
+def table_of_cosines(found: dict[str, list[Path]], target: str, params: Params, texts: Texts) -> Table:
     """A table of the cosines of the first seed of each arm."""
     rows = []
     for name, folders in found.items():
