@@ -71,6 +71,7 @@ DRAWN, BRANCHING = TreeConfig(9, 3, 3), TreeConfig(branching=(3, 2, 1))
 JUDGED = [  # every rule with every drawn scheme that it is lossless for
     ("recursive", DrawScheme.WITHOUT_REPLACEMENT, DRAWN),
     ("optimal", DrawScheme.TOP_THEN_RANDOM, BRANCHING),
+    ("pairs", DrawScheme.WITHOUT_REPLACEMENT, TreeConfig(branching=(2, 2, 1))),
     ("kseq", DrawScheme.INDEPENDENT, BRANCHING),
     ("block_verification", DrawScheme.WITHOUT_REPLACEMENT, setups.CHAIN_OF_4),
     ("match", DrawScheme.TOP_THEN_RANDOM, BRANCHING),
@@ -81,6 +82,7 @@ JUDGED = [  # every rule with every drawn scheme that it is lossless for
             ("recursive", DrawScheme.INDEPENDENT, BRANCHING),
             ("recursive", DrawScheme.WITHOUT_REPLACEMENT, BRANCHING),
             ("optimal", DrawScheme.TOP_THEN_RANDOM, DRAWN),
+            ("pairs", DrawScheme.INDEPENDENT, TreeConfig(branching=(2, 2, 1))),
             ("kseq", DrawScheme.INDEPENDENT, DRAWN),
             ("block_verification", DrawScheme.INDEPENDENT, setups.CHAIN_OF_4),
             ("match", DrawScheme.INDEPENDENT, BRANCHING),
