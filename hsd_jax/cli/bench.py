@@ -230,7 +230,7 @@ def _add_budget(commands) -> None:
         "budget",
         run_budget,
         "compare schemes and rules at equal numbers of draft tokens",
-        "Decode by SD, SpecInfer, RSD-C, RSD-S, top-k and coupled trees, with equal numbers of draft tokens per\n"
+        "Decode by SD, SpecTr, SpecInfer, RSD-C, RSD-S, top-k and coupled trees, with equal numbers of draft tokens per\n"
         "round and with equal lengths of the longest path, interleaved with plain decoding. Then count how often\n"
         "the siblings of each rank were accepted.",
         """
