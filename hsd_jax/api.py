@@ -155,8 +155,8 @@ def decode(
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: number of rows to which a plain pass is padded (see `infer/plain.py`).
-      accept: rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal" and "kseq";
-        drawn chains also "block_verification" (methods.md 6).
+      accept: rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal", "pairs" and
+        "kseq"; drawn chains also "block_verification" (methods.md 6).
       draw: how trees choose their tokens. "coupled": the tokens that the target most likely draws, given the noise
         that it draws with (at temperature 0, the likeliest tokens). "arbitrary": the likeliest tokens. "independent"
         and "without_replacement": tokens drawn with their own noise. "top_then_random": one child of a node is drawn,

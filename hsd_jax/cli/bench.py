@@ -235,8 +235,8 @@ def _add_budget(commands) -> None:
         "budget",
         run_budget,
         "compare schemes and rules at equal numbers of draft tokens",
-        "Decode by SD, SpecInfer, RSD-C, RSD-S, top-k and coupled trees, with equal numbers of draft tokens per\n"
-        "round and with equal lengths of the longest path, interleaved with plain decoding. Then count how often\n"
+        "Decode by SD, SpecTr, SpecInfer, RSD-C, RSD-S, top-k and coupled trees, with equal numbers of draft tokens\n"
+        "per round and with equal lengths of the longest path, interleaved with plain decoding. Then count how often\n"
         "the siblings of each rank were accepted.",
         """
 hsd bench budget --demo --temperatures 0.8 1 --out runs/budget

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from hsd_jax.infer.block import block
 from hsd_jax.infer.kseq import kseq
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.optimal import chain_and_match
+from hsd_jax.infer.pairs import choose_and_thin
 from hsd_jax.infer.siblings import children_of, normalised
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
@@ -123,7 +125,21 @@ def match_rule(max_depth: int) -> AcceptRule:
         chosen = sampling_lib.gumbel_max(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
         return match_path(tree, ancestors, chosen, max_depth)
 
-    return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True)
+    return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True, expected=probability_of_children)
+
+
+def probability_of_children(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> Float[Array, "B I"]:
+    """The target's probability of the tokens of each node's children, each token once.
+
+    Siblings with the same token are one node to `match`, which here count alone.
+    """
+    children = children_of(tree)
+    is_earlier = jnp.tril(jnp.ones((tree.tokens.shape[1],) * 2, bool), -1)
+    is_repeat = is_earlier & (tree.tokens[:, :, None] == tree.tokens[:, None, :])
+    is_new = children.is_child & ~jnp.any(children.is_child[:, :, None, :] & is_repeat[:, None], -1)
+    logp = target_logp[:, : is_new.shape[1]]
+    held = jnp.take_along_axis(logp, jnp.broadcast_to(tree.tokens[:, None, :], is_new.shape), 2)
+    return jnp.sum(jnp.where(is_new, jnp.exp(held), 0.0), -1)
 
 
 def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:
@@ -196,11 +212,18 @@ AcceptanceOf = Callable[[DraftTree, Float[Array, "B N V"]], tuple[Float[Array, "
 earlier siblings are rejected, 0 for nodes that are no valid child; and for every node with a distribution the
 distribution of the next token after all its children are rejected. `recursion`, `kseq` and `chain_and_match` are of
 this form."""
-Toss = Callable[
-    [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
-]
-"""`toss(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and for
-each node with a distribution the distribution of the next token if the path ends there. `coins` are uniform."""
+
+
+class CoinJudge(NamedTuple):
+    """How a rule with coins judges a tree. Both functions take trees with `draft_logp`."""
+
+    toss: Callable[
+        [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
+    ]
+    """`toss(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and
+    for each node with a distribution the distribution of the next token if the path ends there. `coins` are uniform."""
+    expected: Callable[[DraftTree, Float[Array, "B N V"]], Float[Array, "B I"]]
+    """As in `AcceptRule`."""
 
 
 def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -> Float[Array, "B N"]:
@@ -212,9 +235,9 @@ def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -
 
 
 def rule_with_coins(
-    name: str, schemes: frozenset[DrawScheme], toss: Toss, max_depth: int, looks_ahead: bool = False
+    name: str, schemes: frozenset[DrawScheme], coin_judge: CoinJudge, max_depth: int, looks_ahead: bool = False
 ) -> AcceptRule:
-    """The rule that follows the nodes that `toss` accepts with coins of the rule, and then draws the next token.
+    """The rule that follows the nodes that `coin_judge` accepts, and then draws the next token.
 
     Args:
       looks_ahead: as in `AcceptRule`.
@@ -231,7 +254,7 @@ def rule_with_coins(
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if looks_ahead else keys
-        is_accepted, residual = toss(tree, target_logp, coins_of(of_round, tree, root_position))
+        is_accepted, residual = coin_judge.toss(tree, target_logp, coins_of(of_round, tree, root_position))
         path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
 
         # The next token follows the residual of the rejected children, or the target's distribution at a leaf. No
@@ -248,17 +271,21 @@ def rule_with_coins(
         emitted = jnp.where(is_next, next_token[:, None], drafted)
         return Verdict(path, num_accepted, next_token, emitted)
 
-    return AcceptRule(name, schemes, judge, looks_ahead=looks_ahead)
+    return AcceptRule(name, schemes, judge, looks_ahead=looks_ahead, expected=coin_judge.expected)
 
 
-def one_by_one(acceptance_of: AcceptanceOf) -> Toss:
+def one_by_one(acceptance_of: AcceptanceOf) -> CoinJudge:
     """Judges siblings in their order, each with its own coin, after all earlier ones were rejected."""
 
     def toss(tree: DraftTree, target_logp: Array, coins: Array):
         acceptance, residual = acceptance_of(tree, target_logp)
         return first_accepted(tree, coins < acceptance), residual
 
-    return toss
+    def expected(tree: DraftTree, target_logp: Array):
+        rejected = 1.0 - acceptance_of(tree, target_logp)[0][:, None, :]
+        return 1.0 - jnp.prod(jnp.where(children_of(tree).is_child, rejected, 1.0), -1)
+
+    return CoinJudge(toss, expected)
 
 
 def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None) -> AcceptRule:
@@ -273,8 +300,8 @@ def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None
     Args:
       lossy: accepts more drafts, and the text no longer follows the target's distribution (`lossy.py`).
     """
-    toss = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
-    return rule_with_coins("recursive", RECURSIVE_SCHEMES, toss, max_depth)
+    coin_judge = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
+    return rule_with_coins("recursive", RECURSIVE_SCHEMES, coin_judge, max_depth)
 
 
 def kseq_rule(max_depth: int) -> AcceptRule:
@@ -299,10 +326,35 @@ def block_rule(tree: TreeConfig) -> AcceptRule:
         # The deepest accepted draft also accepts all drafts before it.
         return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
 
-    return rule_with_coins("block_verification", RECURSIVE_SCHEMES, toss, tree.depth, looks_ahead=True)
+    def expected(drafted: DraftTree, target_logp: Array):
+        # The probability that at least 1, 2, ... drafts are accepted.
+        reached = 1.0 - lax.cumprod(1.0 - block(drafted, target_logp)[0][:, 1:], axis=1, reverse=True)
+        before = jnp.concatenate([jnp.ones_like(reached[:, :1]), reached[:, :-1]], 1)
+        return jnp.where(before > 0.0, reached / jnp.where(before > 0.0, before, 1.0), 0.0)
+
+    return rule_with_coins(
+        "block_verification", RECURSIVE_SCHEMES, CoinJudge(toss, expected), tree.depth, looks_ahead=True
+    )
 
 
 def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
     """The optimal rule for TOP_THEN_RANDOM trees (`optimal.py`). It judges the drawn child of a node first."""
-    toss = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
-    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), toss, max_depth)
+    coin_judge = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
+    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), coin_judge, max_depth)
+
+
+def pairs_rule(tree: TreeConfig) -> AcceptRule:
+    """The rule for two drawn children (`pairs.py`), INDEPENDENT or WITHOUT_REPLACEMENT. It accepts nearly the optimum.
+
+    It looks at both children before it accepts one. So it is not lossless for a stochastic beam: there the second
+    child's score decides whether it is in the tree, and this score depends on the first child's token.
+
+    Raises:
+      ValueError: for a tree that is neither a chain nor a branching with at most two children per node.
+    """
+    if tree.width > 2 or (tree.width > 1 and tree.branching is None):
+        raise ValueError(
+            f"accept='pairs' with tree {tree.name}: it judges chains and branchings with at most two children per node,"
+            " for example 2.2.1"
+        )
+    return rule_with_coins("pairs", RECURSIVE_SCHEMES, one_by_one(choose_and_thin), tree.depth)

@@ -48,20 +48,28 @@ def test_every_target_is_in_the_table():
     )
 
 
-TREES = {"beam": setups.DRAWN_BEAM, "branching": setups.BRANCHING, "chain": setups.CHAIN_OF_4}
+TREES = {
+    "beam": setups.DRAWN_BEAM,
+    "branching": setups.BRANCHING,
+    "two children": TreeConfig(branching=(2, 2, 1)),
+    "chain": setups.CHAIN_OF_4,
+}
 JUDGED = [
     (rule, scheme, tree)
     for rule in RULES
     for scheme in drawn_schemes(rule)
     for tree in TREES
-    if judges(rule, TREES[tree]) and (tree != "chain" or not judges(rule, setups.BRANCHING))
+    if judges(rule, TREES[tree]) and (tree in ("beam", "branching") or not judges(rule, setups.BRANCHING))
 ]
-"""Every rule with every drawn scheme that it is lossless for; chains where it judges nothing else."""
+"""Every rule with every drawn scheme that it is lossless for; chains and two children where it judges no BRANCHING."""
 SLOW_JUDGED = [
     ("recursive", DrawScheme.WITHOUT_REPLACEMENT, "branching"),
     ("recursive", DrawScheme.INDEPENDENT, "beam"),
     ("recursive", DrawScheme.INDEPENDENT, "branching"),
     ("optimal", DrawScheme.TOP_THEN_RANDOM, "beam"),
+    ("pairs", DrawScheme.INDEPENDENT, "two children"),
+    ("pairs", DrawScheme.INDEPENDENT, "chain"),
+    ("pairs", DrawScheme.WITHOUT_REPLACEMENT, "chain"),
     ("kseq", DrawScheme.INDEPENDENT, "beam"),
     ("block_verification", DrawScheme.INDEPENDENT, "chain"),
     *(case for case in JUDGED if case[0] == "match" and case[1:] != (DrawScheme.TOP_THEN_RANDOM, "branching")),

@@ -37,13 +37,15 @@ MOST_CHILDREN = 4
 BRANCHING, BEAM, CHAIN = "branching", "beam", "chain"
 METHODS = {
     "SD": (CHAIN, "recursive", "without_replacement"),
+    "SpecTr": (BEAM, "kseq", "independent"),
     "SpecInfer": (BRANCHING, "recursive", "independent"),
     "RSD-C": (BRANCHING, "recursive", "without_replacement"),
     "RSD-S": (BEAM, "recursive", "without_replacement"),
     "top-k": (BEAM, "match", "arbitrary"),
     "coupled": (BEAM, "match", "coupled"),
 }
-"""Layout of the trees, rule and scheme of each method; SD is standard speculative sampling."""
+"""Layout of the trees, rule and scheme of each method. SD is standard speculative sampling. SpecTr drafts W independent
+chains of L tokens; independent draws in the layout of a beam are such chains."""
 
 
 def branching_of(budget: int, deepest: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Compares the acceptance of a rule with the optimum for the trees that it judges, by depth.
 
 A few prompts are decoded again, round by round and not timed. The distributions of target and drafter are kept at every
-node that a round reaches. The share of nodes at which a child was accepted is compared with the mean of
+node that a round reaches. The expected acceptance of the rule there, over its own noise, is compared with the mean of
 `theory.optimal_acceptance` at the same nodes. Read first: `lab/theory.py`.
 """
 
@@ -25,7 +25,7 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.planning.measure import Mode
 from hsd_jax.request import Speculation, rule_and_scheme
 from hsd_jax.session import prepare
-from hsd_jax.types import DRAWN_SCHEMES, DecodeState, DrawScheme, SamplingParams
+from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, DecodeState, DrawScheme, SamplingParams
 
 MOST_PROMPTS = 4
 MOST_NUMBERS = 2**20
@@ -46,9 +46,9 @@ def gap_by_depth(
 ) -> list[dict[str, Any]]:
     """One record per depth, on replayed prefixes of the first prompts: nodes, mean children, and three acceptances.
 
-    `accepted` is the share of nodes at which the rule accepted a child. `optimum` is the mean of the largest acceptance
-    of any lossless rule for children drawn in this way. `greedy_plus_one` is the same if all children but one were the
-    likeliest tokens (`top_then_random`).
+    `expected` is the mean probability that the rule accepts one of the drawn children. Its coins decide only which
+    nodes are reached. `optimum` is the mean of the largest acceptance of any lossless rule for as many children, drawn
+    in this way. `greedy_plus_one` is the same if all children but one were the likeliest tokens (`top_then_random`).
     """
     vocab_size = mode.params.target_config.vocab_size
     most, nodes = max(16, MOST_NUMBERS // vocab_size), defaultdict(list)
@@ -61,31 +61,34 @@ def gap_by_depth(
         asked = Sampling(max_new_tokens, temperature, seed=[seed + row])
         with prepare(mode.params, prompt, asked, speculation) as session:
             decoder, config = session.setup.decoder, mode.params.target_config
-            watched = watched or watched_step(decoder, config, rule, look_along_path)
+            watched = watched or watched_step(decoder, config, rule, functools.partial(look_along_path, rule))
             for seen in watched_rounds(session, watched):
-                accepted, counts, target, draft = (np.asarray(x)[0] for x in seen)
+                accepted, counts, expected, target, draft = (np.asarray(x)[0] for x in seen)
                 for depth in range(min(int(accepted) + 1, len(counts))):
                     if counts[depth]:
-                        nodes[depth].append((int(counts[depth]), accepted > depth, target[depth], draft[depth]))
+                        nodes[depth].append((int(counts[depth]), float(expected[depth]), target[depth], draft[depth]))
                 if sum(map(len, nodes.values())) >= most:
                     break
     return [_record(depth, nodes[depth], scheme) for depth in sorted(nodes)]
 
 
-def look_along_path(models: dict, sampling: SamplingParams, state: DecodeState, judged: JudgedRound):
-    """A `see` for `watched_step`: the nodes along the path of a round.
+def look_along_path(rule: AcceptRule, models: dict, sampling: SamplingParams, state: DecodeState, judged: JudgedRound):
+    """A `see` for `watched_step`, after its first argument: the nodes along the path of a round.
 
     Returns:
-      The number of accepted drafts [B]. For the first D nodes of the path: the number of valid children [B, D], and the
-      probabilities of target and drafter [B, D, V]. Values after the accepted nodes have no meaning.
+      The number of accepted drafts [B]. For the first D nodes of the path: the number of valid children [B, D], the
+      expected acceptance [B, D], and the probabilities of target and drafter [B, D, V]. Values after the accepted nodes
+      have no meaning.
     """
     tree, verdict = judged.tree, judged.verdict
     assert tree.draft_logp is not None, "drawn trees have distributions"
     path = jnp.minimum(verdict.path[:, :-1], tree.draft_logp.shape[1] - 1)
     is_child = (tree.parents[:, None, :] == path[:, :, None]) & tree.valid[:, None, :]
-    target = sampling_lib.target_distribution(take_nodes(judged.logits, path, axis=1), sampling)
-    draft = take_nodes(tree.draft_logp, path, axis=1)
-    return verdict.num_accepted, jnp.sum(is_child, -1), jnp.exp(target), jnp.exp(draft)
+    target = sampling_lib.target_distribution(judged.logits, sampling)
+    assert rule.expected is not None, "the rules of the table say what they expect"
+    expected = jnp.take_along_axis(rule.expected(tree, target), path, 1)
+    probabilities = (jnp.exp(take_nodes(logp, path, axis=1)) for logp in (target, tree.draft_logp))
+    return verdict.num_accepted, jnp.sum(is_child, -1), expected, *probabilities
 
 
 def _record(depth: int, nodes: list[tuple], scheme: DrawScheme) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def _record(depth: int, nodes: list[tuple], scheme: DrawScheme) -> dict[str, Any
         "depth": depth + 1,
         "num_nodes": len(nodes),
         "mean_children": float(np.mean([count for count, *_ in nodes])),
-        "accepted": float(np.mean([accepted for _, accepted, *_ in nodes])),
+        "expected": float(np.mean([expected for _, expected, *_ in nodes])),
         **{name: total / len(nodes) for name, total in sums.items()},
     }
 

@@ -93,7 +93,7 @@ def gap_lines(gap: Sequence[dict[str, Any]], title: str) -> list[str]:
     if not gap:
         return []
     rows = {
-        "accepted": "accepted on replayed prefixes",
+        "expected": "expected on replayed prefixes",
         "optimum": "optimum for these draws",
         "greedy_plus_one": "optimum for top_then_random",
     }
