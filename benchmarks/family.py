@@ -1,11 +1,13 @@
-"""Repeats the comparisons of docs/family.md: `make family DATA=FOLDER` runs the small version.
+"""Trains and compares the drafters of several papers, and the rules, on the bundled target.
 
-    python benchmarks/family.py --data FOLDER --out runs/family            # small: under an hour on two cores
-    python benchmarks/family.py --data FOLDER --out runs/family --large    # the sizes of docs/family.md
+    make family DATA=FOLDER                                                # small: under an hour on two cores
+    python benchmarks/family.py --data FOLDER --out runs/large --large     # 1.02 M tokens for each arm; takes hours
 
 FOLDER holds the dialogues of Schema-Guided Dialogue as sgd_dialogues/{train,dev}.jsonl and the problems of GSM8K as
 gsm8k/{train,test}.jsonl. Every step is a command of this repository; it is printed before it runs, so it can be run
-alone. A step that is complete is not repeated. The last lines give the seconds of each step.
+alone. The steps are trainings (files of arms in papers/), the rules on the bundled drafter, and trees of equal budgets.
+A step that is complete is not repeated; small and large go to different folders. The last lines give the seconds of
+each step.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--out", type=Path, default=Path("runs/family"))
-    parser.add_argument("--large", action="store_true", help="the sizes of docs/family.md; takes hours")
+    parser.add_argument("--large", action="store_true", help="arms of 1.02 M tokens; takes hours")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="only these steps")
     args = parser.parse_args()
     missing = [file for file in (*FILES.values(), *HELD_OUT.values()) if not (args.data / file).is_file()]
@@ -63,7 +65,11 @@ def main() -> int:
     unknown = sorted(set(args.only or ()) - set(commands))
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: steps are {', '.join(commands)}")
+    size, noted = "large" if args.large else "small", args.out / "size"
     args.out.mkdir(parents=True, exist_ok=True)
+    if noted.is_file() and noted.read_text() != size:
+        parser.error(f"--out {args.out}: holds a {noted.read_text()} run; give another folder for a {size} one")
+    noted.write_text(size)
     seconds = {}
     for name, command in commands.items():
         done = args.out / f"{name}.done"

@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from hsd_jax import TreeConfig, settings
 from hsd_jax.cli import options
 from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig
 from hsd_jax.drafters.table import method_of
-from hsd_jax.host.files import read_yaml, write_json
+from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
 from hsd_jax.lab.bench.experiment import Experiment, read_tasks
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
@@ -83,7 +85,7 @@ class Comparison:
     depth: Count
     target: str = "hsd_jax/assets/demo/target"
     set: tuple[str, ...] = ()
-    """Changes to the recipes of all arms that are compared."""
+    """Changes to the recipes of all arms that are compared. Those of the arm follow, then `small`, then the seed."""
     small: tuple[str, ...] = ()
     """Further changes with --small."""
     seeds: tuple[Seed, ...] = (0,)
@@ -97,11 +99,13 @@ def read_comparison(path: Path) -> tuple[Comparison, dict[str, Arm]]:
     """
     found = settings.read(Comparison, read_yaml(path), str(path))
     arms = {name: settings.read(Arm, line or {}, str(path), name) for name, line in found.arms.items()}
+    before: list[str] = []
     for name, arm in arms.items():
-        if arm.drafter is not None and (arm.recipe is not None or arm.set):
-            raise ValueError(f"{path}: arm {name!r}: drafter names a drafter that exists; leave out recipe and set")
-        if arm.start is not None and arm.start not in arms:
-            raise ValueError(f"{path}: arm {name!r}: start: {arm.start!r} is none of the arms {', '.join(arms)}")
+        if arm.drafter is not None and arm != Arm(drafter=arm.drafter, depth=arm.depth, accept=arm.accept):
+            raise ValueError(f"{path}: arm {name!r}: drafter names one that exists; it takes only depth and accept")
+        if arm.start is not None and arm.start not in before:
+            raise ValueError(f"{path}: arm {name!r}: start: {arm.start!r}: allowed are arms above it: {before}")
+        before.append(name)
     return found, arms
 
 
@@ -122,20 +126,23 @@ class Trainer:
             return Path(arm.drafter)
         seed = self.comparison.seeds[0] if arm.once else seed
         folder = self.out / f"{name.replace(' ', '-').replace(',', '')}-{seed}"
-        result = folder / "drafter" if arm.trains == "drafter" else folder
-        if (folder / "done.json").is_file():
-            return result
         if arm.data not in self.data:
             raise ValueError(f"arm {name!r} reads {arm.data!r}: give --data {arm.data}=FILE")
         start = None if arm.start is None else self.drafter(arm.start, seed)
         small = self.comparison.small if self.small else ()
         shared = () if arm.once else self.comparison.set
         values = read_recipe(arm.recipe, [*shared, *arm.set, *small, f"train.seed={seed}"])
+        about = {"recipe": values, "data": self.data[arm.data], "start": None if start is None else str(start)}
+        done, result = folder / "done.json", folder / "drafter" if arm.trains == "drafter" else folder
+        if done.is_file():
+            if read_json(done)["about"] != about:
+                raise ValueError(f"{folder}: holds arm {name!r} with another recipe or data; give another --out")
+            return result
         recipe = run.recipe_of(arm.trains, values.get("model", {}).get("kind")).from_dict(values, name)
         options.say(f"arm {name}, seed {seed}")
         begun = time.perf_counter()
         run.train(self.comparison.target, self.data[arm.data], folder, recipe, report=options.say, start_dir=start)
-        write_json(folder / "done.json", {"seconds": time.perf_counter() - begun, "recipe": values})
+        write_json(done, {"seconds": time.perf_counter() - begun, "about": about})
         return result
 
 
@@ -198,7 +205,7 @@ def _cosines(drafter: Weights, target: Weights, target_config: ModelConfig, conf
     """The mean cosine with the target's later state by depth [2, K]: of the forecast, and of a copy of the root's."""
     training = method_of(config).training
     assert training is not None
-    output = forward_sequence(target, target_config, tokens, aux_layers=config.feature_layers)
+    output = forward_sequence(target, target_config, tokens, feature_layers=config.feature_layers)
     count = tokens.shape[1] - 1
     read = trunk_features(drafter, config, output.hidden[:, :count], tuple(x[:, :count] for x in output.features))
     anchors = jnp.broadcast_to(jnp.arange(count), (len(tokens), count))
@@ -219,7 +226,7 @@ def _cosines(drafter: Weights, target: Weights, target_config: ModelConfig, conf
 
 
 def cosines(folder: Path, target: str, params: Params, texts: Texts) -> np.ndarray | None:
-    """`_cosines` of a drafter on texts; None for one without states of the target's width."""
+    """`_cosines` of a hidden-state drafter on texts; None for drafters of other kinds."""
     drafting = load(target, drafter=folder, dtype="float32")
     config = drafting.drafter_config
     if config is None or config.kind != "hidden":
@@ -271,7 +278,7 @@ def pooled(by_task: dict[str, Score]) -> Score:
     mean = None if None in overlaps else float(np.mean([o for o in overlaps if o is not None]))
     tokens = np.concatenate([score.tokens for score in found])
     passes = np.concatenate([score.passes for score in found], axis=1)
-    return Score(tokens, passes, np.mean([score.acceptance for score in found], 0), mean)
+    return Score(tokens, passes, np.nanmean([score.acceptance for score in found], 0), mean)
 
 
 def speeds(
@@ -305,6 +312,7 @@ def main() -> None:
     parser.add_argument("--cosines", action="store_true", help=what)
     parser.add_argument("--speed", action="store_true", help="also measure speed; leave the machine alone meanwhile")
     parser.add_argument("--repeats", type=int, default=2, help="with --speed: timed passes (default: 2)")
+    parser.set_defaults(seed=0, chat_template=False, command_line=shlex.join(sys.argv))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     comparison, arms = read_comparison(args.file)
@@ -312,6 +320,9 @@ def main() -> None:
     for named in args.data:
         name, _, file = named.partition("=")
         data.setdefault(name, []).append(file)
+    unknown = sorted(set(args.only or ()) - set(arms))
+    if unknown:
+        parser.error(f"--only {' '.join(unknown)}: arms are {', '.join(arms)}")
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(comparison, arms, data, args.out, args.small)
     compared = {name: arm for name, arm in arms.items() if not arm.once and (not args.only or name in args.only)}
@@ -344,12 +355,12 @@ def main() -> None:
     if args.cosines:
         tables.append(table_of_cosines(found, comparison.target, params, texts[tasks[0], "greedy"]))
     foot = [f"claim: {comparison.claim}", f"{args.limit} prompts a task, {args.max_new_tokens} tokens, seeds {seeds}"]
+    write_json(args.out / "table.json", record)
     if args.speed:
         measured = speeds({name: folders[0] for name, folders in found.items()}, arms, comparison, args)
         tables += report.tables_by_setting(measured, report.COMPARED)
         foot += report.footer(measured, report.NOTE)
-        record["speed"] = measured
-    write_json(args.out / "table.json", record)
+        write_json(args.out / "speed.json", measured)
     report.write_pages(tables, foot, args.out, "table")
 
 

@@ -50,7 +50,8 @@ leaves out drafts that do not pay. None: all nodes of the tree are verified.
 
 
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
-    """The transition of a speculative round. With `costs`, it verifies only the drafts that pay.
+    """The transition of a speculative round. With `costs`, it verifies only the drafts that pay; of drawn trees
+    it verifies all.
 
     Raises:
       ValueError: if `rule` is not lossless for the trees of `drafter`.

@@ -23,7 +23,7 @@ from jaxtyping import Int8 as Whole8
 LARGEST = 127
 """-128 is not used: a range as far below zero as above it needs no offset."""
 BLOCK = 64
-"""The numbers of a row that share a scale."""
+"""How many numbers of an input row share a scale when the kernels round it."""
 GROUP, STEP = 16, 4
 """The outputs that lie side by side, and how many inputs of each: 64 bytes, a line of the cache."""
 
@@ -36,7 +36,7 @@ class Int8:
     values: Whole8[Array, "out in"]
     scale: Float[Array, "out"]
     float_name: str = flax.struct.field(pytree_node=False, default="float32")
-    """The dtype that its products are made in where the device multiplies that."""
+    """The dtype of its products, on devices that multiply this dtype."""
 
     @property
     def dtype(self) -> np.dtype:
