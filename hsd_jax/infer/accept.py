@@ -210,8 +210,8 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
 AcceptanceOf = Callable[[DraftTree, Float[Array, "B N V"]], tuple[Float[Array, "B N"], Float[Array, "B I V"]]]
 """`acceptance_of(tree, target_logp) -> (acceptance, residual)`: the acceptance probability of every node after its
 earlier siblings are rejected, 0 for nodes that are no valid child; and for every node with a distribution the
-distribution of the next token after all its children are rejected. `recursion`, `kseq`, `chain_and_match` and `choose_and_thin` are of
-this form."""
+distribution of the next token after all its children are rejected. `recursion`, `kseq`, `chain_and_match` and
+`choose_and_thin` are of this form."""
 
 
 class CoinJudge(NamedTuple):
