@@ -64,7 +64,7 @@ def test_a_cut_model_is_the_first_layers(folder, tmp_path, standard_dtypes):
     assert_same(own, {name: weights[name] for name in own})
     assert any(line == f"starting from the first 2 of 3 layers of {folder / 'target'}" for line in lines)
     tokens = jnp.arange(12).reshape(1, 12)
-    states = toy.causal_pass(weights, whole, tokens, aux_layers=(KEPT - 1,)).features[0]
+    states = toy.causal_pass(weights, whole, tokens, feature_layers=(KEPT - 1,)).features[0]
     unit = states * (jnp.mean(states**2, -1, keepdims=True) + whole.norm_eps) ** -0.5
     early = lm_head(weights, whole, unit * weights["final_norm"]["weight"])  # what the target says after two layers
     np.testing.assert_allclose(toy.causal_pass(own, config, tokens).logits, early, atol=1e-5)

@@ -81,7 +81,7 @@ def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
         ("- a\n", "NAME"),
         ("a: [", ""),
         ("plain: {}\n", "'plain'"),
-        ("a: {nodes: 8}\n", "a: .*'nodes'.*accept, adaptive, alpha, drafter, draw"),
+        ("a: {nodes: 8}\n", "a: .*'nodes'.*accept, adaptive, alpha, devices, drafter, draw"),
         ("a: 8x5x2\n", "a='8x5x2': .*object"),
         ("a: {reference: true}\nb: {reference: true}\n", "reference"),
         ("a: {tree: 8}\n", "a.tree=8: .*string"),
