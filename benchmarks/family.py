@@ -19,14 +19,15 @@ import sys
 import time
 from pathlib import Path
 
+from hsd_jax.host.files import read_json, read_yaml
+from hsd_jax.train.recipe import read_recipe
+
 HERE = Path(__file__).resolve().parent
 TARGET = HERE.parent / "hsd_jax/assets/demo/target"
 FILES = {"dialogues": "sgd_dialogues/train.jsonl", "maths": "gsm8k/train.jsonl"}
 HELD_OUT = {"dialogue": "sgd_dialogues/dev.jsonl", "maths": "gsm8k/test.jsonl"}
 TRAINED = ("lyanna", "states", "distillspec", "steered")
 """Files of papers/ whose arms are trained."""
-LARGE = {"lyanna": 2.5, "states": 0.8, "distillspec": 1.5, "steered": 0.4, "rules": 0.3, "budget": 0.5}
-"""Hours of the large version of each step on two cores of a Zen 5, with nothing else running."""
 
 
 def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
@@ -49,6 +50,17 @@ def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
     commands["rules"] = ["hsd", "bench", "compare", *common, *rules, "--out", str(out / "rules")]
     commands["budget"] = ["hsd", "bench", "budget", *common, "--budgets", "6,14,30", "--out", str(out / "budget")]
     return commands
+
+
+def large_hours(folder: Path, name: str) -> float:
+    """Hours that the trainings of the large version take at most, by those of the small one in `folder`.
+
+    Seconds grow with the steps, and every seed is trained. Compilation is counted as if it grew, too.
+    """
+    large = read_yaml(HERE / f"papers/{name}.yaml")
+    steps = read_recipe(None, large["set"])["train"]["steps"] * len(large.get("seeds", [0]))
+    small = [read_json(done) for done in folder.glob("*/done.json")]
+    return sum(one["seconds"] * steps / one["about"]["recipe"]["train"]["steps"] for one in small) / 3600
 
 
 def main() -> int:
@@ -85,7 +97,8 @@ def main() -> int:
         done.touch()
         seconds[name] = time.perf_counter() - begun
     for name, taken in seconds.items():
-        more = f"; large: about {LARGE[name]:g} h" if not args.large and name in LARGE else ""
+        is_small = name in TRAINED and not args.large
+        more = f"; --large trains at most {large_hours(args.out / name, name):.1f} h" if is_small else ""
         print(f"{name}: {taken:.0f} s{more}")
     return 0
 

@@ -38,7 +38,7 @@ from hsd_jax.lab.bench.tables import Table
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import embed_committed, trunk_features
-from hsd_jax.params import Params, load
+from hsd_jax.params import Params, load, with_drafter
 from hsd_jax.planning import simulate
 from hsd_jax.planning.measure import bootstrap_ratio
 from hsd_jax.planning.texts import Texts, stored_texts
@@ -185,12 +185,11 @@ class Score:
         return self.tau / other.tau, *bootstrap_ratio(tokens, np.stack([self.passes.sum(0), other.passes.sum(0)]))
 
 
-def score(drafters: list[Path], target: str, params: Params, texts: Texts, depth: int, temperature: float) -> Score:
+def score(drafters: list[Params], texts: Texts, depth: int, temperature: float) -> Score:
     """Simulates the drafters of an arm, one for each seed, by a chain of `depth` drafts."""
     passes, acceptance, overlaps = [], [], []
-    for folder in drafters:
-        drafting = load(target, drafter=folder, dtype="float32")
-        models = drafting.drafter, drafting.drafter_config, params.target, params.target_config
+    for one in drafters:
+        models = one.drafter, one.drafter_config, one.target, one.target_config
         draft = TreeConfig.chain(depth), NO_REUSE
         (found,), overlap = simulate.accepted_lengths(*models, texts, [draft], temperature)
         passes.append([len(rounds) for rounds in found.trunk_runs])
@@ -225,14 +224,13 @@ def _cosines(drafter: Weights, target: Weights, target_config: ModelConfig, conf
     )
 
 
-def cosines(folder: Path, target: str, params: Params, texts: Texts) -> np.ndarray | None:
+def cosines(params: Params, texts: Texts) -> np.ndarray | None:
     """`_cosines` of a hidden-state drafter on texts; None for drafters of other kinds."""
-    drafting = load(target, drafter=folder, dtype="float32")
-    config = drafting.drafter_config
+    config = params.drafter_config
     if config is None or config.kind != "hidden":
         return None
     rows = jnp.asarray(texts.tokens), jnp.asarray(texts.length)
-    return np.asarray(_cosines(drafting.drafter, params.target, params.target_config, config, *rows))
+    return np.asarray(_cosines(params.drafter, params.target, params.target_config, config, *rows))
 
 
 def table_of(kind: str, scores: dict[str, dict[str, Score]], reference: str) -> Table:
@@ -259,11 +257,11 @@ def table_of(kind: str, scores: dict[str, dict[str, Score]], reference: str) -> 
     return Table(f"{kind}, chains", heads, [row[: len(heads)] for row in rows], [], left=1)
 
 
-def table_of_cosines(found: dict[str, list[Path]], target: str, params: Params, texts: Texts) -> Table:
+def table_of_cosines(drafters: dict[str, list[Params]], texts: Texts) -> Table:
     """A table of the cosines of the first seed of each arm."""
     rows = []
-    for name, folders in found.items():
-        values = cosines(folders[0], target, params, texts)
+    for name, seeds in drafters.items():
+        values = cosines(seeds[0], texts)
         if values is not None:
             rows.append([name, *(" ".join(f"{x:.2f}".lstrip("0") for x in row) for row in values)])
     return Table(
@@ -285,13 +283,11 @@ def speeds(
     drafters: dict[str, Path], arms: dict[str, Arm], comparison: Comparison, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Decodes by the given drafters in turns with plain decoding, and returns the record of the experiment."""
-    target = comparison.target
-    params = load(target)
-    methods = {}
+    params, methods = load(comparison.target), {}
     for name, folder in drafters.items():
         tree = TreeConfig.chain(arms[name].depth or comparison.depth).name
         methods[name] = MethodOptions(drafter=str(folder), tree=tree, accept=arms[name].accept)
-    modes = make_modes(params, methods, lambda folder: load(target, drafter=folder))
+    modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
     work = Workload.of(vars(args))
     tasks, temperatures = read_tasks(work, params), list(TEMPERATURES.values())
     return Experiment(work, modes, tasks, temperatures, methods=methods).run()
@@ -332,19 +328,15 @@ def main() -> None:
             trainer.drafter(name, seed)
     found = {name: [trainer.drafter(name, seed) for seed in seeds] for name in compared}
     depths = {name: arm.depth or comparison.depth for name, arm in compared.items()}
-    params = load(comparison.target, dtype="float32")
-    texts = held_out_texts(
-        find(comparison.target), dataclasses.replace(params, drafter=None, drafter_config=None), args
-    )
+    target = dataclasses.replace(load(comparison.target, dtype="float32"), drafter=None, drafter_config=None)
+    texts = held_out_texts(find(comparison.target), target, args)
+    drafters = {name: [with_drafter(target, folder) for folder in folders] for name, folders in found.items()}
     tasks = list(dict.fromkeys(task for task, _ in texts))
     tables, record = [], {}
     for kind, temperature in TEMPERATURES.items():
         scores = {
-            name: {
-                task: score(folders, comparison.target, params, texts[task, kind], depths[name], temperature)
-                for task in tasks
-            }
-            for name, folders in found.items()
+            name: {task: score(some, texts[task, kind], depths[name], temperature) for task in tasks}
+            for name, some in drafters.items()
         }
         tables.append(table_of(kind, scores, next(iter(scores))))
         record[kind] = {
@@ -353,7 +345,7 @@ def main() -> None:
             for name, by_task in scores.items()
         }  # fmt: skip
     if args.cosines:
-        tables.append(table_of_cosines(found, comparison.target, params, texts[tasks[0], "greedy"]))
+        tables.append(table_of_cosines(drafters, texts[tasks[0], "greedy"]))
     foot = [f"claim: {comparison.claim}", f"{args.limit} prompts a task, {args.max_new_tokens} tokens, seeds {seeds}"]
     write_json(args.out / "table.json", record)
     if args.speed:

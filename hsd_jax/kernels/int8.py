@@ -28,20 +28,35 @@ GROUP, STEP = 16, 4
 """The outputs that lie side by side, and how many inputs of each: 64 bytes, a line of the cache."""
 
 
+class _EightBits:
+    """What both ways to hold a weight share."""
+
+    scale: Float[Array, "out"]
+    float_name: str
+
+    def _values_of(self, rows: Array) -> Whole8[Array, "... in"]:
+        """The whole numbers of some of the rows."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> np.dtype:
+        """`float_name`: what the weight acts as in a product."""
+        return jnp.dtype(self.float_name)
+
+    def floats(self, rows: Array) -> Float[Array, "... in"]:
+        """The numbers that some of the rows stand for."""
+        return self._values_of(rows).astype(jnp.float32) * self.scale[rows][..., None]
+
+
 @typing.no_type_check  # of pytrees that jax builds of other things than arrays
 @flax.struct.dataclass
-class Int8:
+class Int8(_EightBits):
     """A weight [out, in]: row o stands for `values[o] * scale[o]`."""
 
     values: Whole8[Array, "out in"]
     scale: Float[Array, "out"]
     float_name: str = flax.struct.field(pytree_node=False, default="float32")
     """The dtype of its products, on devices that multiply this dtype."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """`float_name`: what the weight acts as in a product."""
-        return jnp.dtype(self.float_name)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,14 +67,13 @@ class Int8:
         """Some of the rows."""
         return Int8(self.values[rows], self.scale[rows], self.float_name)
 
-    def floats(self, rows: Array) -> Float[Array, "... in"]:
-        """The numbers that some of the rows stand for."""
-        return self.values[rows].astype(jnp.float32) * self.scale[rows][..., None]
+    def _values_of(self, rows: Array) -> Whole8[Array, "... in"]:
+        return self.values[rows]
 
 
 @typing.no_type_check
 @flax.struct.dataclass
-class GroupedInt8:
+class GroupedInt8(_EightBits):
     """An `Int8` in the order in which the CPU kernels multiply it, with zeros behind its last output and input.
 
     Input i of output o is `values[o // GROUP, i // STEP, o % GROUP, i % STEP]`.
@@ -73,11 +87,6 @@ class GroupedInt8:
     """As in `Int8`."""
 
     @property
-    def dtype(self) -> np.dtype:
-        """As in `Int8`."""
-        return jnp.dtype(self.float_name)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """[out, in]."""
         return len(self.scale), self.width
@@ -85,10 +94,6 @@ class GroupedInt8:
     def __getitem__(self, rows: Array) -> GroupedInt8:
         """Some of the rows."""
         return grouped(Int8(self._values_of(rows), self.scale[rows], self.float_name))
-
-    def floats(self, rows: Array) -> Float[Array, "... in"]:
-        """As in `Int8`."""
-        return self._values_of(rows).astype(jnp.float32) * self.scale[rows][..., None]
 
     def ungrouped(self) -> Int8:
         """The weight in its own order, a copy."""

@@ -1,0 +1,81 @@
+"""`benchmarks/papers.py` and `benchmarks/family.py`: files of arms, finished arms, and scores over seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import family, papers
+from hsd_jax.host.files import write_json
+
+FILES = sorted(path for path in family.HERE.glob("papers/*.yaml") if "claim:" in path.read_text())
+HEAD = "claim: none\ndepth: 2\narms:\n"
+
+
+def read(tmp_path: Path, arms: str):
+    file = tmp_path / "arms.yaml"
+    file.write_text(HEAD + arms)
+    return papers.read_comparison(file)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_files_of_arms_can_be_read(path):
+    comparison, arms = papers.read_comparison(path)
+    assert len([arm for arm in arms.values() if not arm.once]) > 1 and comparison.small
+
+
+@pytest.mark.parametrize(
+    ("arms", "message"),
+    [
+        ("  a: {recip: x.yaml}\n", "'recip'.*recipe"),
+        ("  a: {drafter: DIR, set: [train.steps=1]}\n", "'a': drafter names one that exists"),
+        ("  a: {start: b}\n  b: {}\n", r"'a': start: 'b': allowed are arms above it: \[\]"),
+    ],
+)
+def test_arms_that_say_nonsense(tmp_path, arms, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, arms)
+
+
+def test_a_finished_arm_is_not_trained_again_unless_it_would_be_another(tmp_path, monkeypatch):
+    """What was trained is compared with what is asked: recipe, data and start."""
+    trained = []
+
+    def train(target, data, folder, recipe, **more):
+        folder.mkdir(parents=True)
+        trained.append(folder.name)
+
+    monkeypatch.setattr(papers.run, "train", train)
+
+    def drafter(steps: int, data: str) -> Path:
+        comparison, arms = read(tmp_path, f"  a: {{set: [train.steps={steps}]}}\n")
+        return papers.Trainer(comparison, arms, {"own": [data]}, tmp_path / "out", False).drafter("a", 0)
+
+    assert drafter(3, "x.jsonl") == drafter(3, "x.jsonl") == tmp_path / "out/a-0/drafter"
+    assert trained == ["a-0"]
+    for steps, data in ((4, "x.jsonl"), (3, "y.jsonl")):
+        with pytest.raises(ValueError, match="holds arm 'a' with another recipe or data; give another --out"):
+            drafter(steps, data)
+
+
+def test_scores_pool_seeds_and_compare_prompts():
+    """Two seeds and two texts of 12 tokens: 24 tokens a seed in 6 and 10 passes, over 12 and 12."""
+    tokens = np.array([12, 12])
+    ours = papers.Score(tokens, np.array([[3, 3], [4, 6]]), np.ones((2, 1)), None)
+    theirs = papers.Score(tokens, np.array([[6, 6], [6, 6]]), np.ones((2, 1)), None)
+    assert ours.tau == 48 / 16 and ours.by_seed == [4.0, 2.4] and theirs.tau == 2.0
+    ratio, low, high = ours.over(theirs)
+    assert ratio == 1.5 and low <= ratio <= high and (low, high) == pytest.approx((12 / 9, 12 / 7))
+    whole = papers.pooled({"one": ours, "other": theirs})
+    assert whole.tau == 96 / 40 and whole.passes.shape == (2, 4)
+
+
+def test_the_hours_of_the_large_version(tmp_path):
+    """Two small arms of 36 s for 200 steps; three seeds of 2,000 steps are 30 times that."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        record = {"seconds": 36.0, "about": {"recipe": {"train": {"steps": 200}}}}
+        write_json(tmp_path / name / "done.json", record)
+    assert family.large_hours(tmp_path, "lyanna") == pytest.approx(2 * 36 * 30 / 3600)
