@@ -40,7 +40,7 @@ test-slow: $(DEV_STAMP) ## Run all tests; those against torch are skipped where 
 		$(PIP) install -qq "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
 	@HSD_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow" $(ARGS)
 
-family: $(STAMP) ## Train and compare small drafters of every paper, under an hour; DATA=FOLDER as benchmarks/family.py says
+family: $(STAMP) ## Train and compare small drafters of several papers; DATA=FOLDER as benchmarks/family.py says
 	@$(BIN)/python benchmarks/family.py --data "$(DATA)" --out runs/family
 
 lint: $(LINT_STAMP) ## Check style, format and types

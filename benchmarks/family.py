@@ -1,6 +1,6 @@
 """Trains and compares the drafters of several papers, and the rules, on the bundled target.
 
-    make family DATA=FOLDER                                                # small: under an hour on two cores
+    make family DATA=FOLDER                                                # small: 200 steps for each arm of a drafter
     python benchmarks/family.py --data FOLDER --out runs/large --large     # 1.02 M tokens for each arm; takes hours
 
 FOLDER holds the dialogues of Schema-Guided Dialogue as sgd_dialogues/{train,dev}.jsonl and the problems of GSM8K as
