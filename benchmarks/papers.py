@@ -59,7 +59,8 @@ class Arm:
     trains: str = "drafter"
     """drafter or target: the kind of training, as in `hsd train`."""
     set: tuple[str, ...] = ()
-    """Changes to the recipe, after those of the file for all arms."""
+    """Changes to the recipe, after those of the file for all arms. `{out}` in a change is the folder --out and
+    `{data}` the name of the text, so that arms can share a cache of the target's states."""
     data: str = "own"
     """The NAME of --data."""
     start: str | None = None
@@ -131,7 +132,9 @@ class Trainer:
         start = None if arm.start is None else self.drafter(arm.start, seed)
         small = self.comparison.small if self.small else ()
         shared = () if arm.once else self.comparison.set
-        values = read_recipe(arm.recipe, [*shared, *arm.set, *small, f"train.seed={seed}"])
+        names = {"out": self.out, "data": arm.data}
+        changes = [change.format(**names) for change in (*shared, *arm.set, *small)]
+        values = read_recipe(arm.recipe, [*changes, f"train.seed={seed}"])
         about = {"recipe": values, "data": self.data[arm.data], "start": None if start is None else str(start)}
         done, result = folder / "done.json", folder / "drafter" if arm.trains == "drafter" else folder
         if done.is_file():

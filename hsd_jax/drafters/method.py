@@ -46,9 +46,9 @@ class Distilled(NamedTuple):
     that of a language model. Raises a ValueError if the target lacks a steering layer, or if other layers already
     steer the model."""
     logits: Callable[..., Any]
-    """`logits(weights, config, tokens, output, key=None, starts=None, remat=False) -> [B, T, V]`: its logits after each
-    token, given the target's `output` for all tokens. Consumes the key. Without a key each token is read as in the
-    first draft of a round."""
+    """`logits(weights, config, tokens, features, key=None, starts=None, remat=False) -> [B, T, V]`: its logits after
+    each token, given the target's states [B, T, H] in every layer that steers. Consumes the key. Without a key each
+    token is read as in the first draft of a round."""
     added: Callable[..., Weights] = lambda key, config: {}
     """`added(key, config)`: fresh weights of the parts that a plain language model does not have."""
     save_added: Callable[..., None] = lambda folder, config, weights: None

@@ -28,16 +28,17 @@ from hsd_jax.drafters.method import Distilled
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import Layer
 from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with
-from hsd_jax.models.target import forward_sequence
+from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.params import Params
 from hsd_jax.planning.texts import Texts
 from hsd_jax.settings import NotNegative, OneOf, ProperShare
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
+from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.own_text import OnPolicyConfig
 from hsd_jax.train.recipe import HeldOut, Recipe
-from hsd_jax.train.target import starts_of
+from hsd_jax.train.target import starts_of, target_states
 from hsd_jax.types import Weights
 
 NLL = "nll"
@@ -126,12 +127,18 @@ class DistillRecipe(Recipe):
     loss: DistillLoss = DistillLoss()
     on_policy: OnPolicyConfig = OnPolicyConfig()
     data: DataConfig = DataConfig()
+    features: FeatureConfig = FeatureConfig()
     eval: DistillEval = DistillEval()
     train: DistillLoop = DistillLoop()
 
     def __post_init__(self):
         self.on_policy.num_rows(self.train)  # raises if the share does not fit the rows of a batch
         is_steered = self.model.how.is_steered
+        if self.on_policy.share and self.features.cache is not None:
+            raise ValueError(
+                f"on_policy.share={self.on_policy.share:g}: rows that the drafter writes are in no cache; leave out"
+                f" features.cache={self.features.cache}"
+            )
         if self.on_policy.share and is_steered:
             raise ValueError(
                 f"on_policy.share={self.on_policy.share:g}: a steered drafter cannot write text without its target;"
@@ -150,10 +157,10 @@ def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, r
     `params` are the weights of the drafter that are trained. `frozen` holds the weights of "target", and of "drafter"
     those that are not trained.
 
-    A batch comes from `data.Batches`. No gradient passes through the drawing of its text. The metrics are `overlap` and
-    `agreement`. `overlap` is the mean over labels of the sum of min(p, q), which is 1 - TVD and the probability that
-    the chain rule accepts a draft. `agreement` is the share of labels at which both models have the same likeliest
-    token.
+    A batch comes from `data.Batches`. With `hidden` (`features.py`) the target does not run. No gradient passes through
+    the drawing of its text. The metrics are `overlap` and `agreement`. `overlap` is the mean over labels of the sum of
+    min(p, q), which is 1 - TVD and the probability that the chain rule accepts a draft. `agreement` is the share of
+    labels at which both models have the same likeliest token.
 
     References:
       DistillSpec (arXiv:2310.08461), equation 1; but the mean is over all labels of a pass and not first over each
@@ -167,9 +174,9 @@ def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, r
         weights, starts = frozen["drafter"] | params, starts_of(batch)
         tokens, labels, mask = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["mask"][:, 1:]
         with jax.named_scope("target"):
-            rest = {"feature_layers": config.feature_layers}
-            output = lax.stop_gradient(forward_sequence(frozen["target"], target_config, tokens, starts, **rest))
-        teacher, own = output.logits, logits(weights, config, tokens, output, key, starts, remat)
+            hidden, features = target_states(frozen["target"], target_config, config.feature_layers, batch)
+            teacher = lm_head(frozen["target"], target_config, hidden)
+        own = logits(weights, config, tokens, features, key, starts, remat)
         if asked.divergence == NLL:
             values = optax.softmax_cross_entropy_with_integer_labels(own.astype(jnp.float32), labels)
         else:
@@ -202,7 +209,7 @@ def held_out_divergences(
     @jax.jit
     def sums(weights: Weights, target: Weights, tokens: Int[Array, "1 T"], mask: Bool[Array, "1 M"]):
         output = forward_sequence(target, target_config, tokens[:, :-1], feature_layers=config.feature_layers)
-        own = logits_of(weights, config, tokens[:, :-1], output)
+        own = logits_of(weights, config, tokens[:, :-1], output.features)
         logits = output.logits / temperature, own / temperature
         found = [losses.named(name, asked.jsd_beta)(*logits) for name in SHOWN]
         return jnp.stack([jnp.where(mask, values, 0.0).sum() for values in found])

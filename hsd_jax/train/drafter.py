@@ -39,7 +39,6 @@ from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, kinds_with, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
-from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import embed_committed, trunk_features
 from hsd_jax.settings import AtLeastTwo, Count, NotNegative, OneOf, PositiveShare, ProperShare, Whole
 from hsd_jax.train import heads, losses, on_policy, vocab_sample
@@ -48,7 +47,7 @@ from hsd_jax.train.data import DataConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.recipe import HeldOut, Recipe
-from hsd_jax.train.target import starts_of
+from hsd_jax.train.target import starts_of, target_states
 from hsd_jax.types import Weights
 
 TRAINED = kinds_with(lambda method: method.training is not None)
@@ -256,27 +255,6 @@ def _feature_layers(layers: tuple[int, ...] | str, num_layers: int) -> tuple[int
     return found
 
 
-def read_target(
-    frozen: Weights, target_config: ModelConfig, config: DrafterConfig, batch: dict[str, Array]
-) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...]]:
-    """The target's final states, and its residual streams after the layers that the drafter reads.
-
-    XLA drops the logits of this pass. `heads.py` computes the logits that the loss needs.
-    """
-    if "hidden" not in batch:
-        tokens = batch["tokens"][:, :-1]
-        output = forward_sequence(frozen, target_config, tokens, starts_of(batch), feature_layers=config.feature_layers)
-        return output.hidden, output.features
-    states, num = batch["hidden"].astype(jnp.float32), 1 + len(config.feature_layers)
-    if states.shape[-1] != num * target_config.hidden_size:
-        raise ValueError(
-            f"hidden states of {states.shape[-1]} numbers in the batch: expected the final ones and those of"
-            f" model.feature_layers={list(config.feature_layers)}, {num} times {target_config.hidden_size}"
-        )
-    hidden, *features = jnp.split(states, num, -1)
-    return hidden, tuple(features)
-
-
 def node_loss(
     config: LossConfig,
     target: losses.TeacherDistribution,
@@ -445,7 +423,7 @@ def make_loss(
         frozen = lax.stop_gradient(frozen)  # includes the LM head and the embeddings
         tokens, starts = batch["tokens"][:, :-1], starts_of(batch)
         with jax.named_scope("target"):
-            hidden, features = read_target(frozen, target_config, config, batch)
+            hidden, features = target_states(frozen, target_config, config.feature_layers, batch)
         labels = labels_of_anchors(batch["mask"], config.num_steps, batch.get("starts"))
         anchors = sample_anchors(key, labels.any(-1), loss_config.anchors_per_row)
         with jax.named_scope("unroll"):

@@ -12,7 +12,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
@@ -115,6 +116,30 @@ def cut(weights: Weights, num_layers: int) -> Weights:
 def starts_of(batch: dict[str, Array]) -> Int[Array, "B T"] | None:
     """The starts of the documents of a batch's input tokens (without the last label); None for rows of one document."""
     return batch["starts"][:, :-1] if "starts" in batch else None
+
+
+def target_states(
+    weights: Weights, config: ModelConfig, layers: tuple[int, ...], batch: dict[str, Array]
+) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...]]:
+    """The final states of a frozen target after the input tokens, and its residual streams after `layers`.
+
+    They come from the batch if it has `hidden` (`features.py`), else from a pass of the target. XLA drops the logits of
+    this pass.
+
+    Raises:
+      ValueError: if `hidden` has another number of streams.
+    """
+    if "hidden" not in batch:
+        output = forward_sequence(weights, config, batch["tokens"][:, :-1], starts_of(batch), feature_layers=layers)
+        return lax.stop_gradient((output.hidden, output.features))
+    states, num = batch["hidden"].astype(jnp.float32), 1 + len(layers)
+    if states.shape[-1] != num * config.hidden_size:
+        raise ValueError(
+            f"hidden states of {states.shape[-1]} numbers in the batch: expected the final ones and those of the layers"
+            f" that the drafter reads, {list(layers)}, {num} times {config.hidden_size}"
+        )
+    hidden, *features = jnp.split(states, num, -1)
+    return hidden, tuple(features)
 
 
 def make_loss(config: ModelConfig, remat: bool = False):

@@ -169,6 +169,13 @@ class TaughtTask(Task):
         settings = prompts, self.recipe.eval.max_new_tokens, temperature, self.report
         return texts_lib.stored_texts(self.out, f"held-out-{name}", self.target, self.owner.hash, *settings)
 
+    def cached(self, rows: data.Rows, likeliest: int = 0) -> features.Features | None:
+        """The target's states for the rows, from the cache that the recipe names; it is built first."""
+        train, asked, models = self.recipe.train, self.recipe.features, (self.target.target, self.reads)
+        pass_rows, layers = train.batch // train.num_passes, self.config.feature_layers
+        rest = self.owner.hash, pass_rows, self.report
+        return features.open_features(asked, rows, *models, *rest, layers=layers, likeliest=likeliest)
+
     def put(self, write: Callable[[Path], None], evaluation: dict[str, Any] | None) -> None:
         """Replaces the folder of the result by one that `write` fills, with the scores of `evaluation`."""
 
@@ -233,11 +240,9 @@ class DrafterTask(TaughtTask):
 
     def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
         """Batches with the target's states from a cache, if the recipe names one."""
-        train, loss, models = self.recipe.train, self.recipe.loss, (self.frozen, self.reads, self.owner.hash)
-        kept = {"layers": self.config.feature_layers, "likeliest": 0 if loss.sample is None else loss.likeliest}
-        pass_rows = train.batch // train.num_passes
-        cached = features.open_features(self.recipe.features, rows, *models, pass_rows, self.report, **kept)
-        return data.batches_of(rows, train, self.recipe.data, self.mesh, cached)
+        loss = self.recipe.loss
+        cached = self.cached(rows, 0 if loss.sample is None else loss.likeliest)
+        return data.batches_of(rows, self.recipe.train, self.recipe.data, self.mesh, cached)
 
     def scores(self, prompts: list[np.ndarray]) -> Evaluate:
         """Returns a function that simulates tau on greedy and on sampled texts."""
@@ -323,10 +328,10 @@ class DistillTask(TaughtTask):
         return self.learned
 
     def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
-        """Batches with rows that the drafter writes, if the recipe has `on_policy.share`."""
+        """Batches with the target's states from a cache, or with rows that the drafter writes, as the recipe says."""
         train, asked = self.recipe.train, self.recipe.on_policy
         if not asked.num_rows(train):
-            return super().batches(rows)
+            return data.batches_of(rows, train, self.recipe.data, self.mesh, self.cached(rows))
         writer, seed = model_of(self.config), self.recipe.data.seed_of(train.seed)
         return contextlib.closing(MixedBatches(rows, train, seed, asked, writer, self.words.eos, self.out))
 

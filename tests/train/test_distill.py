@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import divergence as oracle
+from safetensors.numpy import load_file
 from support import toy
 from support.recipes import LOOP, TARGET_VALUES, TEXT
 from support.training import TARGET, batch_of, jit, random_rows, random_weights, some_mask
@@ -128,6 +129,28 @@ def distil(folders, out, lines=None, start="start", **changes):
     report = str if lines is None else lines.append
     start_dir = start and folders / start
     return run.train(folders / "target", [folders / "text.jsonl"], out, recipe, report=report, start_dir=start_dir)
+
+
+@pytest.mark.parametrize("kind", distill.DISTILLED)
+def test_a_cache_of_the_targets_states_changes_nothing(folders, tmp_path, standard_dtypes, monkeypatch, kind):
+    """The same weights to rounding, and the steps of the cached run do not read the target's layers."""
+    model = {"kind": kind} | ({"num_steps": 3, "steering_layers": [1]} if kind in distill.STEERED else {})
+    changes = {"on_policy": {}, "eval": {"every": 0}, "model": model}
+    plain = distil(folders, tmp_path / "plain", **changes)
+    cache = {"cache": str(tmp_path / "cache"), "dtype": "float32"}
+    distil(folders, tmp_path / "filled", **changes, features=cache)
+    monkeypatch.setattr(target, "forward_sequence", None)
+    cached = distil(folders, tmp_path / "cached", **changes, features=cache)
+    for path in plain.glob("*.safetensors"):
+        want, found = (load_file(folder / path.name) for folder in (plain, cached))
+        assert want.keys() == found.keys()
+        for name in want:
+            np.testing.assert_allclose(found[name], want[name], atol=1e-5, err_msg=name)
+
+
+def test_text_of_the_drafter_is_in_no_cache():
+    with pytest.raises(ValueError, match=r"on_policy.share=0.5.*features.cache=there"):
+        distill.DistillRecipe.from_dict(VALUES | {"features": {"cache": "there"}}, "d")
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def load(
 
 DISTILLED = Distilled(
     lambda model, *_: SmallLMConfig(**vars(model_of(model))),
-    lambda weights, config, tokens, output, key=None, starts=None, remat=False: (
+    lambda weights, config, tokens, features, key=None, starts=None, remat=False: (
         forward_sequence(weights, config, tokens, starts, remat=remat).logits
     ),
 )

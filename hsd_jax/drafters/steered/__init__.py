@@ -14,7 +14,7 @@ from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.draft import steered_drafter
 from hsd_jax.drafters.steered.files import load_steered, save_steering
 from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_features, steered_sequence
-from hsd_jax.types import ModelOutput, Weights
+from hsd_jax.types import Weights
 
 
 def drafting_seconds(costs: Any, config: SteeredConfig, batch: int, tree: TreeConfig) -> float:
@@ -42,7 +42,7 @@ def logits(
     weights: Weights,
     config: SteeredConfig,
     tokens: Int[Array, "B T"],
-    output: ModelOutput,
+    features: tuple[Float[Array, "B T H"], ...],
     key: jax.Array | None = None,
     starts: Int[Array, "B T"] | None = None,
     remat: bool = False,
@@ -50,7 +50,7 @@ def logits(
     """As `Distilled.logits`. Each token is steered by the states of an earlier token, at a random distance of those
     that occur in a round."""
     lag = 1 if key is None else jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
-    return steered_sequence(weights, config, tokens, joined_features(output.features), lag, starts, remat).logits
+    return steered_sequence(weights, config, tokens, joined_features(features), lag, starts, remat).logits
 
 
 STEERED = DraftingMethod(
