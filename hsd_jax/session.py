@@ -211,6 +211,13 @@ class Session:
             "Open it with fewer slots or a smaller max_len",
         )
 
+    @classmethod
+    def of_setup(cls, params: Params, setup: Setup, num_rows: int, slots: int) -> Session:
+        """A session whose program has been set up: `slots` requests in the first of its `num_rows` rows."""
+        session = cls.__new__(cls)
+        session._begin(params, setup, num_rows, slots, None)
+        return session
+
     def _begin(self, params: Params, setup: Setup, num_rows: int, slots: int, max_len: int | None) -> None:
         self.params, self.setup, self.slots = params, setup, slots
         self.max_len = params.max_len if max_len is None else max_len
@@ -754,7 +761,6 @@ def prepare(
     known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.rule, setup.scheme, setup.lossy
     check_same("models, prompts and settings of the call", repr((known, asked)))
-    session = object.__new__(Session)
-    session._begin(params, setup, num_rows, len(rows), None)
+    session = Session.of_setup(params, setup, num_rows, len(rows))
     session.read_together(rows, capacity)
     return session

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     options.write_record(args.json, record)
     if args.plot:
         plots.plot_methods(record, args.plot)
-    return 0
+    return experiment.status(record)
 
 
 def _add_task_arguments(parser: argparse.ArgumentParser) -> None:

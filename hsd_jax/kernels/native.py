@@ -186,7 +186,7 @@ def selected_isa() -> str:
     If the requested one is not available, a warning says so once, and another is used. With any of them speculative
     text equals that of plain decoding.
     """
-    return _select_isa(os.environ.get(ISA_VARIABLE, ""), os.environ.get("HSD_NATIVE", ""))
+    return _select_isa(os.environ.get(ISA_VARIABLE, ""))
 
 
 @contextlib.contextmanager
@@ -215,8 +215,8 @@ def _is_known_to_compiler(isa: str) -> bool:
 
 
 @functools.cache
-def _select_isa(wanted: str, switch: str) -> str:
-    if switch == "0" or wanted == OFF:
+def _select_isa(wanted: str) -> str:
+    if wanted == OFF:
         return OFF
     here = cpu_isas()
     if wanted in here and _is_known_to_compiler(wanted):

@@ -26,6 +26,7 @@ from hsd_jax import params as params_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import DRAFTING_METHODS
+from hsd_jax.lab.bench import experiment
 from hsd_jax.planning import ahead
 from hsd_jax.train import drafter, recipe, target
 
@@ -287,6 +288,13 @@ def test_bench_record_is_complete(folders, tmp_path, capsys):
     assert {"median", "min", "max", "low", "high"} <= set(drafted["over_plain_whole"])
     shown = capsys.readouterr().out
     assert "tree 5x3x2" in shown and "bits per byte" in shown and "acceptance by depth" in shown
+
+
+def test_bench_fails_where_a_text_differs(folders, monkeypatch):
+    real = experiment.mode_record
+    monkeypatch.setattr(experiment, "mode_record", lambda *args: real(*args) | {"differing_prompts": [0]})
+    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--no-stages", "--dtype", "float32"]
+    assert hsd("bench", *both(folders), *arguments, *SHORT, *TREE) == 1
 
 
 @pytest.mark.slow

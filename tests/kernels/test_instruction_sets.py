@@ -16,26 +16,23 @@ from hsd_jax.params import describe_arithmetic
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    """`asked(isa, switch)` is the instruction set for these variables, on a processor with AVX2 and no more."""
+    """`asked(isa)` is the instruction set for this value of the variable, on a processor with AVX2 and no more."""
     monkeypatch.setattr(native, "cpu_isas", lambda: ("avx2",))
     native._select_isa.cache_clear()
 
-    def choose(isa: str, switch: str = "") -> str:
+    def choose(isa: str) -> str:
         monkeypatch.setenv(native.ISA_VARIABLE, isa)
-        monkeypatch.setenv("HSD_NATIVE", switch)
         return native.selected_isa()
 
     yield choose
     native._select_isa.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("isa", "switch", "selected"), [("", "", "avx2"), ("avx2", "1", "avx2"), ("off", "", "off"), ("avx2", "0", "off")]
-)
-def test_instruction_sets_that_can_be_had_are_taken_without_a_word(asked, isa, switch, selected):
+@pytest.mark.parametrize(("isa", "selected"), [("", "avx2"), ("avx2", "avx2"), ("off", "off")])
+def test_instruction_sets_that_can_be_had_are_taken_without_a_word(asked, isa, selected):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert asked(isa, switch) == selected
+        assert asked(isa) == selected
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,17 @@ folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, co
 
 
 @pytest.mark.parametrize(
-    ("accept", "differing", "is_promised", "status"),
-    [("match", 1, True, 1), ("match", 0, True, 0), ("match", 1, False, 0), ("recursive", 1, True, 0)],
+    ("accept", "temperature", "differing", "is_promised", "status"),
+    [
+        ("match", 1, [0], True, 1),
+        ("match", 1, [], True, 0),
+        ("match", 1, [0], False, 0),
+        ("recursive", 1, [0], True, 0),
+        ("recursive", 0, [0], True, 1),
+    ],
 )
-def test_a_text_that_differs_fails_where_the_same_is_promised(accept, differing, is_promised, status):
-    row = {"accept": accept, "differing_prompts": differing}
+def test_a_text_that_differs_fails_where_the_same_is_promised(accept, temperature, differing, is_promised, status):
+    row = {"accept": accept, "temperature": temperature, "differing_prompts": differing}
     assert experiment.status({"rows": [{}, row], "is_promised": is_promised}) == status
 
 
