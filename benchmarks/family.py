@@ -4,15 +4,16 @@
     python benchmarks/family.py --data FOLDER --out runs/large --large     # 1.02 M tokens for each arm; takes hours
 
 FOLDER holds the dialogues of Schema-Guided Dialogue as sgd_dialogues/{train,dev}.jsonl and the problems of GSM8K as
-gsm8k/{train,test}.jsonl. Every step is a command of this repository; it is printed before it runs, so it can be run
-alone. The steps are trainings (files of arms in papers/), the rules on the bundled drafter, and trees of equal budgets.
-A step that is complete is not repeated; small and large go to different folders. The last lines give the seconds of
-each step.
+gsm8k/{train,test}.jsonl. The text of people is the beginning of both training files. Every step is a command of this
+repository; it is printed before it runs, so it can be run alone. The steps are trainings (files of arms in papers/),
+the rules on the bundled drafter, and trees of equal budgets. A step that is complete is not repeated; small and large
+go to different folders. The last lines give the seconds of each step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,16 @@ FILES = {"dialogues": "sgd_dialogues/train.jsonl", "maths": "gsm8k/train.jsonl"}
 HELD_OUT = {"dialogue": "sgd_dialogues/dev.jsonl", "maths": "gsm8k/test.jsonl"}
 TRAINED = ("lyanna", "states", "distillspec", "steered")
 """Files of papers/ whose arms are trained."""
+FIXED = "fixed.jsonl"
+"""The file of people's text in the folder of results."""
+
+
+def write_fixed(data: Path, out: Path, is_small: bool) -> None:
+    """Writes the first documents of both training files: enough for 1.02 M tokens, or for the small version."""
+    with (out / FIXED).open("w", encoding="utf-8") as fixed:
+        for file in FILES.values():
+            with (data / file).open(encoding="utf-8") as lines:
+                fixed.writelines(itertools.islice(lines, 300 if is_small else 2300))
 
 
 def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
@@ -37,7 +48,7 @@ def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
     write = ["generate-data", "--target", str(TARGET), "--prompts", *(str(data / file) for file in FILES.values())]
     write += ["--limit", "300" if is_small else "4000", "--temperatures", "0,0,0.7,1.0", "--max-new-tokens", "192"]
     commands = {"own": ["hsd", *write, "--batch", "32", "--no-chat-template", "--out", str(own)]}
-    texts = ["--data", f"own={own}", *(f"fixed={data / file}" for file in FILES.values())]
+    texts = ["--data", f"own={own}", f"fixed={out / FIXED}"]
     held_out = ["--prompts", *prompts, "--half", "report", "--limit", "6" if is_small else "24"]
     for name in TRAINED:
         run = ["python", str(HERE / "papers.py"), str(HERE / f"papers/{name}.yaml"), *texts, *held_out]
@@ -82,6 +93,7 @@ def main() -> int:
     if noted.is_file() and noted.read_text() != size:
         parser.error(f"--out {args.out}: holds a {noted.read_text()} run; give another folder for a {size} one")
     noted.write_text(size)
+    write_fixed(args.data, args.out, not args.large)
     seconds = {}
     for name, command in commands.items():
         done = args.out / f"{name}.done"

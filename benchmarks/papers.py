@@ -33,7 +33,7 @@ from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
 from hsd_jax.lab.bench.experiment import Experiment, read_tasks
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
-from hsd_jax.lab.bench.prompts import Workload, read_prompts
+from hsd_jax.lab.bench.prompts import Workload, for_checkpoint
 from hsd_jax.lab.bench.tables import Table
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.models.target import forward_sequence
@@ -151,11 +151,11 @@ class Trainer:
 
 def held_out_texts(checkpoint: Checkpoint, params: Params, args: argparse.Namespace) -> dict[tuple[str, str], Texts]:
     """What the target writes after the prompts of each task, by task and kind of text. Stored in the folder --out."""
-    tokenizer, texts, target_hash = checkpoint.tokenizer, {}, checkpoint.hash("float32")
+    texts, target_hash = {}, checkpoint.hash("float32")
     for named in args.prompts:
         task, _, file = named.partition("=")
-        prompts = read_prompts([file], lambda text: len(tokenizer.encode(text)), args.half, args.limit)
-        tokens = [np.asarray(p.tokens(tokenizer)) for p in prompts]
+        prompts = for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)
+        tokens = [np.asarray(p.tokens(params.tokenizer)) for p in prompts]
         for kind, temperature in TEMPERATURES.items():
             how = args.max_new_tokens, temperature, options.say
             texts[task, kind] = stored_texts(args.out, f"{task}-{kind}", params, target_hash, tokens, *how)
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--cosines", action="store_true", help=what)
     parser.add_argument("--speed", action="store_true", help="also measure speed; leave the machine alone meanwhile")
     parser.add_argument("--repeats", type=int, default=2, help="with --speed: timed passes (default: 2)")
-    parser.set_defaults(seed=0, chat_template=False, command_line=shlex.join(sys.argv))
+    parser.set_defaults(seed=0, chat_template=True, command_line=shlex.join(sys.argv))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     comparison, arms = read_comparison(args.file)

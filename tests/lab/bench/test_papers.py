@@ -21,9 +21,25 @@ def read(tmp_path: Path, arms: str):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_files_of_arms_can_be_read(path):
+def test_the_recipes_of_the_files_can_be_read(path, tmp_path, monkeypatch):
+    """Arms on the same text share a cache of the target's states, in the folder of the results."""
+    recipes = {}
+    monkeypatch.chdir(family.HERE.parent)
+
+    def train(target, data, folder, recipe, **more):
+        folder.mkdir(parents=True)
+        recipes[folder.name] = recipe
+
+    monkeypatch.setattr(papers.run, "train", train)
     comparison, arms = papers.read_comparison(path)
+    data = {arm.data: [arm.data] for arm in arms.values()}
+    for is_small in (False, True):
+        trainer = papers.Trainer(comparison, arms, data, tmp_path / str(is_small), is_small)
+        for name in arms:
+            trainer.drafter(name, 0)
     assert len([arm for arm in arms.values() if not arm.once]) > 1 and comparison.small
+    caches = {recipe.features.cache for recipe in recipes.values() if hasattr(recipe, "features")}
+    assert caches <= {None, *(str(tmp_path / "True" / f"features-{name}") for name in data)}
 
 
 @pytest.mark.parametrize(
