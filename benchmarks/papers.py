@@ -293,7 +293,7 @@ def speeds(
     modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
     work = Workload.of(vars(args))
     tasks, temperatures = read_tasks(work, params), list(TEMPERATURES.values())
-    return Experiment(work, modes, tasks, temperatures, methods=methods).run()
+    return Experiment(work, modes, tasks, temperatures, methods=methods, with_stages=True).run()
 
 
 def main() -> None:
@@ -353,7 +353,7 @@ def main() -> None:
     write_json(args.out / "table.json", record)
     if args.speed:
         measured = speeds({name: folders[0] for name, folders in found.items()}, arms, comparison, args)
-        tables += report.tables_by_setting(measured, report.COMPARED)
+        tables += report.tables_by_setting(measured, report.STAGED)
         foot += report.footer(measured, report.NOTE)
         write_json(args.out / "speed.json", measured)
     report.write_pages(tables, foot, args.out, "table")

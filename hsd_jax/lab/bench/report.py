@@ -51,6 +51,15 @@ def _rule(row: dict[str, Any]) -> str:
     return row.get("accept", "") + lossy + (", adaptive" if row.get("adaptive") else "")
 
 
+def _drafting(row: dict[str, Any]) -> str:
+    """The time of drafting in a round and its share, where stages were timed."""
+    if "stages" not in row:
+        return ""
+    seconds, shares = row["stages"]["seconds"], row["stages"]["shares"]
+    drafting = ("trunk", "head", "tree")
+    return f"{1e3 * sum(seconds[s] for s in drafting):.2f} ms, {sum(shares[s] for s in drafting):.0%}"
+
+
 def _score(row: dict[str, Any]) -> str:
     """The share of exact matches of maths problems, if there are any, and the target's own log-likelihood."""
     found = row["task_score"]
@@ -66,6 +75,7 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "method": lambda row: row["method"],
     "tree": _tree,
     "rule": _rule,
+    "reuse": lambda row: row.get("reuse", ""),
     "tokens": lambda row: str(row["num_tokens"]),
     "draft tokens": lambda row: str(row["draft_tokens"]),
     "tau": lambda row: f"{row['tau']:.2f}",
@@ -78,6 +88,7 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "over reference": lambda row: ratio(row["over_reference"]),
     "same text": lambda row: same_text(row, row["temperature"], row["num_texts"]),
     "task score": _score,
+    "drafting": _drafting,
     "drafts in": lambda row: f"{row['drafted_share']:.0%}" if "drafted_share" in row else "",
     "plan": lambda row: ", ".join(row.get("plans", ())),
     "by depth": lambda row: _shares(row["conditional_acceptance"]),
@@ -85,6 +96,7 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
 }
 """The columns: each maps a row to the text of its cell. The names are the heads of the tables."""
 COMPARED = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "whole call", "over reference", "same text")
+STAGED = ("method", "reuse", "tau", "drafting", "tokens/s", "over plain", "over reference", "same text")
 BENCHED = ("method", "tokens", "tau", "tokens/s", "over plain", "over fastest plain", "same text")
 CHOICES = ("method", "tau", "tokens/s", "over plain", "same text", "drafts in", "plan")
 BUDGETED = ("method", "draft tokens", "tau", "accepted", "MBSU", "tokens/s", "over plain", "by depth", "by sibling")
