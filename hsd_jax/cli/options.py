@@ -358,7 +358,7 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
             raise ValueError(
                 "--devices divides the devices between the target and the small model of --pearl GAMMA: give both"
             )
-        from hsd_jax.planning.ahead import submeshes
+        from hsd_jax.planning.pearl import submeshes
 
         submeshes(args.devices)  # raises before the models are read
     params = hsd_jax.load(source_of(args), **{name: getattr(args, name) for name in names} | changes)

@@ -27,7 +27,7 @@ from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.lab.bench import experiment
-from hsd_jax.planning import ahead
+from hsd_jax.planning import pearl
 from hsd_jax.train import drafter, recipe, target
 
 folders, own_cache = command_line.folders, command_line.own_cache
@@ -675,7 +675,7 @@ def test_one_device_is_too_few(folders, capsys, monkeypatch):
 def test_gamma_is_measured_and_said(folders, capsys, monkeypatch):
     """On the devices that were named; the text is plain decoding's."""
     measured = []
-    monkeypatch.setattr(ahead, "measured_c", lambda params: measured.append(params) or 2.6)
+    monkeypatch.setattr(pearl, "measured_c", lambda params: measured.append(params) or 2.6)
     asked = ["--target", folders.target, "--drafter", folders.target, "--pearl", "auto", "--devices", "2:0-1"]
     assert hsd("generate", *asked, *SHORT, "--json", "the cat") == 0
     found = capsys.readouterr()

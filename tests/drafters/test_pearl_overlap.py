@@ -16,7 +16,7 @@ import hsd_jax
 from hsd_jax.arguments import Sampling
 from hsd_jax.drafters.pearl import overlap
 from hsd_jax.infer.decode import UNBOUNDED
-from hsd_jax.planning import ahead
+from hsd_jax.planning import pearl
 from hsd_jax.session import prepare
 
 pytestmark = needs_devices
@@ -256,7 +256,7 @@ def test_illegal_devices(pair, devices, message):
 def test_devices_by_name(pair):
     """As text: counts, and lists with ranges."""
     for text, target, drafter in (("1,2", [0], [1, 2]), ("3:0", [3], [0]), ("4-5,7:0-1", [4, 5, 7], [0, 1])):
-        meshes = ahead.submeshes(text)
+        meshes = pearl.submeshes(text)
         assert [[device.id for device in mesh.devices.ravel()] for mesh in meshes] == [target, drafter]
     split = hsd_jax.pearl(pair, GAMMA, devices="3:0")
     assert {x.device.id for x in jax.tree.leaves(split.target)} == {3}
@@ -266,7 +266,7 @@ def test_one_device_is_named(monkeypatch):
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: first)
     with pytest.raises(ValueError, match=r"there is 1 device.*device_count=2 pretends two"):
-        ahead.submeshes((1, 1))
+        pearl.submeshes((1, 1))
 
 
 def test_where_models_lie_can_be_changed(apart):
@@ -298,7 +298,7 @@ def test_what_two_programs_cannot_do(pair, apart):
 
 @pytest.mark.parametrize(("c", "gamma"), [(0.2, 1), (1.4, 1), (2.6, 3), (11.0, 11)])
 def test_gamma_is_the_drafts_in_the_time_of_a_pass(pair, monkeypatch, c, gamma):
-    monkeypatch.setattr(ahead, "measured_c", lambda params: c)
+    monkeypatch.setattr(pearl, "measured_c", lambda params: c)
     config = hsd_jax.pearl(pair).drafter_config
     assert config.gamma == gamma and config.ratio == c and f"gamma {gamma}" in config.choice
     assert config == hsd_jax.pearl(pair, gamma).drafter_config  # so a given gamma runs the same programs
@@ -308,4 +308,4 @@ def test_gamma_is_the_drafts_in_the_time_of_a_pass(pair, monkeypatch, c, gamma):
 def test_c_is_measured(pair):
     """A small model that is the target takes as long as the target, on the same device; on others, about."""
     same = dataclasses.replace(pair, drafter=pair.target)
-    assert 0.1 < ahead.measured_c(same) < 10
+    assert 0.1 < pearl.measured_c(same) < 10

@@ -32,9 +32,9 @@ from hsd_jax.lab.bench.rounds import CALIBRATION, CALIBRATION_PROMPTS
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import Params, stack
 from hsd_jax.planning.acceptance import acceptance_giving, mean
-from hsd_jax.planning.ahead import as_target
 from hsd_jax.planning.hierarchy import Edge, Hierarchy, RoundParts, fastest, plan_hierarchy, replayed
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
+from hsd_jax.planning.pearl import as_target
 from hsd_jax.planning.texts import write_texts
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"

@@ -24,8 +24,8 @@ from hsd_jax.infer.lossy import Lossy
 from hsd_jax.lab.bench.hierarchy import stacked
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
-from hsd_jax.planning.ahead import pearl
 from hsd_jax.planning.measure import Mode, parse_tree
+from hsd_jax.planning.pearl import pearl
 from hsd_jax.request import rule_and_scheme
 from hsd_jax.settings import Count
 

@@ -18,8 +18,8 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.lab.bench import hierarchy, hierarchy_report, methods, rounds
 from hsd_jax.models import convert
 from hsd_jax.planning.acceptance import mean
-from hsd_jax.planning.ahead import as_target
 from hsd_jax.planning.hierarchy import Hierarchy, RoundParts, replayed, rounds_of
+from hsd_jax.planning.pearl import as_target
 from hsd_jax.planning.simulate import accepted_lengths
 from hsd_jax.planning.texts import Texts, write_texts
 from hsd_jax.train.target import grown, layer_sources

@@ -1,4 +1,4 @@
-"""`benchmarks/ahead.py` and PEARL in `hsd bench compare`, on pretended devices."""
+"""`benchmarks/pearl.py` and PEARL in `hsd bench compare`, on pretended devices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from support import setups
 from support.meshes import needs_devices
 
 import hsd_jax
-from benchmarks import ahead as benchmark
+from benchmarks import pearl as benchmark
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench import methods
-from hsd_jax.planning import ahead
+from hsd_jax.planning import pearl
 from hsd_jax.planning.measure import time_modes
 
 pytestmark = needs_devices
@@ -33,7 +33,7 @@ def read(tmp_path, text: str) -> methods.Methods:
 
 def test_methods_draft_on_devices_of_their_own(pair, tmp_path, monkeypatch, capsys):
     """Each line has its own gamma and devices; a gamma that is measured is said."""
-    monkeypatch.setattr(ahead, "measured_c", lambda params: 3.4)
+    monkeypatch.setattr(pearl, "measured_c", lambda params: 3.4)
     lines = 'shared: {pearl: 2}\napart: {pearl: auto, devices: "1,1"}\nnamed: {pearl: 2, devices: "3:4"}\n'
     plain, shared, apart, named = methods.make_modes(pair, read(tmp_path, lines), lambda drafter: None)
     assert [mode.tree for mode in (shared, apart, named)] == [TreeConfig.chain(n) for n in (2, 3, 2)]
