@@ -338,7 +338,7 @@ class Drafter(NamedTuple):
     without drafts. The path of the verdict lists the nodes of these passes in order. Rows that committed no token keep
     their state. None: the drafter must draft in every round."""
     drafts_ahead: bool = False
-    """Whether a round drafts tokens that later rounds verify. Rules that look ahead cannot judge such drafts."""
+    """Whether a round drafts tokens that later rounds verify. Rules that judge jointly cannot judge such drafts."""
     counts: Callable[[Any], dict[str, Int[Array, "B"]]] | None = None
     """`counts(state)`: the drafter's own counts of every row, by name, for statistics. None: it counts nothing."""
 
@@ -359,7 +359,7 @@ class AcceptRule(NamedTuple):
     is None."""
     emits_argmax: bool = False
     """Whether every token it emits comes from `ops.argmax`, which on a mesh itself returns INVALID_TOKEN."""
-    looks_ahead: bool = False
+    judges_jointly: bool = False
     """Whether its verdict on a draft depends on later drafts of the path. Noise after a rejection was then used, so the
     keys of drafts and coins depend on the round and not only on the position (`sampling.place_keys`)."""
     expected: Callable[..., Float[Array, "B I"]] | None = None

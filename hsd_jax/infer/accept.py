@@ -38,7 +38,7 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
     Raises:
       ValueError: if `rule` is not lossless for trees drawn under `scheme`, or for drafts made ahead.
     """
-    if rule.looks_ahead and drafts_ahead:
+    if rule.judges_jointly and drafts_ahead:
         raise ValueError(
             f"accept={rule.name!r} judges whole chains, but PEARL drafts a chain in two rounds; use recursive or match"
         )
@@ -235,12 +235,12 @@ def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -
 
 
 def rule_with_coins(
-    name: str, schemes: frozenset[DrawScheme], coin_judge: CoinJudge, max_depth: int, looks_ahead: bool = False
+    name: str, schemes: frozenset[DrawScheme], coin_judge: CoinJudge, max_depth: int, judges_jointly: bool = False
 ) -> AcceptRule:
     """The rule that follows the nodes that `coin_judge` accepts, and then draws the next token.
 
     Args:
-      looks_ahead: as in `AcceptRule`.
+      judges_jointly: as in `AcceptRule`.
     """
 
     def judge(
@@ -253,7 +253,7 @@ def rule_with_coins(
         noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
-        of_round = sampling_lib.round_row_keys(keys, root_position) if looks_ahead else keys
+        of_round = sampling_lib.round_row_keys(keys, root_position) if judges_jointly else keys
         is_accepted, residual = coin_judge.toss(tree, target_logp, coins_of(of_round, tree, root_position))
         path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
 
@@ -271,7 +271,7 @@ def rule_with_coins(
         emitted = jnp.where(is_next, next_token[:, None], drafted)
         return Verdict(path, num_accepted, next_token, emitted)
 
-    return AcceptRule(name, schemes, judge, looks_ahead=looks_ahead, expected=coin_judge.expected)
+    return AcceptRule(name, schemes, judge, judges_jointly=judges_jointly, expected=coin_judge.expected)
 
 
 def one_by_one(acceptance_of: AcceptanceOf) -> CoinJudge:
@@ -333,7 +333,7 @@ def block_rule(tree: TreeConfig) -> AcceptRule:
         return jnp.where(before > 0.0, reached / jnp.where(before > 0.0, before, 1.0), 0.0)
 
     return rule_with_coins(
-        "block_verification", RECURSIVE_SCHEMES, CoinJudge(toss, expected), tree.depth, looks_ahead=True
+        "block_verification", RECURSIVE_SCHEMES, CoinJudge(toss, expected), tree.depth, judges_jointly=True
     )
 
 

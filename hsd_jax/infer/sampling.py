@@ -53,7 +53,7 @@ def place_keys(
     Drafts that are made or judged ahead of time, or again, therefore use the same noise. After a rejection the next
     round uses noise of later positions again. That noise still counts as unused: the kept tokens depend only on tokens
     up to the rejection, and so not on this noise. This fails in two cases: if a verdict on a token depends on later
-    tokens (`AcceptRule.looks_ahead`), and if the length of drafts is learned from all drafts of earlier rounds. Both
+    tokens (`AcceptRule.judges_jointly`), and if the length of drafts is learned from all drafts of earlier rounds. Both
     use `round_row_keys`. `position_noise` folds the row keys with positions, so neither drafting nor judging uses the
     noise of the target's own draws.
     """

@@ -77,7 +77,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
         if costs is None:
-            drafted = draft(models, drafter, sampling, state, noise, is_drawn and rule.looks_ahead)
+            drafted = draft(models, drafter, sampling, state, noise, is_drawn and rule.judges_jointly)
             return finish(models, sampling, limits, state, *drafted, noise)[0]
 
         control, rows = state.control, (state.length, state.done)
@@ -109,7 +109,7 @@ def draft(
 
     Args:
       keys_are_per_round: whether this round must not share noise with drafts of other rounds. This is for rules that
-        look ahead, and for draft lengths that are learned.
+        judge jointly, and for draft lengths that are learned.
     """
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
