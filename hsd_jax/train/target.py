@@ -135,8 +135,8 @@ def target_states(
     states, num = batch["hidden"].astype(jnp.float32), 1 + len(layers)
     if states.shape[-1] != num * config.hidden_size:
         raise ValueError(
-            f"hidden states of {states.shape[-1]} numbers in the batch: expected the final ones and those of the layers"
-            f" that the drafter reads, {list(layers)}, {num} times {config.hidden_size}"
+            f"hidden states of {states.shape[-1]} numbers in the batch: expected the final ones and those of"
+            f" feature_layers={list(layers)}, {num} times {config.hidden_size}"
         )
     hidden, *features = jnp.split(states, num, -1)
     return hidden, tuple(features)

@@ -251,16 +251,16 @@ def test_speeds_of_the_paper(a, gamma, pearl, standard):
 
 @pytest.mark.parametrize(("a", "gamma"), [(0.5, 2), (0.8, 5), (0.95, 8), (1.0, 4), (0.0, 3)])
 def test_speeds_against_a_simulation(a, gamma):
-    """A round takes as long as a pass of the target; standard rounds take two. Within 1 %."""
+    """A round takes as long as a pass of the target; standard rounds take two. Within 1 %, 200 texts at once."""
     rng = np.random.default_rng(0)
-    tokens = rounds = pending = 0
-    for _ in range(300_000):
+    tokens, pending, rounds = 0, np.zeros(200, int), 1500
+    for _ in range(rounds):
         drafts = pending + 1
-        right = rng.random(drafts) < a
-        accepted = int(np.argmin(right)) if not right.all() else drafts
-        tokens += accepted + (accepted < drafts)
-        rounds, pending = rounds + 1, gamma - 1 if accepted == drafts else 0
-    assert theory.pearl_speedup(a, gamma) == pytest.approx(tokens / rounds, rel=0.01)
+        is_kept = np.arange(gamma) < drafts[:, None]
+        accepted = np.cumprod((rng.random((200, gamma)) < a) & is_kept, 1).sum(1)
+        tokens += int((accepted + (accepted < drafts)).sum())
+        pending = np.where(accepted == drafts, gamma - 1, 0)
+    assert theory.pearl_speedup(a, gamma) == pytest.approx(tokens / rounds / 200, rel=0.01)
     right = rng.random((300_000, gamma)) < a
     accepted = np.cumprod(right, 1).sum(1)
     assert theory.standard_speedup(a, gamma) == pytest.approx((accepted + 1).mean() / 2, rel=0.01)

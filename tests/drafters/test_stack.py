@@ -134,7 +134,7 @@ def least_p_value(accept: str, scheme: DrawScheme, inner: str = "small_lm", chan
 
 
 JUDGED = [(rule, drawn_schemes(rule)[-1 if rule == "match" else 0], "small_lm") for rule in RULES]
-SLOW_JUDGED = [case for case in JUDGED if case[0] in ("block_verification", "match", "optimal", "kseq")]
+SLOW_JUDGED = [case for case in JUDGED if case[0] != "recursive"]
 OF_OTHER_BOTTOMS = [
     ("recursive", DrawScheme.INDEPENDENT, "lookup"),
     ("recursive", DrawScheme.WITHOUT_REPLACEMENT, "stack"),

@@ -294,6 +294,7 @@ def test_axes_of_rows_and_their_numbers():
             sharding.make_mesh(spec)
 
 
+@pytest.mark.slow
 @needs_devices
 def test_a_step_from_configurations_alone(standard_dtypes):
     """It compiles without a weight, and is the step that `fit` runs: real arrays in the same places give its loss."""

@@ -95,6 +95,7 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
         assert rows[hierarchy.PLAIN]["formula_seconds"] == pytest.approx(2e-3)
 
 
+@pytest.mark.slow
 def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch, capsys):
     """A deeper target, the model that it was grown from, and that model's hidden-state drafter, which drafts for no
     other: so what drafts for the target alone is the model."""
