@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from hsd_jax.host.files import read_json, read_yaml
+from hsd_jax.host.files import read_json, read_yaml, replacing
 from hsd_jax.train.recipe import read_recipe
 
 HERE = Path(__file__).resolve().parent
@@ -31,14 +31,16 @@ TRAINED = ("lyanna", "states", "distillspec", "steered")
 """Files of papers/ whose arms are trained."""
 FIXED = "fixed.jsonl"
 """The file of people's text in the folder of results."""
+SMALL_DOCUMENTS, DOCUMENTS = 300, 2300
+"""Documents of people's text from each file. 2,300 of each are 0.9 M tokens."""
 
 
 def write_fixed(data: Path, out: Path, is_small: bool) -> None:
-    """Writes the first documents of both training files: enough for 1.02 M tokens, or for the small version."""
-    with (out / FIXED).open("w", encoding="utf-8") as fixed:
+    """Writes the first documents of both training files."""
+    with replacing(out / FIXED) as temporary, temporary.open("w", encoding="utf-8") as fixed:
         for file in FILES.values():
             with (data / file).open(encoding="utf-8") as lines:
-                fixed.writelines(itertools.islice(lines, 300 if is_small else 2300))
+                fixed.writelines(itertools.islice(lines, SMALL_DOCUMENTS if is_small else DOCUMENTS))
 
 
 def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
@@ -66,7 +68,8 @@ def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
 def large_hours(folder: Path, name: str) -> float:
     """Hours that the trainings of the large version take at most, by those of the small one in `folder`.
 
-    Seconds grow with the steps, and every seed is trained. Compilation is counted as if it grew, too.
+    Seconds grow with the steps, and every seed is trained. Compilation and the first pass that fills a cache are
+    counted as if they grew, too.
     """
     large = read_yaml(HERE / f"papers/{name}.yaml")
     steps = read_recipe(None, large["set"])["train"]["steps"] * len(large.get("seeds", [0]))
@@ -93,7 +96,8 @@ def main() -> int:
     if noted.is_file() and noted.read_text() != size:
         parser.error(f"--out {args.out}: holds a {noted.read_text()} run; give another folder for a {size} one")
     noted.write_text(size)
-    write_fixed(args.data, args.out, not args.large)
+    if not (args.out / FIXED).is_file():
+        write_fixed(args.data, args.out, not args.large)
     seconds = {}
     for name, command in commands.items():
         done = args.out / f"{name}.done"

@@ -3,7 +3,8 @@
     python benchmarks/papers.py benchmarks/papers/lyanna.yaml --data own=own.jsonl --prompts dialogue=dev.jsonl \
         maths=test.jsonl --half report --limit 24 --out runs/lyanna
 
-An arm is one training, or a drafter that exists. Every arm is trained with every seed. tau is simulated on texts that
+An arm is one training, or a drafter that exists. Every arm is trained with every seed. A seed decides the first weights
+and the anchors, and the order of the text unless the file fixes data.seed. tau is simulated on texts that
 the target wrote, greedy and at temperature 1 with coupled drafts (`planning/simulate.py`), so a busy machine does not
 change it. `--speed` then decodes by the first seed of each arm in turns with plain decoding.
 A complete training is not repeated: the same command continues, and arms can be added to the file. `--small` trains for
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import re
 import shlex
 import sys
 import time
@@ -33,7 +35,7 @@ from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
 from hsd_jax.lab.bench.experiment import Experiment, read_tasks
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
-from hsd_jax.lab.bench.prompts import Workload, for_checkpoint
+from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import Table
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.models.target import forward_sequence
@@ -110,6 +112,11 @@ def read_comparison(path: Path) -> tuple[Comparison, dict[str, Arm]]:
     return found, arms
 
 
+def folder_of(name: str) -> str:
+    """The name of an arm as the name of a folder that a shell need not quote."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name.replace("'", "")).strip("-")
+
+
 @dataclasses.dataclass
 class Trainer:
     """Trains the arms of a comparison into the folder `out`, a folder for each arm and seed."""
@@ -126,14 +133,14 @@ class Trainer:
         if arm.drafter is not None:
             return Path(arm.drafter)
         seed = self.comparison.seeds[0] if arm.once else seed
-        folder = self.out / f"{name.replace(' ', '-').replace(',', '')}-{seed}"
+        folder = self.out / f"{folder_of(name)}-{seed}"
         if arm.data not in self.data:
             raise ValueError(f"arm {name!r} reads {arm.data!r}: give --data {arm.data}=FILE")
         start = None if arm.start is None else self.drafter(arm.start, seed)
         small = self.comparison.small if self.small else ()
         shared = () if arm.once else self.comparison.set
-        names = {"out": self.out, "data": arm.data}
-        changes = [change.format(**names) for change in (*shared, *arm.set, *small)]
+        changes = [change.replace("{out}", str(self.out)) for change in (*shared, *arm.set, *small)]
+        changes = [change.replace("{data}", arm.data) for change in changes]
         values = read_recipe(arm.recipe, [*changes, f"train.seed={seed}"])
         about = {"recipe": values, "data": self.data[arm.data], "start": None if start is None else str(start)}
         done, result = folder / "done.json", folder / "drafter" if arm.trains == "drafter" else folder
@@ -152,10 +159,8 @@ class Trainer:
 def held_out_texts(checkpoint: Checkpoint, params: Params, args: argparse.Namespace) -> dict[tuple[str, str], Texts]:
     """What the target writes after the prompts of each task, by task and kind of text. Stored in the folder --out."""
     texts, target_hash = {}, checkpoint.hash("float32")
-    for named in args.prompts:
-        task, _, file = named.partition("=")
-        prompts = for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)
-        tokens = [np.asarray(p.tokens(params.tokenizer)) for p in prompts]
+    for task, prompts in read_tasks(Workload.of(vars(args)), params).items():
+        tokens = [np.asarray(prompt.tokens(params.tokenizer)) for prompt in prompts]
         for kind, temperature in TEMPERATURES.items():
             how = args.max_new_tokens, temperature, options.say
             texts[task, kind] = stored_texts(args.out, f"{task}-{kind}", params, target_hash, tokens, *how)
@@ -353,7 +358,7 @@ def main() -> None:
     write_json(args.out / "table.json", record)
     if args.speed:
         measured = speeds({name: folders[0] for name, folders in found.items()}, arms, comparison, args)
-        tables += report.tables_by_setting(measured, report.STAGED)
+        tables += report.tables_by_setting(measured, (*report.COMPARED, "drafting"))
         foot += report.footer(measured, report.NOTE)
         write_json(args.out / "speed.json", measured)
     report.write_pages(tables, foot, args.out, "table")

@@ -17,21 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax import TreeConfig
+from hsd_jax.cli.options import named_folders
 from hsd_jax.config import NO_REUSE_FORM, SKIP, SUM, UNFUSED
 from hsd_jax.host.files import write_json
 from hsd_jax.lab.bench import report
-from hsd_jax.lab.bench.experiment import Experiment, read_tasks
+from hsd_jax.lab.bench.experiment import Experiment, alone_in, read_tasks, status
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
 from hsd_jax.lab.bench.prompts import Workload
+from hsd_jax.lab.bench.tables import drafting
 from hsd_jax.lab.viz.plots import make_figure, save_figure
 from hsd_jax.params import load, with_drafter
 
-FORMS = (NO_REUSE_FORM, f"{SKIP}:2", f"{SKIP}:3", UNFUSED, SUM)
-
-
-def share_of_drafting(row: dict[str, Any]) -> float:
-    """The share of a round in which states, logits and the tree are computed, by the stages of a row."""
-    return sum(row["stages"]["shares"][stage] for stage in ("trunk", "head", "tree"))
+FORMS = (f"{SKIP}:2", f"{SKIP}:3", UNFUSED, SUM)
 
 
 def gains(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -43,35 +40,40 @@ def gains(record: dict[str, Any]) -> list[dict[str, Any]]:
             base, ratio = by_name[reference], by_name[name]["over_reference"]
             if ratio is not None and "stages" in base:
                 about = {"setting": setting.title, "drafter": reference, "form": by_name[name]["reuse"]}
-                found.append(about | {"share": share_of_drafting(base), "gain": ratio})
+                found.append(about | {"share": drafting(base["stages"]["shares"]), "gain": ratio})
     return found
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:
-    """One panel for each setting: the gain of every form against the share of drafting."""
+    """One panel for each setting: the gain of every form against the share of drafting.
+
+    The bars are intervals over prompts, or the range of the repeats where there are too few prompts.
+    """
     settings = list(dict.fromkeys(row["setting"] for row in found))
-    figure, axes = make_figure(len(settings)) or (None, [])
-    for setting, axis in zip(settings, axes, strict=False):
+    made = make_figure(len(settings)) if settings else None
+    if made is None:
+        return
+    figure, axes = made
+    for setting, axis in zip(settings, axes, strict=True):
         for form in dict.fromkeys(row["form"] for row in found):
-            rows = sorted(
-                (row for row in found if row["setting"] == setting and row["form"] == form), key=lambda r: r["share"]
-            )
-            values = [row["gain"]["value"] for row in rows]
-            ends = [[v - r["gain"]["low"] for v, r in zip(values, rows, strict=True)]]
-            ends.append([r["gain"]["high"] - v for v, r in zip(values, rows, strict=True)])
-            axis.errorbar([row["share"] for row in rows], values, yerr=ends, marker="o", capsize=2, label=form)
+            rows = [row for row in found if row["setting"] == setting and row["form"] == form]
+            rows.sort(key=lambda row: row["share"])
+            gains = [row["gain"] for row in rows]
+            below = [g["value"] - (g["min"] if g["low"] is None else g["low"]) for g in gains]
+            above = [(g["max"] if g["high"] is None else g["high"]) - g["value"] for g in gains]
+            places = [row["share"] for row in rows], [g["value"] for g in gains]
+            axis.errorbar(*places, yerr=[below, above], marker="o", capsize=2, label=form)
         axis.axhline(1.0, color="black", linestyle="--", linewidth=1.0)
         axis.set(title=setting, xlabel="drafting, share of a round", ylabel="speed over no reuse")
         axis.legend(fontsize=8)
-    if figure is not None:
-        save_figure(figure, path)
+    save_figure(figure, path)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafters", nargs="+", required=True, metavar="NAME=DIR")
-    parser.add_argument("--forms", nargs="+", default=FORMS, help="the first must be none")
+    parser.add_argument("--forms", nargs="+", default=FORMS, help=f"default: {' '.join(FORMS)}")
     parser.add_argument("--depth", type=int, default=4, help="depth of the chains (default: 4)")
     parser.add_argument("--prompts", nargs="+", metavar="TASK=FILE")
     parser.add_argument("--half", choices=("tune", "report"))
@@ -82,12 +84,9 @@ def main() -> None:
     parser.set_defaults(seed=0, chat_template=True, command_line=shlex.join(sys.argv))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if args.forms[0] != NO_REUSE_FORM:
-        parser.error(f"--forms {args.forms[0]}: the first is {NO_REUSE_FORM}")
     params, methods, references = load(args.target), {}, {}
-    for named in args.drafters:
-        name, _, folder = named.partition("=")
-        for form in args.forms:
+    for name, folder in named_folders(args.drafters, "--drafters").items():
+        for form in (NO_REUSE_FORM, *args.forms):
             method = name if form == NO_REUSE_FORM else f"{name}, {form}"
             methods[method] = MethodOptions(folder, TreeConfig.chain(args.depth).name, reuse=form)
             if form != NO_REUSE_FORM:
@@ -95,14 +94,15 @@ def main() -> None:
     modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
     work = Workload.of(vars(args))
     about = {"methods": methods, "references": references, "with_stages": True}
-    record = Experiment(work, modes, read_tasks(work, params), args.temperatures, **about).run()
-    args.out.mkdir(parents=True, exist_ok=True)
-    found = gains(record)
-    write_json(args.out / "reuse.json", record | {"gains": found})
-    tables = report.tables_by_setting(record, report.STAGED)
-    report.write_pages(tables, report.footer(record, report.NOTE), args.out, "table")
-    plot(found, args.out / "reuse.png")
+    with alone_in(args.out):
+        record = Experiment(work, modes, read_tasks(work, params), args.temperatures, **about).run()
+        found = gains(record)
+        write_json(args.out / "reuse.json", record | {"gains": found})
+        tables = report.tables_by_setting(record, report.STAGED)
+        report.write_pages(tables, report.footer(record, report.NOTE), args.out, "table")
+        plot(found, args.out / "reuse.png")
+    return status(record)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

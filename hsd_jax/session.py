@@ -212,8 +212,8 @@ class Session:
         )
 
     @classmethod
-    def of_setup(cls, params: Params, setup: Setup, num_rows: int, slots: int) -> Session:
-        """A session whose program has been set up: `slots` requests in the first of its `num_rows` rows."""
+    def _of_setup(cls, params: Params, setup: Setup, num_rows: int, slots: int) -> Session:
+        """A session for the rows of one call (`prepare`), in the first `slots` of `num_rows` rows."""
         session = cls.__new__(cls)
         session._begin(params, setup, num_rows, slots, None)
         return session
@@ -761,6 +761,6 @@ def prepare(
     known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.rule, setup.scheme, setup.lossy
     check_same("models, prompts and settings of the call", repr((known, asked)))
-    session = Session.of_setup(params, setup, num_rows, len(rows))
+    session = Session._of_setup(params, setup, num_rows, len(rows))
     session.read_together(rows, capacity)
     return session

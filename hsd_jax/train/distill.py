@@ -157,10 +157,10 @@ def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, r
     `params` are the weights of the drafter that are trained. `frozen` holds the weights of "target", and of "drafter"
     those that are not trained.
 
-    A batch comes from `data.Batches`. With `hidden` (`features.py`) the target does not run. No gradient passes through
-    the drawing of its text. The metrics are `overlap` and `agreement`. `overlap` is the mean over labels of the sum of
-    min(p, q), which is 1 - TVD and the probability that the chain rule accepts a draft. `agreement` is the share of
-    labels at which both models have the same likeliest token.
+    A batch comes from `data.Batches`. With `hidden` (`features.py`) only the target's head runs. No gradient passes
+    through the drawing of its text. The metrics are `overlap` and `agreement`. `overlap` is the mean over labels of the
+    sum of min(p, q), which is 1 - TVD and the probability that the chain rule accepts a draft. `agreement` is the share
+    of labels at which both models have the same likeliest token.
 
     References:
       DistillSpec (arXiv:2310.08461), equation 1; but the mean is over all labels of a pass and not first over each

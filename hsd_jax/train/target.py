@@ -136,7 +136,7 @@ def target_states(
     if states.shape[-1] != num * config.hidden_size:
         raise ValueError(
             f"hidden states of {states.shape[-1]} numbers in the batch: expected the final ones and those of"
-            f" feature_layers={list(layers)}, {num} times {config.hidden_size}"
+            f" layers {list(layers)}, {num} times {config.hidden_size}"
         )
     hidden, *features = jnp.split(states, num, -1)
     return hidden, tuple(features)

@@ -293,7 +293,7 @@ def test_bench_record_is_complete(folders, tmp_path, capsys):
 def test_bench_fails_where_a_text_differs(folders, monkeypatch):
     real = experiment.mode_record
     monkeypatch.setattr(experiment, "mode_record", lambda *args: real(*args) | {"differing_prompts": [0]})
-    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--no-stages", "--dtype", "float32"]
+    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--no-stages", "--precision", "exact"]
     assert hsd("bench", *both(folders), *arguments, *SHORT, *TREE) == 1
 
 

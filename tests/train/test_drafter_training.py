@@ -400,7 +400,7 @@ def test_cached_hidden_states_stand_in_for_the_target():
 def test_cached_hidden_states_without_the_feature_layers_are_refused():
     config, weights, frozen = make(feature_layers=(0, 1))
     batch = batch_of(random_rows()) | {"hidden": jnp.zeros((ROWS, LENGTH, TARGET.hidden_size))}
-    with pytest.raises(ValueError, match=r" 24 .*feature_layers=\[0, 1\]"):
+    with pytest.raises(ValueError, match=r" 24 .*layers \[0, 1\]"):
         jax.eval_shape(drafter.make_loss(TARGET, config), weights, frozen, batch, jax.random.key(0), jnp.int32(0))
 
 

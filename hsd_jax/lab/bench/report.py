@@ -17,11 +17,22 @@ from hsd_jax import settings
 from hsd_jax.config import TreeConfig
 from hsd_jax.host.files import replacing, write_text
 from hsd_jax.lab.bench.experiment import Setting
-from hsd_jax.lab.bench.tables import Table, gap_lines, make_console, print_table, range_of, same_text, say, stage_line
+from hsd_jax.lab.bench.tables import (
+    Table,
+    drafting,
+    gap_lines,
+    make_console,
+    print_table,
+    range_of,
+    same_text,
+    say,
+    stage_line,
+)
 
 NOTE = (
     "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts] with 8 batches or more,"
-    " else (range of the repeats); whole call: ratio to plain decoding, prefill included"
+    " else (range of the repeats); whole call: ratio to plain decoding, prefill included; drafting: time and share of a"
+    " round, its stages timed alone after the first prompt"
 )
 
 
@@ -56,8 +67,7 @@ def _drafting(row: dict[str, Any]) -> str:
     if "stages" not in row:
         return ""
     seconds, shares = row["stages"]["seconds"], row["stages"]["shares"]
-    drafting = ("trunk", "head", "tree")
-    return f"{1e3 * sum(seconds[s] for s in drafting):.2f} ms, {sum(shares[s] for s in drafting):.0%}"
+    return f"{1e3 * drafting(seconds):.2f} ms, {drafting(shares):.0%}"
 
 
 def _score(row: dict[str, Any]) -> str:
@@ -117,7 +127,7 @@ def table_of(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]],
     heads = [*columns, *(["task score"] if "task_score" in rows[0] else [])]
     cells = [[COLUMNS[head](row) for head in heads] for row in rows]
     lines = [line for row in rows for line in details(row, has_details)]
-    return Table(title, heads, cells, lines, left=1 + sum(head in ("tree", "rule") for head in heads))
+    return Table(title, heads, cells, lines, left=1 + sum(head in ("tree", "rule", "reuse") for head in heads))
 
 
 def tables_by_setting(record: dict[str, Any], columns: Sequence[str], has_details: bool = False) -> list[Table]:

@@ -12,6 +12,11 @@ STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify",
 """The stages of a round: their names in `lab/bench/profile.py` and in tables."""
 
 
+def drafting(stages: dict[str, float]) -> float:
+    """What drafting takes of the seconds, or of the shares, of STAGES."""
+    return stages["trunk"] + stages["head"] + stages["tree"]
+
+
 class Table(NamedTuple):
     """A table for the screen or a page."""
 

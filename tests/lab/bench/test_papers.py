@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,13 @@ def read(tmp_path: Path, arms: str):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_recipes_of_the_files_can_be_read(path, tmp_path, monkeypatch):
-    """Arms on the same text share a cache of the target's states, in the folder of the results."""
-    recipes = {}
+    """The arms that share a cache of the target's states ask for the same: rows, numbers and layers."""
+    recipes, caches = {}, collections.defaultdict(set)
     monkeypatch.chdir(family.HERE.parent)
 
     def train(target, data, folder, recipe, **more):
         folder.mkdir(parents=True)
-        recipes[folder.name] = recipe
+        recipes[folder] = data, recipe
 
     monkeypatch.setattr(papers.run, "train", train)
     comparison, arms = papers.read_comparison(path)
@@ -38,8 +39,28 @@ def test_the_recipes_of_the_files_can_be_read(path, tmp_path, monkeypatch):
         for name in arms:
             trainer.drafter(name, 0)
     assert len([arm for arm in arms.values() if not arm.once]) > 1 and comparison.small
-    caches = {recipe.features.cache for recipe in recipes.values() if hasattr(recipe, "features")}
-    assert caches <= {None, *(str(tmp_path / "True" / f"features-{name}") for name in data)}
+    for folder, (text, recipe) in recipes.items():
+        if (features := getattr(recipe, "features", None)) is not None and features.cache is not None:
+            assert folder.parent in Path(features.cache).parents
+            layers = getattr(recipe.model, "feature_layers", recipe.model.kind == "steered")
+            sizes = recipe.train.length, recipe.data, recipe.data.seed_of(recipe.train.seed), layers
+            sample = getattr(recipe.loss, "sample", None), getattr(recipe.loss, "likeliest", None)
+            caches[features.cache].add(repr((text, features, sizes, sample)))
+    assert all(len(asked) == 1 for asked in caches.values()), caches
+    assert caches or path.stem == "recipe"
+
+
+def test_the_text_of_people_is_the_beginning_of_both_files(tmp_path):
+    for file in family.FILES.values():
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text("".join(f"{file} {i}\n" for i in range(400)))
+    family.write_fixed(tmp_path, tmp_path, is_small=True)
+    lines = (tmp_path / family.FIXED).read_text().splitlines()
+    assert lines == [f"{file} {i}" for file in family.FILES.values() for i in range(family.SMALL_DOCUMENTS)]
+
+
+def test_arms_have_folders_that_a_shell_takes():
+    assert papers.folder_of("nll, target's (SeqKD)") == "nll-targets-SeqKD"
 
 
 @pytest.mark.parametrize(
@@ -97,9 +118,9 @@ def test_the_hours_of_the_large_version(tmp_path):
     assert family.large_hours(tmp_path, "lyanna") == pytest.approx(2 * 36 * 30 / 3600)
 
 
-def test_the_gain_of_a_form_stands_beside_the_drafting_without_it():
+def test_the_gain_of_a_form_stands_beside_the_drafting_without_it(tmp_path):
     """Two drafters; plain decoding has no reference, and the round without reuse has the stages."""
-    ratio = {"value": 1.1, "low": 1.0, "high": 1.2}
+    ratio = {"value": 1.1, "low": None, "high": None, "min": 1.0, "max": 1.2}
     common = {"task": "chat", "temperature": 1.0, "batch": 1}
     rows = [{"method": "plain", **common}]
     for name, drafting in (("one", 0.25), ("four", 0.5)):
@@ -112,3 +133,7 @@ def test_the_gain_of_a_form_stands_beside_the_drafting_without_it():
         ("one", "skip:2", 0.25), ("four", "skip:2", 0.5),
     ]  # fmt: skip
     assert all(row["gain"] is ratio for row in found)
+    pytest.importorskip("matplotlib")
+    reuse_gain.plot(found, tmp_path / "reuse.png")
+    reuse_gain.plot([], tmp_path / "nothing.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["reuse.png"]
