@@ -130,7 +130,7 @@ def test_the_text_is_that_of_drafting_one_token_at_a_time():
         assert first_difference(texts_of(gamma), wanted_texts()) is None, gamma
 
 
-def test_rules_that_look_ahead_are_refused():
+def test_rules_that_judge_jointly_are_refused():
     one, tree = setups.setup("llama", "pearl"), TreeConfig.chain(3)
     drafter = make_drafter(one.config, one.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
     with pytest.raises(ValueError, match="block_verification"):
