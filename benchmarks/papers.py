@@ -298,7 +298,7 @@ def speeds(
     modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
     work = Workload.of(vars(args))
     tasks, temperatures = read_tasks(work, params), list(TEMPERATURES.values())
-    return Experiment(work, modes, tasks, temperatures, methods=methods, with_stages=True).run()
+    return Experiment(work, modes, tasks, temperatures, methods=methods, with_stages=True).run(args.out / "speed.json")
 
 
 def main() -> None:

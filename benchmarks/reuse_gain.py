@@ -95,9 +95,10 @@ def main() -> int:
     work = Workload.of(vars(args))
     about = {"methods": methods, "references": references, "with_stages": True}
     with alone_in(args.out):
-        record = Experiment(work, modes, read_tasks(work, params), args.temperatures, **about).run()
+        experiment, path = Experiment(work, modes, read_tasks(work, params), args.temperatures, **about), "reuse.json"
+        record = experiment.run(args.out / path)
         found = gains(record)
-        write_json(args.out / "reuse.json", record | {"gains": found})
+        write_json(args.out / path, record | {"gains": found})
         tables = report.tables_by_setting(record, report.STAGED)
         report.write_pages(tables, report.footer(record, report.NOTE), args.out, "table")
         plot(found, args.out / "reuse.png")
