@@ -81,7 +81,7 @@ def usual(top: float) -> list[str]:
 
 def ours(top: float) -> list[str]:
     """States that read states alone."""
-    parts = [text(28, top, "hsd_jax: states are forecast first, tokens are added afterwards", "title")]
+    parts = [text(28, top, "hsd_jax: states come first, tokens are added afterwards", "title")]
     states, tokens = top + 38, top + 92
     parts += [text(28, states + 5, "states", "note"), text(28, tokens + 5, "drafted tokens", "note")]
     for i, (x, word) in enumerate(zip(columns(), DRAFTS, strict=True)):
@@ -105,7 +105,7 @@ def draw() -> str:
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-        ' aria-label="Usual drafters read drafted tokens; here states are forecast first and tokens added afterwards">',
+        ' aria-label="Usual drafters read drafted tokens; here states come first and tokens are added afterwards">',
         f"<style>{STYLE}</style>",
         f'<defs>{tip}<path d="M0 0 L8 4 L0 8 z" class="tip"/></marker></defs>',
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="12" class="page"/>',
