@@ -290,7 +290,7 @@ def pooled(by_task: dict[str, Score]) -> Score:
 def speeds(
     drafters: dict[str, Path], arms: dict[str, Arm], comparison: Comparison, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Decodes by the given drafters in turns with plain decoding, and returns the record of the experiment."""
+    """Decodes by the given drafters in turns with plain decoding. The record of the experiment is also speed.json."""
     params, methods = load(comparison.target), {}
     for name, folder in drafters.items():
         tree = TreeConfig.chain(arms[name].depth or comparison.depth).name
@@ -360,7 +360,6 @@ def main() -> None:
         measured = speeds({name: folders[0] for name, folders in found.items()}, arms, comparison, args)
         tables += report.tables_by_setting(measured, (*report.COMPARED, "drafting"))
         foot += report.footer(measured, report.NOTE)
-        write_json(args.out / "speed.json", measured)
     report.write_pages(tables, foot, args.out, "table")
 
 

@@ -94,11 +94,11 @@ def main() -> int:
     modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
     work = Workload.of(vars(args))
     about = {"methods": methods, "references": references, "with_stages": True}
+    experiment = Experiment(work, modes, read_tasks(work, params), args.temperatures, **about)
     with alone_in(args.out):
-        experiment, path = Experiment(work, modes, read_tasks(work, params), args.temperatures, **about), "reuse.json"
-        record = experiment.run(args.out / path)
+        record = experiment.run(args.out / "reuse.json")
         found = gains(record)
-        write_json(args.out / path, record | {"gains": found})
+        write_json(args.out / "reuse.json", record | {"gains": found})
         tables = report.tables_by_setting(record, report.STAGED)
         report.write_pages(tables, report.footer(record, report.NOTE), args.out, "table")
         plot(found, args.out / "reuse.png")
