@@ -50,6 +50,8 @@ from hsd_jax.train.recipe import read_recipe
 from hsd_jax.types import Weights
 
 TEMPERATURES = {"greedy": 0.0, "T = 1": 1.0}
+TARGET = "target"
+"""The `start` of an arm that begins as the target, or as the target's first layers."""
 
 
 @settings.dataclass
@@ -66,7 +68,7 @@ class Arm:
     data: str = "own"
     """The NAME of --data."""
     start: str | None = None
-    """The arm from which this one starts."""
+    """The arm from which this one starts, or TARGET: the target itself."""
     drafter: str | None = None
     """The folder of an existing drafter, or a name that `load` takes as its drafter; nothing is trained."""
     depth: Count | None = None
@@ -106,8 +108,9 @@ def read_comparison(path: Path) -> tuple[Comparison, dict[str, Arm]]:
     for name, arm in arms.items():
         if arm.drafter is not None and arm != Arm(drafter=arm.drafter, depth=arm.depth, accept=arm.accept):
             raise ValueError(f"{path}: arm {name!r}: drafter names one that exists; it takes only depth and accept")
-        if arm.start is not None and arm.start not in before:
-            raise ValueError(f"{path}: arm {name!r}: start: {arm.start!r}: allowed are arms above it: {before}")
+        if arm.start is not None and arm.start not in [TARGET, *before]:
+            allowed = f"allowed are {TARGET} and arms above: {before}"
+            raise ValueError(f"{path}: arm {name!r}: start: {arm.start!r}: {allowed}")
         before.append(name)
     return found, arms
 
@@ -136,7 +139,9 @@ class Trainer:
         folder = self.out / f"{folder_of(name)}-{seed}"
         if arm.data not in self.data:
             raise ValueError(f"arm {name!r} reads {arm.data!r}: give --data {arm.data}=FILE")
-        start = None if arm.start is None else self.drafter(arm.start, seed)
+        start: str | Path | None = arm.start
+        if start is not None:
+            start = self.comparison.target if start == TARGET else self.drafter(start, seed)
         small = self.comparison.small if self.small else ()
         shared = () if arm.once else self.comparison.set
         changes = [change.replace("{out}", str(self.out)) for change in (*shared, *arm.set, *small)]

@@ -68,12 +68,28 @@ def test_arms_have_folders_that_a_shell_takes():
     [
         ("  a: {recip: x.yaml}\n", "'recip'.*recipe"),
         ("  a: {drafter: DIR, set: [train.steps=1]}\n", "'a': drafter names one that exists"),
-        ("  a: {start: b}\n  b: {}\n", r"'a': start: 'b': allowed are arms above it: \[\]"),
+        ("  a: {start: b}\n  b: {}\n", r"'a': start: 'b': allowed are target and arms above: \[\]"),
     ],
 )
 def test_arms_that_say_nonsense(tmp_path, arms, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, arms)
+
+
+def test_an_arm_starts_from_an_arm_or_from_the_target(tmp_path, monkeypatch):
+    starts = {}
+
+    def train(target, data, folder, recipe, start_dir, **more):
+        folder.mkdir(parents=True)
+        starts[folder.name] = start_dir, target
+
+    monkeypatch.setattr(papers.run, "train", train)
+    comparison, arms = read(tmp_path, "  a: {start: target}\n  b: {start: a}\n  c: {}\n")
+    trainer = papers.Trainer(comparison, arms, {"own": ["x.jsonl"]}, tmp_path / "out", False)
+    for name in arms:
+        trainer.drafter(name, 5)
+    target = comparison.target
+    assert starts == {"a-5": (target, target), "b-5": (tmp_path / "out/a-5/drafter", target), "c-5": (None, target)}
 
 
 def test_a_finished_arm_is_not_trained_again_unless_it_would_be_another(tmp_path, monkeypatch):
