@@ -42,7 +42,7 @@ def pearl_name(gamma: int) -> str:
 
 def modes_of(small: Any, ahead: list[Any], chains: list[int], accept: str) -> list[Mode]:
     """Plain decoding, the chains, in one program with the target, and PEARL with each gamma."""
-    drafted = [Mode(f"chain of {n}", small, TreeConfig.chain(n), accept=accept) for n in chains]
+    drafted = [Mode(f"chain of {n} drafts", small, TreeConfig.chain(n), accept=accept) for n in chains]
     early = [Mode(pearl_name(one.tree.depth), one, one.tree, accept=accept) for one in ahead]
     return [Mode(PLAIN, small), *drafted, *early]
 
@@ -70,7 +70,7 @@ def line_of(mode: Mode, modes: list[Mode], runs: Runs, c: float) -> str:
         f" chain, {best}, {chain:.2f}; PEARL over it {ratio:.2f}; predicted from this c and tau: overlapped"
         f" {record['tau'] / max(1, gamma / c):.2f}, scheduled {record['tau'] / (1 + gamma / c):.2f}, {guess}"
         f" {guesses[guess]:.2f}; analytic, at c = gamma: {theory.pearl_speedup(acceptance, gamma):.2f}, chain of"
-        f" {analytic} {theory.standard_speedup(acceptance, analytic, gamma):.2f}"
+        f" {analytic} drafts {theory.standard_speedup(acceptance, analytic, gamma):.2f}"
     )
 
 

@@ -69,14 +69,14 @@ def test_pearl_is_compared_with_the_best_chain(pair, devices):
     small = pair if devices is None else hsd_jax.place(pair, early.mesh)
     modes = benchmark.modes_of(small, [early], [1, GAMMA, 3], "match")
     runs = time_modes(modes, [[3, 1, 4], [5, 9]], max_new_tokens=12, temperature=0.0, repeats=1)
-    took = {"plain": 1.0, "chain of 1": 0.25, "chain of 2": 0.5, "chain of 3": 2.0, "pearl of 2": 0.5}
+    took = {"plain": 1.0, "chain of 1 drafts": 0.25, "chain of 2 drafts": 0.5, "chain of 3 drafts": 2.0, "pearl of 2": 0.5}
     tokens = {name: sum(runs.num_tokens(name)) for name in took}
     assert set(tokens.values()) == {24}
     runs = dataclasses.replace(runs, seconds={name: [[x, x]] for name, x in took.items()})
     line = benchmark.line_of(modes[-1], modes, runs, 4.0)
     assert "2/2 texts as plain" in line
     kind = "scheduled" if devices is None else "overlapped"
-    assert f"measured: {kind} 2.00, the best chain, chain of 1, 4.00; PEARL over it 0.50" in line
+    assert f"measured: {kind} 2.00, the best chain, chain of 1 drafts, 4.00; PEARL over it 0.50" in line
     found = re.search(r"(\d+) pre and (\d+) post rounds, acceptance ([\d.]+)", line)
     rounds = sum(result.stats.num_target_passes for result in runs.results["pearl of 2"])
     assert int(found[1]) + int(found[2]) == rounds
