@@ -20,7 +20,7 @@ from hsd_jax.infer.step import make_step
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.lab.random_models import random_weights
 from hsd_jax.models import packing
-from hsd_jax.models.cache import fastest_dtype
+from hsd_jax.models.cache import cache_dtype
 from hsd_jax.models.target import init_target
 from hsd_jax.types import (
     NO_TOKEN,
@@ -154,7 +154,7 @@ def start(
     step = make_plain_step(config, pad_rows)
     if drafter is not None:
         step = make_step(config, drafter, make_rule("match", TreeConfig.chain(drafter.max_depth)))
-    decoder = Decoder(config, step, drafter, fastest_dtype(models["target"]["embedding"].dtype))
+    decoder = Decoder(config, step, drafter, cache_dtype(models["target"]["embedding"].dtype))
     arrays, sizes = call_of(prompts, new)
     zeros, is_greedy = jnp.zeros(len(prompts), jnp.int32), traced_platform() != "cpu"  # as in `hsd_jax/request.py`
     sampling = SamplingParams(zeros.astype(jnp.float32), zeros, jnp.ones(len(prompts)), all_greedy=is_greedy)

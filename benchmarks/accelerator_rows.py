@@ -25,7 +25,7 @@ from hsd_jax.kernels.native import traced_platform
 from hsd_jax.lab.bench.identity import first_difference
 from hsd_jax.lab.bench.replay import replay_logits
 from hsd_jax.lab.random_models import random_weights
-from hsd_jax.models.cache import empty_cache, fastest_dtype, layer_slots
+from hsd_jax.models.cache import cache_dtype, empty_cache, layer_slots
 from hsd_jax.models.target import causal_mask, forward
 from hsd_jax.planning.timing import loop_timer
 from hsd_jax.train.drafter import DrafterModel, LossConfig, drafter_config, make_loss
@@ -39,7 +39,7 @@ def prefill_row(config: ModelConfig, weights: Weights, prompt: Sequence[int], re
     """Time and memory of the prefill of one prompt."""
     models = {"target": weights, "drafter": None}
     arrays, sizes = call_of([prompt], 0)
-    decoder = Decoder(config, make_plain_step(config), None, fastest_dtype(weights["embedding"].dtype))
+    decoder = Decoder(config, make_plain_step(config), None, cache_dtype(weights["embedding"].dtype))
     begun = time.perf_counter()
     program = decoder.prefill.lower(models, *arrays, **sizes).compile()
     compiled, about = time.perf_counter() - begun, program.memory_analysis()
@@ -77,7 +77,7 @@ def pass_timer(
     config: ModelConfig, weights: Weights, tokens: np.ndarray, context: int, iterations: int
 ) -> Callable[[], float]:
     """Times the target's pass over chains [B, N] after `context` cached tokens, and the argmax of its logits."""
-    (batch, num), dtype = tokens.shape, fastest_dtype(weights["embedding"].dtype)
+    (batch, num), dtype = tokens.shape, cache_dtype(weights["embedding"].dtype)
     slots = layer_slots(config, 2 * context)
     cache = empty_cache(slots, batch, config.num_kv_heads, config.head_dim, dtype, 2 * context)
     cache = dataclasses.replace(cache, length=jnp.full(batch, context, jnp.int32))

@@ -42,7 +42,7 @@ from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.profile import profile_round
 from hsd_jax.lab.bench.prompts import demo_prompts
 from hsd_jax.lab.random_models import random_drafter
-from hsd_jax.models.cache import fastest_dtype
+from hsd_jax.models.cache import cache_dtype
 
 DEPTH = 7
 """Drafts of a chain, which has 8 nodes with its root."""
@@ -108,7 +108,7 @@ def random_pair(name: str) -> tuple[Any, dict[str, Any], Any, Any]:
     """(target configuration, weights of both models, drafter configuration, drafter of chains) of a random pair."""
     config, weights = target(name)
     own, drafter = random_drafter(config, weights, DEPTH)
-    working = make_drafter(config, own, TreeConfig.chain(DEPTH), fastest_dtype(weights["embedding"].dtype))
+    working = make_drafter(config, own, TreeConfig.chain(DEPTH), cache_dtype(weights["embedding"].dtype))
     return config, {"target": weights, "drafter": drafter}, own, working
 
 
@@ -286,7 +286,7 @@ def agreement(sizes: Sizes, record: Row) -> Iterator[Item]:
             config, models = params.target_config, {"target": params.target, "drafter": params.drafter}
             given = [prompt.tokens(params.tokenizer) for prompt in demo_prompts()][: sizes.num_texts]
             drafter = make_drafter(
-                config, params.drafter_config, TreeConfig.chain(DEPTH), fastest_dtype(params.target["embedding"].dtype)
+                config, params.drafter_config, TreeConfig.chain(DEPTH), cache_dtype(params.target["embedding"].dtype)
             )
         else:
             config, weights = target(name, is_certain=False)

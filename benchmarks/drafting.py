@@ -78,7 +78,7 @@ def stages(params: hsd_jax.Params, steps: int, width: int) -> dict:
         drafter = jax.tree.map(lambda x: x.astype(dtype), init_drafter(jax.random.key(0), config))
         models = {"target": params.target, "drafter": drafter}
         cache = cache_lib.empty_cache(
-            config.num_layers, 1, config.num_kv_heads, 512, config.head_dim, cache_lib.fastest_dtype(dtype)
+            config.num_layers, 1, config.num_kv_heads, 512, config.head_dim, cache_lib.cache_dtype(dtype)
         )
         cache = dataclasses.replace(cache, length=row + CACHED)
         pending = jax.random.normal(jax.random.key(1), (1, steps + 1, config.hidden_size))

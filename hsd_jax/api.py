@@ -129,8 +129,8 @@ def decode(
 
     Each setting of the text may be one value or one value per row. The tokens of a row depend only on its prompt, its
     settings and its seed. They do not depend on the other rows or on the tree, nor on whether the call speculates. This
-    holds for greedy and for sampled text. Under rules other than `match`, sampled text also depends on the tree, but
-    its distribution is that of plain decoding.
+    holds for greedy and for sampled text with the CPU kernels and in exact precision (methods.md 1.7). Under rules
+    other than `match`, sampled text also depends on the tree, but its distribution is that of plain decoding.
 
     jax compiles one program for each number of rows (a power of two), each size of the caches and each plan. The caches
     have 512 slots, or that times 4, 16, .., up to what `max_len` needs. The longest prompt with its `max_new_tokens`
@@ -165,15 +165,15 @@ def decode(
       reuse: how later rounds use trunk states that a round did not use: "none", "sum", "skip" or "skip:N", "ahead" or
         "unfused" (docs/design.md, "Reuse"). Like the tree, it changes only the speed.
       tuned: how the tree is chosen if `tree` is None. True: by the record that `tune` stored for this pair and
-        machine. A `Tuned`: by that record. False: by the cost model that comes with the package. The cost model also
-        decides if the record has no choice for calls of this size.
+        machine. A `Tuned`: by that record. False: by the cost model, with the measured rates of this machine. The cost
+        model also decides if the record has no choice for calls of this size.
       lossy: None switches it off. Else a function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
         functions are "linear", "square" and "exponential". With `accept="recursive"` more drafts are accepted, and
         sampled text no longer follows the target's distribution. `infer/lossy.py` defines the distribution that it
         follows. `stats.lossy` reports the setting. An epsilon of 1 changes nothing.
-      adaptive: True: drafts that do not pay are left out of every tree, and chains of a small language model end early
-        (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts that do
-        not pay are left out only if the tree was chosen.
+      adaptive: True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small
+        language model end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are
+        verified. None: drafts that do not pay are left out only if the tree was chosen.
     Raises:
       ValueError: for a wrong argument, before anything compiles; it names the value and the allowed ones. Also if all
         logits of the target are -inf or one is NaN; it names the row.
@@ -186,7 +186,7 @@ def decode(
     with prepare(params, prompt, sampling, speculation) as session:
         while session.num_running:
             session.run(UNBOUNDED)
-        rows = [session.take(row) for row in range(session.slots)]
+        rows = [session.take(row) for row in range(session.slots)]  # `prepare` gives row i the handle i
         check_valid(rows)
         num_tokens = np.array([len(row.tokens) for row in rows], np.int32)
         out = np.full((len(rows), int(num_tokens.max(initial=0))), NO_TOKEN, np.int32)

@@ -93,7 +93,7 @@ class Setup:
 
     @functools.cached_property
     def held(self) -> Any:
-        """`models` in the form with which `Decoder.run` starts fastest."""
+        """`models`, flattened once for `Decoder.run`."""
         return self.decoder.hold(self.models)
 
     @property
@@ -161,7 +161,7 @@ def set_up(
         None if is_plain else params.drafter_config,
         plan.tree,
         params.matmul_precision,
-        cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
+        cache_lib.cache_dtype(params.target["embedding"].dtype).name,
         asked.pad_rows if is_plain else 1,
         mesh=params.mesh,
         accept="match" if is_plain else rule,
@@ -186,7 +186,8 @@ def _plan_and_rule(
     """The plan of the call, and the rule and the scheme of its trees, if it has any.
 
     Args:
-      rows, capacity: number of rows of the program and of slots of its caches.
+      rows: number of rows to plan for. A session may plan for fewer than its program has.
+      capacity: number of slots of the caches.
       temperature: the highest temperature of all rows.
     """
     tree = params.tree if asked.tree is None else asked.tree

@@ -47,7 +47,7 @@ from hsd_jax.request import (
 )
 from hsd_jax.settings import Count, shown, take
 from hsd_jax.tokenizer import IncrementalDecoder
-from hsd_jax.types import INVALID_TOKEN, DecodeState, Limits, SamplingParams
+from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits, SamplingParams
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
@@ -299,8 +299,8 @@ class Session:
             (row,) = rows_of(self.params, [prompt], sampling, self.max_len)
             if not self.num_free:
                 raise ValueError(
-                    f"no slot is free: all {self.slots} hold a row that runs or whose end was not taken; take or cancel"
-                    " a row, or open a session with more slots"
+                    f"no slot is free: all {self.slots} hold a row that runs or an answer that was not taken; take or"
+                    " cancel a row, or open a session with more slots"
                 )
             if self.params.mesh is not None:
                 check_same("the request", repr(row))
@@ -727,7 +727,7 @@ def _with_ends(limits: Any, num: int) -> Any:
     missing = num - limits.eos.shape[1]
     if not missing:
         return limits
-    return dataclasses.replace(limits, eos=jax.numpy.pad(limits.eos, ((0, 0), (0, missing)), constant_values=-1))
+    return dataclasses.replace(limits, eos=jax.numpy.pad(limits.eos, ((0, 0), (0, missing)), constant_values=NO_TOKEN))
 
 
 AS_DECODE = Sampling(), Speculation()

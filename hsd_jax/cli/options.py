@@ -314,9 +314,7 @@ def add_tuned_argument(group: argparse._ArgumentGroup) -> None:
         help="a record of `hsd tune --out`: draft as it says, or decode plainly if it found that faster"
         " (default: the record that `hsd tune` kept for this pair and machine, if there is one)",
     )
-    either.add_argument(
-        "--no-tuned", action="store_true", help="follow no record; choose by the shipped model of costs"
-    )
+    either.add_argument("--no-tuned", action="store_true", help="follow no record; choose by the model of costs")
 
 
 def tuned_of(args: argparse.Namespace, params) -> Any:

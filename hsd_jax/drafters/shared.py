@@ -40,7 +40,7 @@ def check_children(tree: TreeConfig, draft_vocab_size: int, whole: str = "vocabu
     """
     if tree.width > draft_vocab_size:
         asked = f"width={tree.width}" if tree.branching is None else f"branching={tree.branching}"
-        raise ValueError(f"TreeConfig.{asked}: allowed are 1 to the {whole}, {draft_vocab_size}")
+        raise ValueError(f"TreeConfig.{asked}: allowed are 1 to {draft_vocab_size}, the size of the {whole}")
 
 
 def check_chain(tree: TreeConfig, who: str) -> None:

@@ -131,7 +131,7 @@ def match_rule(max_depth: int) -> AcceptRule:
 def probability_of_children(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> Float[Array, "B I"]:
     """The target's probability of the tokens of each node's children, each token once.
 
-    Siblings with the same token are one node to `match`, which here count alone.
+    Siblings with equal tokens count once, as in `match`.
     """
     children = children_of(tree)
     is_earlier = jnp.tril(jnp.ones((tree.tokens.shape[1],) * 2, bool), -1)

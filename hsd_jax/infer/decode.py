@@ -1,8 +1,8 @@
 """Prefill and the compiled loop: the pure functions on arrays that `decode` in `api.py` runs.
 
 A decode is a prefill of the padded prompts and one `lax.while_loop` over rounds. Both are jitted and donate the state.
-The host waits until the loop ends: when fewer than `least_live` rows run, when `num_rounds` have run, or when a row has
-filled its caches. The session (`hsd_jax/session.py`) then makes the caches larger. Read first: `step.py`.
+The loop ends when fewer than `least_live` rows run, after `num_rounds` rounds, or when a row has filled its caches. The
+host waits for that, and the session (`hsd_jax/session.py`) then makes full caches larger. Read first: `step.py`.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ leaves out drafts that do not pay. None: all nodes of the tree are verified.
 
 
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
-    """The transition of a speculative round. With `costs`, it verifies only the drafts that pay; of drawn trees
-    it verifies all.
+    """The transition of a speculative round. With `costs` it verifies only the drafts that pay. It always verifies
+    whole drawn trees.
 
     Raises:
       ValueError: if `rule` is not lossless for the trees of `drafter`.
@@ -83,7 +83,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         control, rows = state.control, (state.length, state.done)
         assert control is not None, "a decode with costs starts with a control"
         stop = worth.stop_rule(control, costs, *rows)
-        # `control` depends on drafts after a rejection. Drafts whose length it decides must not meet their noise again.
+        # `control` learned from rejected drafts, so drafts whose length it decides need new noise in each round.
         tree, drafter_state = draft(models, drafter, sampling, state, noise, is_drawn, stop)
         num_made = jnp.sum(tree.valid & (tree.depth > 0), 1)
         with jax.named_scope("worth"):

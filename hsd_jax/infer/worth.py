@@ -51,8 +51,8 @@ def first_control(batch: int, counts_drafts: bool = False) -> Control:
 def after_admission(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Array, "B"]) -> Control:
     """The control after new rows have entered a running batch.
 
-    Nothing is known of the drafts of new rows. New rows copy the batch's verdict on whether drafting pays, so that a
-    batch does not try drafts again that did not pay.
+    Nothing is known of the drafts of new rows. New rows take over the batch's decision whether drafting pays, so that
+    a batch does not try drafts again that did not pay.
 
     Args:
       live: unfinished rows; new rows do not count.

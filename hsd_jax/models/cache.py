@@ -25,7 +25,7 @@ from hsd_jax.kernels.native import traced_platform
 from hsd_jax.types import KVCache, NewKV
 
 
-def fastest_dtype(weights_dtype) -> jnp.dtype:
+def cache_dtype(weights_dtype) -> jnp.dtype:
     """The dtype of a cache for weights of this dtype: float32 on a CPU, which would else convert it in every pass."""
     return jnp.dtype(jnp.float32 if traced_platform() == "cpu" else weights_dtype)
 

@@ -108,7 +108,7 @@ class CostModel:
         return method_of(self.drafter).planning.drafting_seconds(self, self.drafter, batch, tree)
 
     def predicted_speed(self, batch: int, slots: float, tree: TreeConfig | None, profile: Sequence[float]) -> float:
-        """Predicted tokens per second of a batch, when each round verifies the number of nodes with the highest speed.
+        """Predicted tokens per second of a batch, at the number of verified nodes that gives the most.
 
         Args:
           slots: filled cache slots of each row.

@@ -28,7 +28,7 @@ from hsd_jax.types import Costs
 LEAST_PROMISE = 1.03
 """The predicted speed of a chosen tree must be at least this many times that of plain decoding."""
 LEAST_OF_SHARED = 1.0
-"""The same for sampled calls of several rows, which share the program of greedy ones."""
+"""The same limit for sampled calls of several rows. They reuse the program of greedy calls."""
 EQUALLY_GOOD = 0.98
 """Trees whose predicted rate is at least this fraction of the best one count as equally good. The cost model is not
 more accurate than that."""
@@ -80,17 +80,17 @@ def candidates(
 
 
 @functools.lru_cache(maxsize=256)
-def best_plan(model: CostModel, batch: int, context: int, temperature: float) -> Plan:
+def best_plan(model: CostModel, batch: int, capacity: int, temperature: float) -> Plan:
     """The fastest way to decode, predicted by the cost model and the drafter's profile.
 
     Args:
       batch: rows of the program.
-      context: slots of the caches. All calls of these sizes have one plan.
+      capacity: slots of the caches. All calls of these sizes have one plan.
       temperature: the highest of all rows.
     """
 
     def rate(tree: TreeConfig | None, temperature: float) -> float:
-        return model.predicted_speed(batch, AVERAGE_FILL * context, tree, profile_at(model.drafter, temperature))
+        return model.predicted_speed(batch, AVERAGE_FILL * capacity, tree, profile_at(model.drafter, temperature))
 
     deepest = len(profile_at(model.drafter, temperature))
     trees = [tree for tree in candidates(model.drafter) if tree.depth <= deepest]
@@ -102,7 +102,7 @@ def best_plan(model: CostModel, batch: int, context: int, temperature: float) ->
         (tree for tree in trees if rates[tree] >= EQUALLY_GOOD * max(rates.values())), key=lambda tree: tree.depth
     )
     gain = rate(best, temperature) / rate(None, temperature)
-    what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
+    what = f"{batch} row{'s' if batch > 1 else ''}, up to {capacity} slots, temperature {temperature:g}"
     is_shared = batch > 1 and is_warm(temperature)
     if gain < (LEAST_OF_SHARED if is_shared else LEAST_PROMISE):
         return Plan(

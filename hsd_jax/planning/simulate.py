@@ -2,7 +2,7 @@
 
 Under the `match` rule a text depends only on target, prompt and keys. So one pass can draft a tree at every position
 of a stored text and count how many of its tokens the text follows. Walking along these counts gives the same rounds as
-a real decode. Read next: `planning/tune.py`. `train/run.py` calls this during training.
+a real decode. Read next: `planning/tune.py`. `train/tasks.py` calls this during training.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Draft = tuple[TreeConfig, ReuseConfig]
 class AcceptedByAge(NamedTuple):
     """How many tokens would be accepted from every root, for spare states of each age.
 
-    Spares of age a come from a trunk run a tokens before the root. At the largest age no spare is left. Without reuse
-    there is only age 0.
+    Spares of age n come from a run of the trunk n tokens before the root. At the largest age no spare is left. Without
+    reuse there is only age 0.
     """
 
     counts: Int[Array, "*texts ages roots"]

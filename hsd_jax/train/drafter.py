@@ -147,7 +147,7 @@ class LossConfig:
     feature_steps: Whole = 0
     """Steps over which feature_weight falls to 0; 0: it is constant."""
     on_policy: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of random passes on policy: the drafter draws the previous tokens itself, and the target gives its
+    """Share of passes in which the drafter draws the previous tokens itself, and the target gives its
     distributions after them. Heads and drafters of rank 0 read no previous token, so only the target's distributions
     change."""
     on_policy_anchors: Count = 16

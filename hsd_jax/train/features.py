@@ -58,7 +58,7 @@ class FeatureConfig:
     """Dtype of the numbers on disk: bfloat16, float32 or float16."""
     products: Annotated[str, OneOf(PRODUCTS)] | None = None
     """Dtype of the target's products while the cache is built; null: as in a step. On CPUs that multiply bfloat16 it
-    takes two thirds of the time of float32; on others it is slower. States then differ by about one percent."""
+    takes 0.6 of the time of float32; on others it is slower. States then differ by about one percent."""
 
     def __post_init__(self):
         if not _SIZE.fullmatch(self.limit.strip()):

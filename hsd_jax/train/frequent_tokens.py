@@ -1,6 +1,6 @@
 """The choice of hot tokens: the most frequent tokens of text that the target wrote, and their share of such text.
 
-This module only counts. `models/draft_vocab.py` says how a drafter uses the ids. Read next: `run.py`, where a run
+This module only counts. `models/draft_vocab.py` says how a drafter uses the ids. Read next: `tasks.py`, where a run
 chooses its hot tokens once, and `cli/train.py`, where `hsd train restrict` chooses them for a trained drafter.
 """
 

@@ -47,7 +47,7 @@ class HeldOut:
     every: Whole = 100
     """Steps between evaluations; 0: never."""
     prompts: Count = 16
-    """The number of held-out rows, which are the last of the data. Their beginnings are the prompts."""
+    """The number of held-out rows. They are the last rows of the data. Their beginnings are the prompts."""
     prompt_tokens: AtLeastTwo = 48
     max_new_tokens: AtLeastTwo = 96
     temperature: Annotated[float, Field(gt=0, le=HOTTEST)] = 1.0

@@ -1,8 +1,9 @@
 """A training run, from data files to the folder of a model. `hsd train` calls it for every kind of model.
 
-The folder of a run holds `recipe.json`, `metrics.jsonl`, `checkpoints/` and, with a reduced draft vocabulary,
-`draft_to_target.json`. The same call continues an interrupted run. It refuses to continue with another recipe. A target
-is written into the folder itself, a drafter into `drafter/` below it. Read next: `loop.py` for a step.
+The folder of a run holds `recipe.json`, `metrics.jsonl`, `curves.png`, `checkpoints/`, the held-out texts and, with a
+reduced draft vocabulary, `draft_to_target.json`. Distillation adds `before.json` and `on_policy/`. The same call
+continues an interrupted run. It refuses to continue with another recipe. A target is written into the folder itself, a
+drafter into `drafter/` below it. Read next: `loop.py` for a step.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Task:
     """The arguments of `train`. Each kind of model is a subclass, which also has:
 
     kind: the kind of the run, in `recipe.json`;
-    reads: the configuration whose vocabulary and positions the rows must fit;
-    words: the checkpoint whose tokenizer makes the rows;
+    reads: the configuration of the model whose vocabulary and length limit the rows;
+    words: the checkpoint whose tokenizer encodes the rows;
     folder: the folder of the result;
     open(): reads the models. Returns what identifies this run besides recipe and data;
     begin(rows): returns the first weights. Sets `loss` and `stages`, as `loop.fit` takes them;

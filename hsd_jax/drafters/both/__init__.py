@@ -24,5 +24,5 @@ def copying_seconds(costs: Any, config: BothConfig, batch: int, tree: TreeConfig
 def both(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
     """The entry of the table, built from the entries of the trained drafters."""
     row = on_base(methods, BothConfig, both_drafter, copying_seconds)
-    planning = row.planning._replace(chains_nest=False)  # the length of a chain decides which of the two drafts it
+    planning = row.planning._replace(chains_nest=False)  # its length decides which drafter makes a chain
     return row._replace(planning=planning, has_weights_of_base=True)

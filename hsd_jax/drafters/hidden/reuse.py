@@ -130,7 +130,7 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
     if form == SKIP and not 1 <= enough_spares(reuse, depth, trained) < trained:
         allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NO_REUSE_FORM
         raise ValueError(
-            f"reuse={str(reuse)!r}: a trunk of {trained} steps leaves fewer spare states; allowed: {allowed}"
+            f"reuse={str(reuse)!r}: a round of this trunk leaves at most {trained - 1} spare states; allowed: {allowed}"
         )
     if form not in (NO_REUSE_FORM, SKIP, AHEAD) and depth < 2:
         raise ValueError(

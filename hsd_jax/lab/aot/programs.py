@@ -118,7 +118,7 @@ def _of_decode(job: CompileJob, what: str, mesh: Mesh) -> Program:
         None if is_plain else params.drafter_config,
         None if is_plain else job.tree,
         None,
-        cache_lib.fastest_dtype(DTYPE).name,
+        cache_lib.cache_dtype(DTYPE).name,
         pad_rows=1,
         mesh=_mesh_or_none(mesh),
         accept="match",

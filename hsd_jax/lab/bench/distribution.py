@@ -68,7 +68,7 @@ def _places_of(
     rounding gives another result.
     """
     num = len(coins)
-    dtype = cache_lib.fastest_dtype(weights["embedding"].dtype)
+    dtype = cache_lib.cache_dtype(weights["embedding"].dtype)
     cache = cache_lib.cache_of(config, 1, num, dtype)
     read = traced_with(None, use_native, None, read_chunk)
     logits = read(weights, config, cache, row[None, :-1], 0, jnp.full(1, num))[0].logits[0]

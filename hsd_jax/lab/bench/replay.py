@@ -222,7 +222,7 @@ def replay_logits(
     num_chunks = bucket(-(-len(tokens) // num_nodes))
     padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
     padded[: len(text)] = text
-    dtype = cache_lib.fastest_dtype(weights["embedding"].dtype) if dtype is None else dtype
+    dtype = cache_lib.cache_dtype(weights["embedding"].dtype) if dtype is None else dtype
     text, num_prompt = jnp.asarray(padded), len(prompt)
     logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
     return fetch(logits)[: len(tokens)]

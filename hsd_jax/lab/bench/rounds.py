@@ -62,7 +62,7 @@ def timed_passes(model: Params, drafts: int, context: int) -> Callable[[], float
         chosen = ops.argmax(output.logits)
         return chosen, (chosen, cache_lib.commit(cache, output.new_kv, None, jnp.zeros(1, jnp.int32), after=chosen))
 
-    dtype = cache_lib.fastest_dtype(jax.tree.leaves(model.target["embedding"])[0].dtype)
+    dtype = cache_lib.cache_dtype(jax.tree.leaves(model.target["embedding"])[0].dtype)
     slots = cache_lib.layer_slots(config, capacity)
     cache = cache_lib.empty_cache(slots, 1, config.num_kv_heads, config.head_dim, dtype, capacity)
     cache = dataclasses.replace(cache, length=jnp.full(1, context, jnp.int32))

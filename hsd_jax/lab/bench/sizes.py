@@ -23,7 +23,7 @@ from hsd_jax.lab.bench.profile import with_counts_of
 from hsd_jax.lab.bench.tables import Table, say
 from hsd_jax.lab.random_models import random_drafter, random_weights
 from hsd_jax.lab.targets import read_target
-from hsd_jax.models.cache import cache_of, fastest_dtype
+from hsd_jax.models.cache import cache_dtype, cache_of
 from hsd_jax.models.target import forward, init_target
 from hsd_jax.planning import rates
 from hsd_jax.planning.costs import language_model
@@ -90,7 +90,7 @@ def _a_pass(models: dict, config: ModelConfig, num: int) -> tuple[Any, dict, Any
 
     The caches are passed with the weights. As inputs of the timed loop they would be written and copied.
     """
-    cache = cache_of(config, num, SLOTS, fastest_dtype(True))
+    cache = cache_of(config, num, SLOTS, cache_dtype(models["target"]["embedding"].dtype))
     cache = dataclasses.replace(cache, length=jnp.full(num, FILLED, jnp.int32))
     tokens = jnp.arange(num, dtype=jnp.int32)[:, None] % config.vocab_size
 
@@ -104,7 +104,7 @@ def _a_pass(models: dict, config: ModelConfig, num: int) -> tuple[Any, dict, Any
 
 def _drafting(models: dict, config: ModelConfig, own: Any) -> tuple[Any, dict, Any]:
     """TREE for one row whose trunk has read its prompt."""
-    drafter = make_drafter(config, own, TREE, fastest_dtype(True))
+    drafter = make_drafter(config, own, TREE, cache_dtype(models["target"]["embedding"].dtype))
     length, zero = jnp.full(1, FILLED, jnp.int32), jnp.zeros(1, jnp.int32)
     state = drafter.init(jnp.zeros((1, FILLED), jnp.int32), length, SLOTS)
     sampling = SamplingParams(jnp.zeros(1), zero, jnp.ones(1))

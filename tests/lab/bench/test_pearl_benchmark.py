@@ -69,7 +69,13 @@ def test_pearl_is_compared_with_the_best_chain(pair, devices):
     small = pair if devices is None else hsd_jax.place(pair, early.mesh)
     modes = benchmark.modes_of(small, [early], [1, GAMMA, 3], "match")
     runs = time_modes(modes, [[3, 1, 4], [5, 9]], max_new_tokens=12, temperature=0.0, repeats=1)
-    took = {"plain": 1.0, "chain of 1 drafts": 0.25, "chain of 2 drafts": 0.5, "chain of 3 drafts": 2.0, "pearl of 2": 0.5}
+    took = {
+        "plain": 1.0,
+        "chain of 1 drafts": 0.25,
+        "chain of 2 drafts": 0.5,
+        "chain of 3 drafts": 2.0,
+        "pearl of 2": 0.5,
+    }
     tokens = {name: sum(runs.num_tokens(name)) for name in took}
     assert set(tokens.values()) == {24}
     runs = dataclasses.replace(runs, seconds={name: [[x, x]] for name, x in took.items()})
