@@ -395,6 +395,12 @@ def layer_numbers(config: Any) -> int:
     return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 
 
+def trunk_numbers(config: Any) -> int:
+    """The number of weights of a trunk, without its norms: its layers, and the two halves of the product that fuses a
+    feature with an embedding."""
+    return config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
+
+
 def bucket(n: int, smallest: int = 16) -> int:
     """The smallest power of two not below `n`, but at least `smallest`. Few sizes mean few compilations."""
     return max(smallest, 1 << max(0, math.ceil(math.log2(max(n, 1)))))

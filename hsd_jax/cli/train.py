@@ -48,7 +48,7 @@ hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out
     what = "model.kind of the recipe, of %(choices)s"
     add_value(drafter, "--kind KIND", str, what, without="the recipe's, or hidden", dest="model", choices=DRAFTERS)
     _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter")
-    _with_keys(drafter, "drafter", None, "small_lm", leave_out=("train.remat",))
+    _with_keys(drafter, "drafter", None, "small_lm")
     target = options.add_command(
         kinds,
         "target",

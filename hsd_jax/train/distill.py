@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from hsd_jax import settings
 from hsd_jax.api import decode
@@ -182,16 +182,11 @@ def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, r
         else:
             values = losses.named(asked.divergence, asked.jsd_beta)(teacher, own)
         agreed = jnp.argmax(teacher, -1) == jnp.argmax(own, -1)
-        metrics = {"overlap": 1 - over_labels(losses.total_variation(teacher, own), mask)}
-        metrics["agreement"] = over_labels(agreed.astype(jnp.float32), mask)
-        return over_labels(values, mask), lax.stop_gradient(metrics)
+        metrics = {"overlap": 1 - losses.over_labels(losses.total_variation(teacher, own), mask)}
+        metrics["agreement"] = losses.over_labels(agreed.astype(jnp.float32), mask)
+        return losses.over_labels(values, mask), lax.stop_gradient(metrics)
 
     return loss
-
-
-def over_labels(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The mean over the labels of a batch; 0 if it has none."""
-    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)
 
 
 def held_out_divergences(

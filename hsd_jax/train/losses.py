@@ -216,3 +216,8 @@ def over_depths(
     label has the same weight in every row.
     """
     return jnp.sum(jnp.where(mask, values, 0.0) * weights) / (values.shape[0] * values.shape[1])
+
+
+def over_labels(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """The mean over the labels of a batch; 0 if it has none."""
+    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)

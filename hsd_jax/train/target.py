@@ -20,6 +20,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import AtLeastTwo, Count
+from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.recipe import Recipe
@@ -150,8 +151,7 @@ def make_loss(config: ModelConfig, remat: bool = False):
         labels, mask = batch["tokens"][:, 1:], batch["mask"][:, 1:]
         output = forward_sequence(params, config, batch["tokens"][:, :-1], starts_of(batch), remat=remat)
         nats = optax.softmax_cross_entropy_with_integer_labels(output.logits, labels)
-        count = jnp.maximum(mask.sum(), 1)
-        hits = (jnp.argmax(output.logits, -1) == labels) & mask
-        return jnp.where(mask, nats, 0.0).sum() / count, {"accuracy": hits.sum() / count}
+        hits = (jnp.argmax(output.logits, -1) == labels).astype(nats.dtype)
+        return losses.over_labels(nats, mask), {"accuracy": losses.over_labels(hits, mask)}
 
     return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsd_jax.config import TreeConfig, layer_numbers
+from hsd_jax.config import TreeConfig, trunk_numbers
 from hsd_jax.drafters.eagle.config import EagleConfig
 from hsd_jax.drafters.eagle.draft import eagle_drafter
 from hsd_jax.drafters.eagle.weights import init_weights
@@ -15,8 +15,8 @@ from hsd_jax.models.unroll import unroll
 def drafting_seconds(costs: Any, config: EagleConfig, batch: int, tree: TreeConfig) -> float:
     """A trunk pass and a product with the head for every level."""
     rows = batch * tree.most_expanded
-    trunk = config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
-    level = costs.product(trunk, rows) + costs.product(config.draft_vocab_size * config.hidden_size, rows)
+    trunk, head = trunk_numbers(config), config.draft_vocab_size * config.hidden_size
+    level = costs.product(trunk, rows) + costs.product(head, rows)
     return tree.depth * (float(level) + costs.layers(config) + 10 * costs.rates.operation_seconds)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsd_jax.config import RECURRENT, REUSES, TreeConfig, layer_numbers
+from hsd_jax.config import RECURRENT, REUSES, TreeConfig, trunk_numbers
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
 from hsd_jax.drafters.hidden.schedule import aged
@@ -26,13 +26,12 @@ LEVEL_OPERATIONS = 12
 def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeConfig) -> float:
     """Seconds of the trunk, of one product of all states with the head, and of token information level by level."""
     small = costs.rates.operation_seconds
-    trunk = config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
     per_pass = costs.layers(config)
     if config.trunk == RECURRENT:
-        states = tree.depth * (float(costs.product(trunk, batch)) + per_pass)
+        states = tree.depth * (float(costs.product(trunk_numbers(config), batch)) + per_pass)
     else:
         rows = ROWS_PER_STATE * batch * tree.depth
-        states = float(costs.product(trunk, rows)) + per_pass + PARALLEL_OPERATIONS * small
+        states = float(costs.product(trunk_numbers(config), rows)) + per_pass + PARALLEL_OPERATIONS * small
     logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth))
     bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded)
     return states + logits + tree.depth * float(bias + LEVEL_OPERATIONS * small)
