@@ -154,7 +154,7 @@ def decode(
         the call continues without drafts and tries them again later.
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
-      pad_rows: number of rows to which a plain pass is padded (see `infer/plain.py`).
+      pad_rows: the rows that each row of the batch takes in a plain pass (see `infer/plain.py`).
       accept: rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal", "pairs" and
         "kseq"; drawn chains also "block_verification" (methods.md 6).
       draw: how trees choose their tokens. "coupled": the tokens that the target most likely draws, given the noise

@@ -1,7 +1,7 @@
 """The largest acceptance of any lossless rule at one node, given how the children were drawn; and speed-ups of chains.
 
 Decoding uses nothing of this module. `lab/bench/gap.py` compares the optimum with the acceptance of a rule. The cost of
-hierarchies of models is in `planning/hierarchy.py`; its names can be imported from here, too.
+hierarchies of models is in `planning/hierarchy.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.planning.hierarchy import Hierarchy as Hierarchy
-from hsd_jax.planning.hierarchy import hierarchy_latency as hierarchy_latency
-from hsd_jax.planning.hierarchy import plan_hierarchy as plan_hierarchy
 from hsd_jax.types import DrawScheme
 
 BOUNDED = (DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT, DrawScheme.TOP_THEN_RANDOM)

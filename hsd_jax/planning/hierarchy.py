@@ -4,7 +4,7 @@ The models are numbered 0 to K, the smallest first. Level i collects at least T_
 above judges them in one pass (Globerson et al., arXiv:2510.19705; methods.md 4.3). A plan has two steps.
 `plan_hierarchy` searches all hierarchies by a formula, which assumes that acceptance is independent from token to token
 and that no collected token is lost. `fastest` replays the rounds of those that the search kept, from measured parts,
-and decides among them. No decode runs this code. `lab/theory.py` exports the formula and the search too.
+and decides among them. No decode runs this code.
 `lab/bench/hierarchy.py` measures the inputs.
 """
 

@@ -9,7 +9,6 @@ import pytest
 from oracles import hierarchy as oracle
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab import theory
 from hsd_jax.planning.acceptance import acceptance_giving, accumulated, chain_distribution, expected_tokens, mean, mixed
 from hsd_jax.planning.hierarchy import (
     Hierarchy,
@@ -17,7 +16,9 @@ from hsd_jax.planning.hierarchy import (
     Rounds,
     expected_cost,
     fastest,
+    hierarchy_latency,
     num_follows,
+    plan_hierarchy,
     replayed,
     rounds_of,
 )
@@ -28,15 +29,15 @@ ACCEPTANCE = np.array([[1.0, 0.75, 0.5], [0.0, 1.0, 0.85], [0.0, 0.0, 1.0]])
 
 def test_the_worked_example():
     """Of methods.md 4.3; the best single drafter is model 1 with 6 tokens."""
-    assert round(theory.hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS), 4) == 0.3206
-    assert round(theory.hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS, buffered=False), 4) == 0.3162
-    assert round(theory.hierarchy_latency(COSTS[1:], ACCEPTANCE[1:, 1:], (6,)), 4) == 0.4195
+    assert round(hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS), 4) == 0.3206
+    assert round(hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS, buffered=False), 4) == 0.3162
+    assert round(hierarchy_latency(COSTS[1:], ACCEPTANCE[1:, 1:], (6,)), 4) == 0.4195
 
 
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("lengths", [(4, 6), (1, 3), (5, 2)])
 def test_latency_is_that_of_a_simulation(buffered, lengths):
-    found = theory.hierarchy_latency(COSTS, ACCEPTANCE, lengths, buffered)
+    found = hierarchy_latency(COSTS, ACCEPTANCE, lengths, buffered)
     simulated = oracle.simulated_latency(COSTS, ACCEPTANCE, lengths, buffered, 200_000)
     assert abs(found / simulated - 1) < 0.01
 
@@ -44,14 +45,14 @@ def test_latency_is_that_of_a_simulation(buffered, lengths):
 @pytest.mark.parametrize("buffered", [True, False])
 def test_four_levels_are_those_of_a_simulation(buffered):
     costs, acceptance = (0.01, 0.05, 0.2, 1.0), np.triu(np.full((4, 4), 0.7)) + np.eye(4) * 0.3
-    found = theory.hierarchy_latency(costs, acceptance, (2, 3, 4), buffered)
+    found = hierarchy_latency(costs, acceptance, (2, 3, 4), buffered)
     simulated = oracle.simulated_latency(costs, acceptance, (2, 3, 4), buffered, 200_000)
     assert abs(found / simulated - 1) < 0.01
 
 
 def test_a_swapped_formula_is_found():
     """The two differ by more than the simulation errs."""
-    one, other = (theory.hierarchy_latency(COSTS, ACCEPTANCE, (4, 6), buffered) for buffered in (True, False))
+    one, other = (hierarchy_latency(COSTS, ACCEPTANCE, (4, 6), buffered) for buffered in (True, False))
     assert abs(one / other - 1) > 0.012
 
 
@@ -73,7 +74,7 @@ def test_the_search_finds_the_best_by_brute_force(num, keep):
     for seed in range(12 if num < 4 else 4):
         costs, acceptance = random_models(num, seed)
         every = oracle.all_hierarchies(costs, acceptance, 4)
-        plan = theory.plan_hierarchy(costs, acceptance, 4, keep)
+        plan = plan_hierarchy(costs, acceptance, 4, keep)
         assert sorted(plan) == list(range(1, num + 1))
         for size, found in plan.items():
             wanted = sorted(latency for chain, _, latency in every if len(chain) == size)[:keep]
@@ -81,10 +82,10 @@ def test_the_search_finds_the_best_by_brute_force(num, keep):
             assert len({(way.chain, way.lengths) for way in found}) == len(found)
         for way in plan[num][:2]:
             chosen = np.ix_(way.chain, way.chain)
-            own = theory.hierarchy_latency([costs[i] for i in way.chain], acceptance[chosen], way.lengths)
+            own = hierarchy_latency([costs[i] for i in way.chain], acceptance[chosen], way.lengths)
             assert np.isclose(own, way.latency, rtol=1e-12) and way.chain[-1] == num - 1
         tables = [[cost(drafts) for drafts in range(5)] for cost in costs]
-        assert theory.plan_hierarchy(tables, acceptance, 4, keep) == plan
+        assert plan_hierarchy(tables, acceptance, 4, keep) == plan
         sizes.add(min(plan, key=lambda size: plan[size][0].latency))
     assert num < 3 or len(sizes) > 1  # so a plan is a choice
 
@@ -100,7 +101,7 @@ def test_the_search_keeps_to_the_pairs_that_are_there(without):
     def is_there(chain, lengths) -> bool:
         return all(n <= longest.get(edge, 0) for edge, n in zip(itertools.pairwise(chain), lengths, strict=True))
 
-    plan = theory.plan_hierarchy(costs, acceptance, longest, 1000)
+    plan = plan_hierarchy(costs, acceptance, longest, 1000)
     assert {(way.chain, way.lengths) for some in plan.values() for way in some} == {
         (chain, lengths) for chain, lengths, _ in every if is_there(chain, lengths)
     }
@@ -108,9 +109,9 @@ def test_the_search_keeps_to_the_pairs_that_are_there(without):
 
 def test_a_model_that_is_no_use_is_left_out():
     """A middle model as dear as the target; and plain decoding where nothing pays."""
-    dear = theory.plan_hierarchy((0.02, 1.0, 1.0), ACCEPTANCE, 8)
+    dear = plan_hierarchy((0.02, 1.0, 1.0), ACCEPTANCE, 8)
     assert dear[2][0].chain == (0, 2) and dear[2][0].latency < dear[3][0].latency
-    nothing = theory.plan_hierarchy((0.9, 1.0), [[1.0, 0.3], [0.0, 1.0]], 8)
+    nothing = plan_hierarchy((0.9, 1.0), [[1.0, 0.3], [0.0, 1.0]], 8)
     assert nothing[1] == [Hierarchy((1,), (), 1.0)] and nothing[2][0].latency > 1.0
 
 
@@ -132,11 +133,11 @@ def test_the_replay_decides_among_what_the_search_keeps(num, first, kept):
     worst = {1: 0.0, 32: 0.0}
     for seed in range(20 if num < 4 else 8):
         parts, acceptance = random_parts(num, seed)
-        every = theory.plan_hierarchy(parts.passes, acceptance, 4, 10**6)[num]
+        every = plan_hierarchy(parts.passes, acceptance, 4, 10**6)[num]
         best = replayed(parts, fastest(every, parts)).latency
         assert best == min(replayed(parts, way).latency for way in every)
         for keep in worst:
-            some = theory.plan_hierarchy(parts.passes, acceptance, 4, keep)[num]
+            some = plan_hierarchy(parts.passes, acceptance, 4, keep)[num]
             worst[keep] = max(worst[keep], replayed(parts, fastest(some, parts)).latency / best - 1)
     assert worst[1] > first and worst[32] <= kept
 
@@ -144,17 +145,17 @@ def test_the_replay_decides_among_what_the_search_keeps(num, first, kept):
 def test_what_is_no_hierarchy_is_refused():
     for lengths in ((4,), (4, 0), (4, 6, 2), (4, 1.5)):
         with pytest.raises(ValueError, match="2 numbers from 1"):
-            theory.hierarchy_latency(COSTS, ACCEPTANCE, lengths)
+            hierarchy_latency(COSTS, ACCEPTANCE, lengths)
     with pytest.raises(ValueError, match=r" 2 .*\(3, 3\)"):
-        theory.hierarchy_latency(COSTS[1:], ACCEPTANCE, (6,))
+        hierarchy_latency(COSTS[1:], ACCEPTANCE, (6,))
     with pytest.raises(ValueError, match="0 to 1"):
-        theory.plan_hierarchy(COSTS, 2 * ACCEPTANCE, 4)
+        plan_hierarchy(COSTS, 2 * ACCEPTANCE, 4)
     with pytest.raises(ValueError, match="from 0"):
-        theory.plan_hierarchy((0.1, 1.0, -1.0), ACCEPTANCE, 4)
+        plan_hierarchy((0.1, 1.0, -1.0), ACCEPTANCE, 4)
     with pytest.raises(ValueError, match=r"longest=0: .*1"):
-        theory.plan_hierarchy(COSTS, ACCEPTANCE, 0)
+        plan_hierarchy(COSTS, ACCEPTANCE, 0)
     with pytest.raises(ValueError, match=r"keep=0: .*1"):
-        theory.plan_hierarchy(COSTS, ACCEPTANCE, 4, 0)
+        plan_hierarchy(COSTS, ACCEPTANCE, 4, 0)
 
 
 def test_a_replay_by_hand():
