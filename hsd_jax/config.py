@@ -396,7 +396,7 @@ def layer_numbers(config: Any) -> int:
 
 
 def trunk_numbers(config: Any) -> int:
-    """The number of weights of a trunk, without its norms: its layers, and the product of a feature and an embedding."""
+    """The number of weights of a trunk, without norms: its layers, and the product of a feature and an embedding."""
     return config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
 
 
