@@ -31,6 +31,10 @@ FEWEST_BATCHES = 8
 """With fewer batches of prompts no confidence interval is given, because it could be narrow by chance."""
 
 
+HOW = ("accept", "draw", "reuse", "lossy", "adaptive")
+"""The fields of a `Mode` that are arguments of `decode` with the same names."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mode:
     """One way to decode. Without a `tree` it is plain decoding, unless `is_planned` is set."""
@@ -62,6 +66,10 @@ class Mode:
     def dtype(self) -> str:
         return self.params.dtype
 
+    @property
+    def how(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in HOW}
+
     def check(self) -> None:
         """Raises a ValueError if these settings do not fit together, before anything compiles."""
         if self.tree is not None:
@@ -84,12 +92,8 @@ class Mode:
             tree=self.tree if self.tuned is None else None,
             speculate=not self.is_plain,
             pad_rows=self.pad_rows,
-            accept=self.accept,
-            draw=self.draw,
-            reuse=self.reuse,
-            lossy=self.lossy,
-            adaptive=self.adaptive,
             tuned=self.is_planned if self.tuned is None else self.tuned,
+            **self.how,
         )
 
 
@@ -250,11 +254,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
         histogram = [int(sum(n)) for n in itertools.zip_longest(*histograms, fillvalue=0)]
         record |= {
             "tree": None if mode.tree is None else dataclasses.asdict(mode.tree),
-            "accept": mode.accept,
-            "draw": mode.draw,
-            "reuse": mode.reuse,
-            "lossy": mode.lossy,
-            "adaptive": mode.adaptive,
+            **mode.how,
             "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
             "conditional_acceptance": api.conditional_acceptance(histogram).tolist(),

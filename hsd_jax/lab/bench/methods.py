@@ -24,14 +24,12 @@ from hsd_jax.infer.lossy import Lossy
 from hsd_jax.lab.bench.hierarchy import stacked
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
-from hsd_jax.planning.measure import Mode, parse_tree
+from hsd_jax.planning.measure import HOW, Mode, parse_tree
 from hsd_jax.planning.pearl import pearl
 from hsd_jax.request import rule_and_scheme
 from hsd_jax.settings import Count
 
 PLAIN = "plain"
-HOW = ("accept", "draw", "reuse", "lossy", "adaptive")
-"""The fields of a method that a `Mode` has under the same name."""
 CHOSEN = "chosen"
 """A value of `tree`: `decode` chooses the tree, or plain decoding, as it does by default."""
 PLAIN_DTYPES, PLAIN_PAD_ROWS = ("float32", "bfloat16"), (1, 4)
