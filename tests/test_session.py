@@ -159,7 +159,7 @@ def check_promise(name: str, monkeypatch) -> None:
     assert {end for _, end in found.values()} == {"stop", "length", "cancelled"}
 
 
-@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow=["rescored_ngram"]))
+@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow=["rescored_ngram", "eagle", "small_lm"]))
 def test_a_row_says_what_it_says_alone(name, monkeypatch):
     check_promise(name, monkeypatch)
 
