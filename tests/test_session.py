@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support import setups
 from support.calls import cut
+from support.cases import cases
 from support.toy import VOCAB
 
 import hsd_jax
@@ -35,7 +36,7 @@ from hsd_jax.types import Limits
 
 slow = pytest.mark.slow
 MAX_LEN, SLOTS = 96, 4
-OF_EACH_KIND = ["plain", *setups.OF_EACH_KIND.values(), "skip", "ahead"]
+OF_EACH_KIND = ["plain", *setups.OF_EACH_KIND.values(), "ahead"]
 OTHERS = [name for name, one in setups.PROPOSERS.items() if one.oracle is None and name not in OF_EACH_KIND]
 
 
@@ -158,7 +159,7 @@ def check_promise(name: str, monkeypatch) -> None:
     assert {end for _, end in found.values()} == {"stop", "length", "cancelled"}
 
 
-@pytest.mark.parametrize("name", OF_EACH_KIND)
+@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow=["rescored_ngram", "eagle", "small_lm"]))
 def test_a_row_says_what_it_says_alone(name, monkeypatch):
     check_promise(name, monkeypatch)
 
@@ -579,8 +580,9 @@ def test_caches_that_are_reserved_have_one_size(plain):
             session.reserve()
 
 
-def test_a_session_on_a_mesh_says_the_same_and_its_empty_slots_are_split(fresh_programs):
-    params, how = params_of("beam")
+@pytest.mark.parametrize("name", ["plain", pytest.param("beam", marks=slow)])
+def test_a_session_on_a_mesh_says_the_same_and_its_empty_slots_are_split(fresh_programs, name):
+    params, how = params_of(name)
     split = hsd_jax.place(params, make_mesh("data=2,model=2"))
     asked = requests(12)
     with Session(split, slots=4, **how) as session:

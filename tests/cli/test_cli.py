@@ -216,10 +216,16 @@ def test_the_demo_compares_sampled_text_with_that_of_plain_decoding(capsys):
     assert "yes" in row
 
 
-def test_the_demo_takes_the_bundled_pair_where_smollm2_is_not_installed(monkeypatch, capsys):
+@pytest.mark.parametrize("pair", ["small", pytest.param("bundled", marks=pytest.mark.slow)])
+def test_the_demo_takes_the_bundled_pair_where_smollm2_is_not_installed(folders, monkeypatch, capsys, pair):
+    """A small pair may stand in for it: that the bundled one says what plain decoding says is `test_both.py`'s."""
     from hsd_jax.models import checkpoint
 
     monkeypatch.setattr(checkpoint, "SMOLLM2_PACKAGE", "no-such-package")
+    if pair == "small":
+        drafter = folders.root / "drafter"
+        own = checkpoint.Bundled(lambda: folders.root / "target", drafter, drafter)
+        monkeypatch.setitem(checkpoint.BUNDLED, "demo", own)
     assert hsd("demo", "--limit", "1", "--max-new-tokens", "6") == 0
     out, err = capsys.readouterr()
     [why] = [line for line in err.splitlines() if "the bundled pair answers" in line]

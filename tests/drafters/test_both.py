@@ -297,25 +297,27 @@ def test_who_was_right_lately_gets_the_nodes():
     assert right[-1] == DEPTH and wrong[-1] == 0
 
 
-def test_where_nothing_is_found_the_tree_is_the_base_s():
+@pytest.mark.parametrize(
+    ("proposer", "alone"), [("both", "path"), pytest.param("both_medusa", "medusa", marks=pytest.mark.slow)]
+)
+def test_where_nothing_is_found_the_tree_is_the_base_s(proposer, alone):
     """The same nodes, also by a drafter that scores none."""
-    for proposer, alone in (("both", "path"), ("both_medusa", "medusa")):
-        setup, call = setups.setup("llama", proposer), calls.mixed_call()
-        tree = setups.PROPOSERS[proposer].tree
-        config = BothConfig(setup.drafter_config.base, LookupConfig(16, 16))
-        one = make_drafter(setup.config, config, tree, scheme=DrawScheme.COUPLED)
-        other = make_drafter(setup.config, config.base, tree, scheme=DrawScheme.COUPLED)
-        tokens, length, keys, _, sampling = call.arrays()
-        inputs = RoundInputs(tokens[jnp.arange(call.batch), length - 1], length - 1, keys, sampling)
-        trees = []
-        for drafter in (one, other):
-            state = drafter.init(tokens, length, calls.CAPACITY)
-            trees.append(jax.jit(drafter.draft)(setup.models, state, inputs)[0])
-        for row in range(call.batch):
-            found, wanted = (
-                oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (t.tokens, t.parents, t.valid))) for t in trees
-            )
-            assert set(found.values()) == set(wanted.values()), (alone, row)
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    tree = setups.PROPOSERS[proposer].tree
+    config = BothConfig(setup.drafter_config.base, LookupConfig(16, 16))
+    one = make_drafter(setup.config, config, tree, scheme=DrawScheme.COUPLED)
+    other = make_drafter(setup.config, config.base, tree, scheme=DrawScheme.COUPLED)
+    tokens, length, keys, _, sampling = call.arrays()
+    inputs = RoundInputs(tokens[jnp.arange(call.batch), length - 1], length - 1, keys, sampling)
+    trees = []
+    for drafter in (one, other):
+        state = drafter.init(tokens, length, calls.CAPACITY)
+        trees.append(jax.jit(drafter.draft)(setup.models, state, inputs)[0])
+    for row in range(call.batch):
+        found, wanted = (
+            oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (t.tokens, t.parents, t.valid))) for t in trees
+        )
+        assert set(found.values()) == set(wanted.values()), (alone, row)
 
 
 # --- names, and what is refused ---------------------------------------------------------------------------------------

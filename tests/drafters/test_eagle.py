@@ -24,6 +24,9 @@ from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.types import DrawScheme, RoundInputs
 
+ROOM = 64
+"""Places of every text and path, so that texts of all lengths share a program; what lies behind is not seen."""
+
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def causal_trunk(drafter, target, config, target_config, states, following):
@@ -43,20 +46,22 @@ def logits_of_paths(setup: setups.Setup, text: np.ndarray):
     """
     models, config = setup.models, setup.drafter_config
     target, drafter = models["target"], models["drafter"]
-    room = 16 + len(text)
-    fresh = toy.causal_pass(target, setup.config, jnp.asarray(text[None]), feature_layers=config.feature_layers)
-    features = trunk_features(drafter, config, fresh.hidden, fresh.features)[0]
+    padded = np.pad(text, (0, ROOM - len(text)))[None]
+    fresh = toy.causal_pass(target, setup.config, jnp.asarray(padded), feature_layers=config.feature_layers)
+    features = np.asarray(trunk_features(drafter, config, fresh.hidden, fresh.features))[0]
     known = len(text) - 1  # features in use: that of the last token is not known to a drafter
 
     def logits(path: tuple[int, ...]) -> np.ndarray:
-        states = jnp.zeros((1, room, features.shape[-1])).at[0, :known].set(features[:known])
-        following = np.zeros((1, room), np.int32)
+        states = np.zeros((1, ROOM, features.shape[-1]), np.float32)
+        states[0, :known] = features[:known]
+        following = np.zeros((1, ROOM), np.int32)
         following[0, : len(text) - 1 + len(path) - 1] = [*text[1:], *path[1:]]
         for step in range(len(path)):
             last = known - 1 + step
-            out, found = causal_trunk(drafter, target, config, setup.config, states, jnp.asarray(following))
-            states = states.at[0, last + 1].set(out[0, last])
-        return np.asarray(found[0, last], np.float64)
+            passed = causal_trunk(drafter, target, config, setup.config, jnp.asarray(states), jnp.asarray(following))
+            out, found = map(np.asarray, passed)
+            states[0, last + 1] = out[0, last]
+        return np.float64(found[0, last])
 
     return logits
 

@@ -46,10 +46,10 @@ def test_the_copy_of_the_context_is_the_text():
     state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
     while not bool(state.done.all()):
         state = call.resume(setup.decoder, setup.models, state, 3)
-        np.testing.assert_array_equal(state.drafter.length, state.length)
+        length, copied, tokens = map(np.asarray, (state.length, state.drafter.tokens, state.tokens))
+        np.testing.assert_array_equal(state.drafter.length, length)
         for row in np.flatnonzero(~np.asarray(state.done)):
-            count = int(state.length[row])
-            assert state.drafter.tokens[row, :count].tolist() == state.tokens[row, :count].tolist()
+            np.testing.assert_array_equal(copied[row, : length[row]], tokens[row, : length[row]])
 
 
 @pytest.mark.parametrize(

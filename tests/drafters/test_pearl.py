@@ -124,10 +124,10 @@ def wanted_texts() -> list[list[int]]:
     return found
 
 
-def test_the_text_is_that_of_drafting_one_token_at_a_time():
+@pytest.mark.parametrize("gamma", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_text_is_that_of_drafting_one_token_at_a_time(gamma):
     """Greedy, sampled and filtered rows, each in its own phase; a gamma of 1 has no tokens pending."""
-    for gamma in (1, 3):
-        assert first_difference(texts_of(gamma), wanted_texts()) is None, gamma
+    assert first_difference(texts_of(gamma), wanted_texts()) is None
 
 
 def test_rules_that_judge_jointly_are_refused():
@@ -165,7 +165,7 @@ def find_stale_slot(one: setups.Setup, state) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("capacity", [16, calls.CAPACITY])
+@pytest.mark.parametrize("capacity", [16, pytest.param(calls.CAPACITY, marks=pytest.mark.slow)])
 def test_both_caches_hold_what_is_committed_and_pending(capacity):
     """After every round, through growing buckets: committed - 1 where a draft was refused. Rounds are counted."""
     one, call = setups.setup("llama", "pearl"), calls.mixed_call()

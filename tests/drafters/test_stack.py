@@ -21,7 +21,7 @@ from support import calls, setups, toy
 from support.cases import cases
 from support.rules import drawn_schemes
 from support.texts import first_difference
-from support.tiny_pairs import FALSE_ALARM, TINY, p_values, tiny_small_lm, tiny_texts
+from support.tiny_pairs import FALSE_ALARM, FEW, FEW_SLOTS, TINY, p_values, tiny_small_lm, tiny_texts
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -119,8 +119,9 @@ def least_p_value(accept: str, scheme: DrawScheme, inner: str = "small_lm", chan
         top_k=[0] * ROWS,
         top_p=[1.0] * ROWS,
         seeds=list(range(ROWS)),
+        **FEW,
     )
-    state = call.run(Decoder(config, step, drafter, precision="highest", use_native=False), models)
+    state = call.run(Decoder(config, step, drafter, precision="highest", use_native=False), models, FEW_SLOTS)
     assert (np.asarray(state.stats.accepted_histogram).sum(0) > 0).all()
     assert (np.asarray(state.drafter.stats.accepted_histogram).sum(0) > 0).all()
     found, table = np.asarray(state.tokens), rolled(TARGET)
@@ -304,7 +305,7 @@ def known_too_far(before, after):
     return jax.tree.map(lambda old, new: new if old.ndim in (4, 1) else old, before, after)
 
 
-@pytest.mark.parametrize("mutant", [not_rolled_back, known_too_far])
+@pytest.mark.parametrize("mutant", [pytest.param(not_rolled_back, marks=pytest.mark.slow), known_too_far])
 def test_the_comparison_finds_an_inner_state_that_is_not_rolled_back(monkeypatch, mutant):
     monkeypatch.setattr(cache_lib, "rolled_back", mutant)
     traced_anew = setups.setup("llama", "stack_small_lm").decoder_with()

@@ -98,9 +98,12 @@ def states_of(proposer: str, weights: dict, use_native: bool, num_rounds: int) -
     return found
 
 
+OTHER_BITS = [("_branching", True), ("", False), ("_branching", False)]
+
+
 @pytest.mark.parametrize(
     ("tree", "use_native"),
-    [("", True), ("_branching", True), ("", False), pytest.param("_branching", False, marks=pytest.mark.slow)],
+    [("", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_BITS)],
 )
 def test_untrained_it_is_the_plain_model_to_the_bit(tree, use_native):
     """Drafts, caches and pending tokens of eight rounds, whatever the states are; a trained one differs."""

@@ -14,7 +14,8 @@ from oracles import lossy as oracle
 from oracles.recursive import INDEPENDENT, WITHOUT_REPLACEMENT
 from scipy import stats
 from support import calls, toy
-from support.tiny_pairs import ROWS, TINY, tiny_pair
+from support.cases import cases
+from support.tiny_pairs import FEW, FEW_SLOTS, ROWS, TINY, tiny_pair
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -64,7 +65,10 @@ def ours(draws: str, children: int, function: str, epsilon: float) -> np.ndarray
     return total
 
 
-CASES = [(draws, n) for draws in SCHEMES for n in (1, 2, 3)]
+FAST_CASES = [(INDEPENDENT, 2), (WITHOUT_REPLACEMENT, 3)]
+CASES = cases(
+    every := [(draws, n) for draws in SCHEMES for n in (1, 2, 3)], slow=[x for x in every if x not in FAST_CASES]
+)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -113,7 +117,7 @@ def decoder_of(lossy: Lossy | None, width: int) -> Decoder:
     return Decoder(config, step, drafter, precision="highest", use_native=False)
 
 
-FEW = 512
+SOME = 512
 """Rows of texts that are compared to the bit."""
 
 
@@ -121,8 +125,8 @@ FEW = 512
 def texts(lossy: Lossy | None, temperature: float = 1.0, width: int = 1, rows: int = ROWS) -> np.ndarray:
     """Six tokens of every row of the compiled loop, each with a seed of its own."""
     same = {"new_tokens": [6] * rows, "temperature": [temperature] * rows, "top_k": [0] * rows, "top_p": [1.0] * rows}
-    call = calls.Call(prompts=[np.array([1], np.int32)] * rows, seeds=list(range(rows)), **same)
-    return np.asarray(call.run(decoder_of(lossy, width), tiny_pair()[-1]).tokens)[:, 1:7]
+    call = calls.Call(prompts=[np.array([1], np.int32)] * rows, seeds=list(range(rows)), **same, **FEW)
+    return np.asarray(call.run(decoder_of(lossy, width), tiny_pair()[-1], FEW_SLOTS).tokens)[:, 1:7]
 
 
 @pytest.mark.slow
@@ -147,13 +151,13 @@ def test_the_compiled_loop_emits_the_formula():
     "function", [FUNCTIONS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FUNCTIONS[1:])]
 )
 def test_an_epsilon_of_one_is_the_lossless_rule_to_the_bit(function):
-    same = {"width": 2, "rows": FEW}
+    same = {"width": 2, "rows": SOME}
     np.testing.assert_array_equal(texts(Lossy(function, 1.0), **same), texts(None, **same))
     assert (texts(Lossy(function, 0.1), **same) != texts(None, **same)).any()
 
 
 def test_greedy_text_stays_greedy():
-    found, wanted = (texts(lossy, 0.0, width=2, rows=FEW) for lossy in (Lossy(FUNCTIONS[0], 0.1), None))
+    found, wanted = (texts(lossy, 0.0, width=2, rows=SOME) for lossy in (Lossy(FUNCTIONS[0], 0.1), None))
     np.testing.assert_array_equal(found, wanted)
 
 

@@ -15,6 +15,7 @@ from oracles import distribution as distribution_oracle
 from oracles import recursive as oracle
 from oracles import sampling as sampling_oracle
 from support import calls, setups
+from support.cases import cases
 from support.rules import depths_of
 from support.texts import first_difference
 from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_small_lm, tiny_texts
@@ -118,7 +119,7 @@ CASES = [(layout, draws, seed) for layout in LAYOUTS for draws in SCHEMES for se
 CASES = [case for case in CASES if case[:2] != ("padding between siblings", oracle.WITHOUT_REPLACEMENT)]
 
 
-@pytest.mark.parametrize(("layout", "draws", "seed"), CASES)
+@pytest.mark.parametrize(("layout", "draws", "seed"), cases(CASES, slow=[case for case in CASES if case[2] == 101]))
 def test_legal_pairs_emit_exactly_the_distribution_of_the_target(layout, draws, seed):
     """The recursion of the papers in rational arithmetic, where the distance is zero, and ours in float64."""
     assert oracle_distance(layout, draws, draws, seed) == 0
@@ -357,8 +358,13 @@ def test_the_compiled_loop_follows_the_distribution_of_the_target(tree, draws):
     assert min(p_values(tiny_texts(TREES[tree], SCHEMES[draws]))) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_standard_speculative_sampling_follows_the_distribution_of_the_target():
-    """Chains of a small language model, drawn from its own distribution; eight chi-squares as above."""
+    """Chains of a small language model, drawn from its own distribution; eight chi-squares as above.
+
+    `drafters/test_small_lm.py` counts what is accepted of such chains in every run, `drafters/test_stack.py` holds
+    their texts to the target.
+    """
     texts = tiny_texts(TreeConfig(nodes=4, depth=3, width=1), DrawScheme.WITHOUT_REPLACEMENT, pair=tiny_small_lm)
     assert min(p_values(texts)) > FALSE_ALARM
 

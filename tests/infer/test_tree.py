@@ -32,6 +32,9 @@ CONFIGS = [
 IDS = [f"nodes{c.nodes}-depth{c.depth}-width{c.width}" for c in CONFIGS]
 
 
+mask_of = jax.jit(ancestor_mask, static_argnums=1)
+
+
 @functools.cache
 def jitted(config: TreeConfig):
     return jax.jit(lambda base, table, root: toy.grow_beam(base, lambda tokens: table[tokens], root, config))
@@ -76,7 +79,7 @@ def test_beam_is_well_formed(config, seed, scale):
     """Also where scores tie: scale 0 makes all logits equal, scale 100 makes most paths certain."""
     tree = grow(config, *random_inputs(config, seed, scale=scale))
     assert tree.valid.all()
-    mask = ancestor_mask(jax.tree.map(jnp.asarray, tree), config.depth)
+    mask = mask_of(tree, config.depth)
     assert_well_formed(tree, np.asarray(mask))
 
 
@@ -130,7 +133,7 @@ def test_padding_sees_itself_alone_and_changes_nothing(data):
     wide = jnp.array([[*parents, *[NO_PARENT] * padding]], jnp.int32)
     levels = jnp.array([[*depth, *[0] * padding]], jnp.int32)
     valid = jnp.arange(num + padding)[None] < num
-    mask = np.asarray(ancestor_mask(DraftTree(jnp.zeros_like(wide), wide, levels, valid), num - 1))[0]
+    mask = np.asarray(mask_of(DraftTree(jnp.zeros_like(wide), wide, levels, valid), num - 1))[0]
     np.testing.assert_array_equal(mask[:num, :num], oracle.ancestor_mask(parents))
     np.testing.assert_array_equal(mask[num:, num:], np.eye(padding, dtype=bool))
     assert not mask[:num, num:].any() and not mask[num:, :num].any()
@@ -201,7 +204,7 @@ def grow_many(scheme: DrawScheme, temperature: float = 1.0, top_k: int = 0, rows
 def test_sampled_trees_are_well_formed(scheme):
     """Level by level; distributions stand for all nodes that have children, and are those of the drafter there."""
     tree = grow_many(scheme, temperature=0.7, rows=64)
-    mask = np.asarray(ancestor_mask(jax.tree.map(jnp.asarray, tree), SAMPLED.depth))
+    mask = np.asarray(mask_of(tree, SAMPLED.depth))
     assert tree.scheme is scheme and tree.valid.all()
     assert (tree.depth == [0, 1, 1, 1, 1, 2, 2, 2, 3]).all()
     assert tree.draft_logp.shape == (64, 8, VOCAB) and tree.parents.max() < 8
@@ -299,7 +302,7 @@ def test_beam_scores_are_gumbels_under_their_parents():
     logp[0, 1, 2:] = -np.inf
     above = draw.Level(*(jnp.asarray(x) for x in ([[0, 1]], [[0, 0]], [[-0.5, -1.5]], [[-0.2, -2.0]])))
     noise = jax.random.gumbel(jax.random.key(0), (1, 2, VOCAB))
-    level = draw.stochastic_beam(noise, jnp.asarray(logp), above, VOCAB, jnp.ones(1, bool))
+    level = jax.jit(draw.stochastic_beam, static_argnums=3)(noise, jnp.asarray(logp), above, VOCAB, jnp.ones(1, bool))
     noise = np.asarray(noise[0], np.float64)
     noisy = np.array([[-0.5], [-1.5]]) + np.float64(logp[0]) + noise
     parent, best = np.array([[-0.2], [-2.0]]), noisy.max(1, keepdims=True)
@@ -318,9 +321,9 @@ def test_children_of_an_unlikely_path_follow_their_own_distribution(path):
     above = draw.Level(jnp.zeros((ROWS, 1), jnp.int32), jnp.full((ROWS, 1), NO_PARENT), column, column)
     is_sampled = jnp.ones(ROWS, bool)
     keys, zero = jax.vmap(jax.random.key)(jnp.arange(ROWS)), jnp.zeros(ROWS, jnp.int32)
-    noise = draw.level_noise(keys, (1,), zero, 4, is_sampled)
+    noise = jax.jit(draw.level_noise, static_argnums=(1, 3))(keys, (1,), zero, 4, is_sampled)
     logp = jnp.broadcast_to(jnp.log(jnp.asarray(scheme, jnp.float32)), (ROWS, 1, 4))
-    level = draw.stochastic_beam(noise, logp, above, 1, is_sampled)
+    level = jax.jit(draw.stochastic_beam, static_argnums=3)(noise, logp, above, 1, is_sampled)
     assert p_value(np.asarray(level.tokens[:, 0]), scheme) > FALSE_ALARM
 
 

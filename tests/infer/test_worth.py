@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -27,6 +28,20 @@ def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: fl
     """A pass takes `fixed` and `node` a node; plain passes likewise."""
     passes = fixed + node * np.arange(num + 1), fixed + node * np.arange(batch + 1), np.full(batch + 1, draft)
     return Costs(*(jnp.asarray(x, jnp.float32) for x in (*passes, slot, 0.0, 0.0, 1.0)))
+
+
+@functools.cache
+def selecting(discount: float):
+    return jax.jit(lambda *args: worth.select_nodes(*args))
+
+
+def select_nodes(*args):
+    """`worth.select_nodes` as one program at the discount of the test: operation by operation it takes several times as
+    long."""
+    return selecting(worth.DISCOUNT)(*args)
+
+
+after_round = jax.jit(worth.after_round)
 
 
 def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
@@ -63,7 +78,7 @@ def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
         for count in range(batch, batch * num + 1)
     )
     for _ in range(30):  # rounds that give what was promised
-        kept, seconds = worth.select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
+        kept, seconds = select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
         tokens = jnp.sum(jnp.where(kept, likely, 0.0))
         assert float(seconds) == pytest.approx(fixed + node * int(kept.sum()) + draft)
         plain = seconds / (fixed + batch * node)  # tokens of a row
@@ -71,7 +86,7 @@ def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
         for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
             assert n == 0 or kept[b, int(tree.parents[b, n])]
     assert float(tokens / seconds) >= 0.97 * best  # the average still remembers the first rounds
-    kept, _ = worth.select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray([True, False, False]))
+    kept, _ = select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray([True, False, False]))
     assert bool(kept[0, 0])
 
 
@@ -87,7 +102,7 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
     short, long = jnp.full(2, 64), jnp.asarray([64, 4000])
     priced = costs(16, 2, node=0.3, slot=1e-3)
     poor = dataclasses.replace(fresh, predicted=jnp.asarray([0.0, 20.0]))
-    counts = lambda *args: worth.select_nodes(tree, *args, live)[0].sum(1).tolist()  # noqa: E731
+    counts = lambda *args: select_nodes(tree, *args, live)[0].sum(1).tolist()  # noqa: E731
     assert counts(fresh, priced, short)[0] == counts(fresh, priced, short)[1] > 4
     assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
     assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
@@ -100,10 +115,10 @@ def test_rows_that_are_done_cost_nothing_and_roots_stay():
     tree, length = random_tree(np.random.default_rng(0), 3, 4), jnp.full(3, 50)
     priced = costs(12, 3, node=1.0, draft=0.5)
     for done in ([False] * 3, [True, False, True], [True] * 3):
-        kept, seconds = worth.select_nodes(tree, worth.first_control(3), priced, length, jnp.asarray(done))
+        kept, seconds = select_nodes(tree, worth.first_control(3), priced, length, jnp.asarray(done))
         assert float(seconds) == pytest.approx(1.5 + int(kept[~np.array(done)].sum()))
     dear = dataclasses.replace(worth.first_control(3), tokens=jnp.full(3, 1e6), plain=jnp.ones(3))
-    kept, _ = worth.select_nodes(tree, dear, priced, length, jnp.zeros(3, bool))
+    kept, _ = select_nodes(tree, dear, priced, length, jnp.zeros(3, bool))
     np.testing.assert_array_equal(kept, tree.depth == 0)  # a rate that no node reaches
 
 
@@ -117,7 +132,7 @@ def test_every_pass_pays_for_the_slots_it_reads():
         reading = 1e-3 * nodes * seen[~np.array(done)].sum()
         assert float(worth.plain_seconds(priced, length, jnp.asarray(done))) == pytest.approx(2.0 + reading)
         tree = DraftTree(*(jnp.zeros((2, 4), jnp.int32),) * 3, jnp.ones((2, 4), bool))
-        _, seconds = worth.select_nodes(tree, worth.first_control(2), priced, length, jnp.asarray(done))
+        _, seconds = select_nodes(tree, worth.first_control(2), priced, length, jnp.asarray(done))
         assert float(seconds) == pytest.approx(2.5 + reading)
 
 
@@ -133,7 +148,7 @@ def test_the_loop_predicts_the_seconds_that_the_plan_predicts(shape):
     for count in range(1, num + 1):
         score = jnp.where(jnp.arange(num) < count, 0.0, -100.0) + jnp.zeros((batch, 1))
         tree = DraftTree(*rows, jnp.ones((batch, num), bool), score=score)
-        kept, seconds = worth.select_nodes(tree, worth.first_control(batch), priced, length, live)
+        kept, seconds = select_nodes(tree, worth.first_control(batch), priced, length, live)
         assert kept.sum(1).tolist() == [count] * batch
         planned = costs_here.target_pass(batch * count) + batch * costs_here.attention(count, slots)
         assert float(seconds) == pytest.approx(float(planned) + costs_here.drafting(batch, shape), rel=1e-5)
@@ -148,7 +163,7 @@ def test_a_node_beside_others_is_as_dear_as_one_below_them():
         depth = depth.at[0].set(0).astype(jnp.int32)[None]
         rows = jnp.zeros((1, num), jnp.int32), parents.astype(jnp.int32)[None], depth, depth >= 0
         tree = DraftTree(*rows, score=score)
-        kept, _ = worth.select_nodes(tree, worth.first_control(1), priced, length, live)
+        kept, _ = select_nodes(tree, worth.first_control(1), priced, length, live)
         assert int(kept.sum()) == worth.FREE_NODES
 
 
@@ -159,7 +174,7 @@ def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
     tree = DraftTree(jnp.zeros((1, 4), jnp.int32), parents, depth, jnp.ones((1, 4), bool), score=score)
     path, one, live = jnp.asarray([[0, 1, 0, 0]]), jnp.ones(1, jnp.int32), jnp.zeros(1, bool)
     verdict, fresh = Verdict(path, one, one, path), worth.first_control(1)
-    found = worth.after_round(fresh, costs(4, 1), tree, one, verdict, one + 1, one, live, jnp.asarray(1.0))
+    found = after_round(fresh, costs(4, 1), tree, one, verdict, one + 1, one, live, jnp.asarray(1.0))
     assert float(found.accepted[0]) == 1.0 and float(found.predicted[0]) == pytest.approx(0.8 + 0.5)
 
 
@@ -172,7 +187,7 @@ def test_many_rows_leave_less_doubt(batch, falls_back):
     verdict = Verdict(path, two - 1, two, path)
     waits = []
     for _ in range(40):
-        control = worth.after_round(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
+        control = after_round(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
         waits.append(bool(worth.is_waiting(control, priced, live)))
     assert any(waits) is falls_back
 
@@ -194,7 +209,7 @@ def round_of(control, priced: Costs, committed: list[int], done: list[bool], sec
     tree = DraftTree(*(jnp.zeros((batch, 2), jnp.int32),) * 3, jnp.ones((batch, 2), bool))
     path = jnp.zeros((batch, 2), jnp.int32)
     rest = num, Verdict(path, num - 1, num, path), num, num, jnp.asarray(done), jnp.asarray(seconds)
-    return worth.after_round(control, priced, tree, *rest)
+    return after_round(control, priced, tree, *rest)
 
 
 def test_a_row_that_leaves_takes_its_history_along():
@@ -283,7 +298,7 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
             score=jnp.broadcast_to(jnp.log(0.6) * jnp.arange(6.0), (batch, 6)),
         )
         control, length = worth.first_control(batch), jnp.full(batch, 100)
-        kept, seconds = worth.select_nodes(tree, control, priced, length, ~busy)
+        kept, seconds = select_nodes(tree, control, priced, length, ~busy)
         stop = worth.stop_rule(control, priced, length, ~busy)
         found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
     assert found[0][0] == found[1][0]

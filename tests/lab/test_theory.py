@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import optimal as oracle
+from support.cases import cases
 
 from hsd_jax.lab import theory
 from hsd_jax.types import DrawScheme
@@ -105,7 +106,7 @@ def test_peaked_drafts_are_followed_into_their_tail():
     assert abs(found([target], [draft], 3, "without_replacement")[0] - 1.0) < ERROR
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", cases(SCHEMES, slow=["independent"]))
 def test_a_large_vocabulary_in_float32_agrees_with_float64(scheme):
     """The more children, the more is accepted; rows of a batch are judged alone."""
     rng = np.random.default_rng(7)

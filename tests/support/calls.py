@@ -34,6 +34,8 @@ class Call:
     top_p: list[float]
     seeds: list[int]
     eos: tuple[int, ...] = ()
+    prompt_bucket: int = PROMPT_BUCKET
+    max_tokens: int = MAX_TOKENS
 
     @property
     def batch(self) -> int:
@@ -52,7 +54,7 @@ class Call:
         return dataclasses.replace(self, **changes)
 
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, Limits, SamplingParams]:
-        tokens = np.zeros((self.batch, PROMPT_BUCKET), np.int32)
+        tokens = np.zeros((self.batch, self.prompt_bucket), np.int32)
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt
         eos = np.array([*self.eos, *[NO_TOKEN] * (4 - len(self.eos))], np.int32)
@@ -70,7 +72,7 @@ class Call:
         self, decoder: Decoder, models: dict, capacity: int = CAPACITY, costs: Costs | None = None
     ) -> DecodeState:
         tokens, length, keys, limits, _ = self.arrays()
-        sizes = {"capacity": capacity, "max_tokens": MAX_TOKENS}
+        sizes = {"capacity": capacity, "max_tokens": self.max_tokens}
         return decoder.prefill(models, tokens, length, keys, limits, costs=costs, **sizes)
 
     def resume(

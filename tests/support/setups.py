@@ -143,7 +143,7 @@ def _reuses() -> list[Proposer]:
             Proposer(f"hot_{form}", SMALL, {}, forms[form], is_restricted=True, is_slow=form != SUM)
             for form in (SKIP, AHEAD, SUM)
         ),
-        *(Proposer(f"path_{form}", SMALL, PATHS, forms[form], is_slow=form != SUM) for form in (SUM, AHEAD)),
+        *(Proposer(f"path_{form}", SMALL, PATHS, forms[form], is_slow=True) for form in (SUM, AHEAD)),
     ]
 
 
@@ -211,7 +211,7 @@ _RESCORED = [
 ]
 _BOTH = [
     Proposer("both", BEAM, PATHS, beside=LookupConfig()),
-    Proposer("both_chain", CHAIN_OF_4, PATHS, beside=LookupConfig(2, 2)),
+    Proposer("both_chain", CHAIN_OF_4, PATHS, beside=LookupConfig(2, 2), is_slow=True),
     Proposer("both_eagle", MIDDLE, {"kind": "eagle"}, beside=LookupConfig(4), is_slow=True),
     Proposer("both_medusa", MIDDLE, HEADS, beside=LookupConfig(), is_slow=True),
     Proposer("both_hot", MIDDLE, is_restricted=True, beside=LookupConfig(), is_slow=True),

@@ -20,6 +20,10 @@ from hsd_jax.types import DrawScheme
 from support import calls, toy
 
 ROWS, TINY, NEW_TOKENS = 16_384, 4, 8
+FEW = {"prompt_bucket": 2, "max_tokens": 24}
+"""Sizes of a call of many rows and short texts: what a row takes is what such a test takes."""
+FEW_SLOTS = 24
+"""Of its caches."""
 
 TREES = {
     "deep": TreeConfig(nodes=6, depth=3, width=2),
@@ -83,8 +87,10 @@ def tiny_texts(
         top_k=[k or 0 for _, k, _ in per_row],
         top_p=[p or 1.0 for _, _, p in per_row],
         seeds=list(range(ROWS)),
+        **FEW,
     )
-    state = call.run(decoder, models)
+    state = call.run(decoder, models, FEW_SLOTS)
+    assert state.cache.capacity == FEW_SLOTS
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
     reached = histogram[:-1] if drafter.drafts_ahead else histogram  # a tip has no token behind it
     assert (reached > 0).all(), histogram

@@ -58,7 +58,7 @@ EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for ki
         pytest.param({"committed_embeddings": False}, marks=pytest.mark.slow),
         pytest.param({"feature_layers": (0, 1)}, marks=pytest.mark.slow),
         {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
-        {"trunk": "parallel", "num_layers": 2},
+        pytest.param({"trunk": "parallel", "num_layers": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"trunk": "parallel", "num_layers": 5, "num_steps": 3, "committed_embeddings": False},
             marks=pytest.mark.slow,
@@ -69,7 +69,7 @@ EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for ki
         MEDUSA_MODEL,
         {"num_steps": 3, "window": 6},
         {"trunk": "parallel", "num_layers": 2, "num_steps": 3, "window": 7},
-        EAGLE_MODEL | {"num_steps": 3, "window": 6},
+        pytest.param(EAGLE_MODEL | {"num_steps": 3, "window": 6}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -145,7 +145,7 @@ def test_fusion_against_numpy():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"feature_layers": (0, 1)},
+        pytest.param({"feature_layers": (0, 1)}, marks=pytest.mark.slow),
         {"committed_embeddings": False},
         {"trunk": "parallel", "num_layers": 2},
         {"num_layers": 2, "window": 4},

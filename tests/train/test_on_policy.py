@@ -160,7 +160,7 @@ def key_of(share: float, wanted: bool) -> int:
         pytest.param(EVEN, {"injection": "previous"}, id="hot", marks=pytest.mark.slow),
         pytest.param(None, HEADS, id="heads"),
         pytest.param(EVEN, HEADS, id="hot_heads", marks=pytest.mark.slow),
-        pytest.param(None, {"rank": 0}, id="rank_0"),
+        pytest.param(None, {"rank": 0}, id="rank_0", marks=pytest.mark.slow),
         pytest.param(None, EAGLE, id="eagle"),
         pytest.param(EVEN, EAGLE, id="hot_eagle", marks=pytest.mark.slow),
     ],

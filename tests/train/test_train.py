@@ -434,14 +434,17 @@ def test_a_terminal_shows_a_bar(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
-        ("data=2,model=2", {}),
+        pytest.param("data=2,model=2", {}, marks=pytest.mark.slow),
         pytest.param("data=8", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
         pytest.param("data=4,model=2", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_mesh_trains_as_one_device_does(files, finished, tmp_path, standard_dtypes, spec, changes):
-    """Losses, acceptance and judgements of every step, within what sums in another order make of float32."""
+    """Losses, acceptance and judgements of every step, within what sums in another order make of float32.
+
+    That a step on a mesh is that on one device is `test_at_size.py`'s in every run.
+    """
     values = dict(DRAFTER_VALUES, train=dict(LOOP, **changes))
     recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
     args = files / "target", [files / "text.jsonl"]

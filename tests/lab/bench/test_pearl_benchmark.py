@@ -62,7 +62,7 @@ def test_methods_that_name_no_devices(pair, tmp_path, line, says):
         methods.make_modes(pair, read(tmp_path, f"a: {line}\n"), lambda drafter: None)
 
 
-@pytest.mark.parametrize("devices", [None, "1,1"])
+@pytest.mark.parametrize("devices", [None, pytest.param("1,1", marks=pytest.mark.slow)])
 def test_pearl_is_compared_with_the_best_chain(pair, devices):
     """With the fastest chain of all lengths, not with that of gamma drafts."""
     early = hsd_jax.pearl(pair, GAMMA, devices)
