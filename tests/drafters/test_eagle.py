@@ -24,6 +24,8 @@ from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.types import DrawScheme, RoundInputs
 
+LOUD = 10
+"""A factor by which the layer's outputs grow, which are small in the toy drafter."""
 ROOM = 64
 """Places of every text and path, so that texts of all lengths share a program; what lies behind is not seen."""
 
@@ -38,13 +40,26 @@ def causal_trunk(drafter, target, config, target_config, states, following):
     return out, base_logits(drafter, config, target, target_config, out)
 
 
-def logits_of_paths(setup: setups.Setup, text: np.ndarray):
+def remembering(models: dict) -> dict:
+    """The models with a drafter that keeps half of the state before, which the toy drafter forgets, and whose layer is
+    loud. So a draft depends on all its ancestors."""
+    trunk = dict(models["drafter"]["trunk"])
+    kernel = np.array(trunk["pair_in"]["kernel"])
+    kernel[:, : len(kernel)] *= 0.5
+    layer = {name: dict(part) if isinstance(part, dict) else part for name, part in trunk["layer_0"].items()}
+    for module, name in (("attn", "o"), ("mlp", "down")):
+        layer[module][name] = {"kernel": LOUD * layer[module][name]["kernel"]}
+    trunk |= {"layer_0": layer, "pair_in": {"kernel": jnp.asarray(kernel)}}
+    return models | {"drafter": models["drafter"] | {"trunk": trunk}}
+
+
+def logits_of_paths(setup: setups.Setup, models: dict, text: np.ndarray):
     """`logits(path)` behind a path of drafted tokens that starts with the last token of `text`.
 
     EAGLE step by step: feature i and token i + 1 give the next state; behind the text the state before takes the place
     of the feature. Every path is computed from its beginning.
     """
-    models, config = setup.models, setup.drafter_config
+    config = setup.drafter_config
     target, drafter = models["target"], models["drafter"]
     padded = np.pad(text, (0, ROOM - len(text)))[None]
     fresh = toy.causal_pass(target, setup.config, jnp.asarray(padded), feature_layers=config.feature_layers)
@@ -70,10 +85,10 @@ def logits_of_paths(setup: setups.Setup, text: np.ndarray):
 def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
     """Mid-text, with pending features of several lengths; two levels and more make ancestors matter."""
     setup, call = setups.setup("llama", proposer, DrawScheme.ARBITRARY), calls.mixed_call()
-    tree = setups.TREES[proposer]
-    state, pending = call.start(setup.decoder, setup.models), np.zeros(0, int)
+    tree, models = setups.TREES[proposer], remembering(setup.models)
+    state, pending = call.start(setup.decoder, models), np.zeros(0, int)
     while len(set(pending)) < 2:  # there are such rounds, or the loop would end with rows that are done
-        state = call.resume(setup.decoder, setup.models, state, 1)
+        state = call.resume(setup.decoder, models, state, 1)
         assert not bool(state.done.all())
         pending = np.asarray(state.drafter.num_pending)
         pending = pending[pending > 0]
@@ -81,10 +96,10 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
     root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
     _, _, keys, _, sampling = call.arrays()
     scale = np.asarray(sharpness(sampling.temperature))
-    drafted, _ = jax.jit(setup.drafter.draft)(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
+    drafted, _ = jax.jit(setup.drafter.draft)(models, state.drafter, RoundInputs(root, position, keys, sampling))
     for row in np.flatnonzero(np.asarray(state.drafter.num_pending)):
         text = np.asarray(state.tokens)[row, : int(state.length[row])]
-        of_path = logits_of_paths(setup, text)
+        of_path = logits_of_paths(setup, models, text)
         scaled = lambda path, s=scale[row], of_path=of_path: s * of_path(path)  # noqa: E731
         wanted = oracle.grow_paths(scaled, int(root[row]), tree.nodes, tree.depth, tree.width)
         found = [np.asarray(x)[row].tolist() for x in (drafted.tokens, drafted.parents, drafted.depth)]
@@ -108,7 +123,7 @@ def test_drawn_trees():
     root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
     _, _, keys, _, sampling = call.arrays()
     drawn, _ = jax.jit(drafter.draft)(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
-    paths, logits = [(int(root[row]),)], logits_of_paths(setup, text)
+    paths, logits = [(int(root[row]),)], logits_of_paths(setup, setup.models, text)
     for token, parent in zip(drawn.tokens[row, 1:].tolist(), drawn.parents[row, 1:].tolist(), strict=True):
         paths.append((*paths[parent], token))
     distributions = np.asarray(drawn.draft_logp[row])
