@@ -131,7 +131,7 @@ def distil(folders, out, lines=None, start="start", **changes):
     return run.train(folders / "target", [folders / "text.jsonl"], out, recipe, report=report, start_dir=start_dir)
 
 
-@pytest.mark.parametrize("kind", distill.DISTILLED)
+@pytest.mark.parametrize("kind", [*distill.STEERED, pytest.param(distill.PLAIN, marks=pytest.mark.slow)])
 def test_a_cache_of_the_targets_states_changes_nothing(folders, tmp_path, standard_dtypes, monkeypatch, kind):
     """The same weights to rounding, and the steps of the cached run do not read the target's layers."""
     model = {"kind": kind} | ({"num_steps": 3, "steering_layers": [1]} if kind in distill.STEERED else {})
