@@ -104,6 +104,8 @@ def read_comparison(path: Path) -> tuple[Comparison, dict[str, Arm]]:
     """
     found = settings.read(Comparison, read_yaml(path), str(path))
     arms = {name: settings.read(Arm, line or {}, str(path), name) for name, line in found.arms.items()}
+    if TARGET in arms:
+        raise ValueError(f"{path}: arm {TARGET!r}: as a start this name means the target; name the arm otherwise")
     before: list[str] = []
     for name, arm in arms.items():
         if arm.drafter is not None and arm != Arm(drafter=arm.drafter, depth=arm.depth, accept=arm.accept):

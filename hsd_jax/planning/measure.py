@@ -68,6 +68,7 @@ class Mode:
 
     @property
     def how(self) -> dict[str, Any]:
+        """The fields that HOW names."""
         return {name: getattr(self, name) for name in HOW}
 
     def check(self) -> None:

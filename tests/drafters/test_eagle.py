@@ -43,14 +43,13 @@ def causal_trunk(drafter, target, config, target_config, states, following):
 def remembering(models: dict) -> dict:
     """The models with a drafter that keeps half of the state before, which the toy drafter forgets, and whose layer is
     loud. So a draft depends on all its ancestors."""
-    trunk = dict(models["drafter"]["trunk"])
-    kernel = np.array(trunk["pair_in"]["kernel"])
-    kernel[:, : len(kernel)] *= 0.5
-    layer = {name: dict(part) if isinstance(part, dict) else part for name, part in trunk["layer_0"].items()}
+    changed = jax.tree.map(lambda x: x, models)
+    trunk = changed["drafter"]["trunk"]
+    kernel = trunk["pair_in"]["kernel"]
+    trunk["pair_in"]["kernel"] = kernel.at[:, : len(kernel)].multiply(0.5)
     for module, name in (("attn", "o"), ("mlp", "down")):
-        layer[module][name] = {"kernel": LOUD * layer[module][name]["kernel"]}
-    trunk |= {"layer_0": layer, "pair_in": {"kernel": jnp.asarray(kernel)}}
-    return models | {"drafter": models["drafter"] | {"trunk": trunk}}
+        trunk["layer_0"][module][name]["kernel"] *= LOUD
+    return changed
 
 
 def logits_of_paths(setup: setups.Setup, models: dict, text: np.ndarray):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +145,7 @@ def test_the_gradient_goes_to_the_whole_one_as_the_sample_grows(sizes):
         grads = np.stack([flat(call(weights, frozen, batch, seed=seed)[1][0]) for seed in range(24)])
         near.append(np.linalg.norm(grads - whole, axis=1).mean() / np.linalg.norm(whole))
         of_mean.append(np.linalg.norm(grads.mean(0) - whole) / np.linalg.norm(whole))
-    assert near == sorted(near, reverse=True) and near[-1] < 0.2
+    assert all(a > b for a, b in itertools.pairwise(near)) and near[-1] < 0.2
     assert all(mean < 0.5 * one for mean, one in zip(of_mean, near, strict=True))
 
 

@@ -28,6 +28,7 @@ from hsd_jax.lab.bench.tables import (
     say,
     stage_line,
 )
+from hsd_jax.planning.measure import HOW
 
 NOTE = (
     "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts] with 8 batches or more,"
@@ -223,7 +224,7 @@ def markdown(tables: Sequence[Table], foot: Sequence[str]) -> str:
 
 def write_csv(record: dict[str, Any], path: Path) -> None:
     """Writes one line per setting and method."""
-    names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "lossy", "adaptive"]
+    names = ["task", "temperature", "batch", "method", "dtype", *HOW]
     names += ["nodes", "depth", "width", "branching", "tau", "num_tokens", "tokens_per_second"]
     rivals = ("over_plain", "over_plain_whole", "over_reference")
     names += [f"{rival}{end}" for rival in rivals for end in ("", "_low", "_high")]

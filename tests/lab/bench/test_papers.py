@@ -68,6 +68,7 @@ def test_arms_have_folders_that_a_shell_takes():
     [
         ("  a: {recip: x.yaml}\n", "'recip'.*recipe"),
         ("  a: {drafter: DIR, set: [train.steps=1]}\n", "'a': drafter names one that exists"),
+        ("  target: {}\n", "arm 'target': as a start this name means the target"),
         ("  a: {start: b}\n  b: {}\n", r"'a': start: 'b': allowed are target and arms above: \[\]"),
     ],
 )
