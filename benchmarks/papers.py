@@ -355,7 +355,7 @@ def main() -> None:
         }
         tables.append(table_of(kind, scores, next(iter(scores))))
         record[kind] = {
-            name: {task: {"tau": s.tau, "by_seed": s.by_seed, "passes": s.passes.tolist(),
+            name: {task: {"tau": s.tau, "by_seed": s.by_seed, "tokens": s.tokens.tolist(), "passes": s.passes.tolist(),
                           "acceptance": s.acceptance.tolist(), "overlap": s.overlap} for task, s in by_task.items()}
             for name, by_task in scores.items()
         }  # fmt: skip

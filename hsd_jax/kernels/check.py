@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from typing import Annotated
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,10 @@ def gpu_kernels_agree() -> bool:
 @functools.cache
 def _agree() -> bool:
     try:
-        with jax.ensure_compile_time_eval():
-            found = differences()
+        # The question comes while a decode is traced. A thread of its own is outside of that trace: inside of it, even
+        # under ensure_compile_time_eval, a kernel's own numbers become constants, which Pallas refuses.
+        with ThreadPoolExecutor(1) as outside:
+            found = outside.submit(differences).result()
     except Exception as error:  # compilers and drivers raise many kinds of error
         warnings.warn(f"GPU kernels do not run here ({error}); XLA is used instead", stacklevel=4)
         return False
@@ -55,7 +58,7 @@ def _agree() -> bool:
 
 
 def differences(interpret: bool = False) -> dict[str, float]:
-    """The largest difference from XLA of each kernel, on numbers around 1.
+    """The largest difference from XLA of each kernel, on numbers around 1. All are compiled as one program.
 
     Args:
       interpret: as in `triton.enabled`.
@@ -65,14 +68,25 @@ def differences(interpret: bool = False) -> dict[str, float]:
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    x, weight = normal(3, 5, 192), normal(192)
-    joint, angles = normal(2, 5, 2, 6, 64), normal(2, 5, 32)
-    table = jnp.concatenate([jnp.cos(angles)] * 2, -1), jnp.concatenate([-jnp.sin(angles), jnp.sin(angles)], -1)
+    inputs: dict[str, Any] = {"x": normal(3, 5, 192), "weight": normal(192), "joint": normal(2, 5, 2, 6, 64)}
+    angles = normal(2, 5, 32)
+    inputs["table"] = [jnp.concatenate(x, -1) for x in ([jnp.cos(angles)] * 2, [-jnp.sin(angles), jnp.sin(angles)])]
+    inputs |= {"cache": normal(2, 2, 64, 64).astype(jnp.bfloat16), "rows": normal(2, 2, 5, 64)}
+    for name, width, nodes, slots, _ in ATTENTIONS:
+        asked = normal(2, 2, 4 * nodes, width).astype(jnp.bfloat16)
+        inputs[name] = asked, [normal(2, 2, n, width).astype(jnp.bfloat16) for n in (nodes, nodes, slots, slots)]
+    return {name: float(value) for name, value in _differences(inputs, interpret).items()}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _differences(inputs: dict[str, Any], interpret: bool) -> dict[str, jax.Array]:
+    """What `differences` returns, of its inputs."""
+    x, weight, joint, table, cache, rows = (inputs[name] for name in ("x", "weight", "joint", "table", "cache", "rows"))
     with triton.enabled(True, interpret):
         normed = ops.rms_norm(x, weight, 1e-5)
-        query, key, value = triton.rope(joint, table, jnp.bfloat16)
+        query, key, value = triton.rope(joint, tuple(table), jnp.bfloat16)
     with triton.enabled(False):
-        rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
+        rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), tuple(table)).reshape(2, 5, 2, 5, 64)
         heads = rotated.transpose(0, 2, 1, 3, 4)
         pairs = {
             "rms_norm": (normed, ops.rms_norm(x, weight, 1e-5)),
@@ -80,16 +94,14 @@ def differences(interpret: bool = False) -> dict[str, float]:
             "rope, keys": (key, heads[:, :, :, 4]),
             "rope, values": (value, joint[:, :, :, 5].transpose(0, 2, 1, 3)),
         }
-    cache, rows = normal(2, 2, 64, 64).astype(jnp.bfloat16), normal(2, 2, 5, 64)
     path, start, wanted = np.array([[0, 3, 4], [0, 1, 2]], np.int32), (61, 7), cache.astype(jnp.float32)
     with triton.enabled(True, interpret):
         (written,) = triton.write([cache], [rows], jnp.asarray(path), jnp.array(start, jnp.int32), 64, None)
     for row, first in enumerate(start):
         wanted = wanted.at[row, :, first : first + 3].set(rows[row][:, path[row]])
     pairs["writes"] = written, wanted
-    for name, width, nodes, slots, softcap in ATTENTIONS:
-        asked = normal(2, 2, 4 * nodes, width).astype(jnp.bfloat16)
-        entries = [normal(2, 2, n, width).astype(jnp.bfloat16) for n in (nodes, nodes, slots, slots)]
+    for name, width, nodes, _, softcap in ATTENTIONS:
+        asked, entries = inputs[name]
         sees = jnp.arange(nodes) < nodes - 1  # the last node sees nothing, like the padding nodes of a tree
         last = jnp.where(sees, jnp.array([[500], [70]], jnp.int32), 0)
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)) & sees[:, None], (2, nodes, nodes))
@@ -99,4 +111,4 @@ def differences(interpret: bool = False) -> dict[str, float]:
             attended = attention.by_triton(asked, *rest)
         with triton.enabled(False):
             pairs[name] = attended, attention.by_xla(asked.astype(jnp.float32), *rest)
-    return {name: float(jnp.max(jnp.abs(a.astype(jnp.float32) - b))) for name, (a, b) in pairs.items()}
+    return {name: jnp.max(jnp.abs(a.astype(jnp.float32) - b)) for name, (a, b) in pairs.items()}

@@ -24,8 +24,6 @@ from hsd_jax.planning.acceptance import expected_tokens
 from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
-OPERATIONS_PER_LAYER, OPERATIONS_PER_ROW = 8, 1.5
-"""The number of small operations of a pass in each layer, and of each row in each layer."""
 TILE = 8
 TILE_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.66, 0.93, 0.93, 1.0)
 """The time of 0 to 8 rows as a fraction of that of a full tile of 8 rows. 6 rows do not fit the registers as well."""
@@ -74,7 +72,7 @@ class CostModel:
 
     def layers(self, config: Any) -> float:
         """Seconds of the small operations of one pass through the layers of a model."""
-        return OPERATIONS_PER_LAYER * config.num_layers * self.rates.operation_seconds
+        return self.rates.layer_operations * config.num_layers * self.rates.operation_seconds
 
     def drafter_pass(self, config: Any, rows: float) -> float:
         """Seconds of a pass of a language model that drafts."""
@@ -82,7 +80,7 @@ class CostModel:
 
     def target_pass(self, rows: float | np.ndarray) -> np.ndarray:
         """Seconds of a pass of the target over `rows` rows, without attention to the cache."""
-        of_rows = self.target.num_layers * OPERATIONS_PER_ROW * np.asarray(rows, float) + 10
+        of_rows = self.target.num_layers * self.rates.row_operations * np.asarray(rows, float) + 10
         small = self.layers(self.target) + of_rows * self.rates.operation_seconds
         return self.product(language_model(self.target), rows, self.itemsize) + small
 

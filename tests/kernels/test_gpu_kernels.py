@@ -336,6 +336,21 @@ def test_rings_decode_what_whole_caches_do(monkeypatch):
         np.testing.assert_array_equal(found[row, :last], wanted[row, :last])
 
 
+def test_kernels_are_checked_while_a_decode_is_traced(monkeypatch):
+    """Programs ask for the kernels in the middle of a trace. Warnings are errors here."""
+
+    def of_one_kernel():
+        with triton.enabled(True, interpret=True):
+            ops.rms_norm(jnp.ones((2, 8)), jnp.ones(8), 1e-5).block_until_ready()
+        return {"rms_norm": 0.0}
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(check, "differences", of_one_kernel)
+    check._agree.cache_clear()
+    assert jax.jit(lambda x: x + int(check.gpu_kernels_agree()))(jnp.zeros((), jnp.int32)) == 1
+    check._agree.cache_clear()
+
+
 @pytest.mark.slow
 def test_kernels_that_differ_are_left_aside_with_a_warning(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -20,7 +20,7 @@ measurement of them was kept."""
 PARALLEL_OPERATIONS = 30
 """Small operations that a parallel trunk adds to its pass."""
 LEVEL_OPERATIONS = 12
-"""Small operations of each level of a tree."""
+"""Small operations of each level of a chain."""
 
 
 def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeConfig) -> float:
@@ -34,7 +34,8 @@ def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeCon
         states = float(costs.product(trunk_numbers(config), rows)) + per_pass + PARALLEL_OPERATIONS * small
     logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth))
     bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded)
-    return states + logits + tree.depth * float(bias + LEVEL_OPERATIONS * small)
+    level = LEVEL_OPERATIONS * small * (costs.rates.wide_levels if tree.width > 1 else 1.0)
+    return states + logits + tree.depth * float(bias + level)
 
 
 HIDDEN = DraftingMethod(
