@@ -645,8 +645,12 @@ class Session:
           is_all: whether these are all rows of the session.
         """
         tokens, length, seeds, limits, sampling = arrays_of(rows, num_rows, capacity)
-        is_greedy = is_all and traced_platform() != "cpu" and not sampling.temperature.any()
-        host: Any = tokens, length, row_keys(seeds), limits, dataclasses.replace(sampling, all_greedy=is_greedy)
+        if is_all and traced_platform() != "cpu":
+            unfiltered = not ((sampling.top_k > 0) | (sampling.top_p < 1.0)).any()
+            sampling = dataclasses.replace(
+                sampling, all_greedy=not sampling.temperature.any(), unfiltered=bool(unfiltered)
+            )
+        host: Any = tokens, length, row_keys(seeds), limits, sampling
         given = _Given(*host)
         if self.params.mesh is None:
             return jax.device_put(given)  # `jnp.asarray` would compile a program for every shape

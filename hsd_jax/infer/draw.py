@@ -196,4 +196,4 @@ def level_noise(
         return jnp.where(is_sampled[:, None, None], noise, 0.0)
 
     shape = len(is_sampled), len(depths), vocab_size
-    return lax.cond(jnp.any(is_sampled), drawn, lambda: jnp.zeros(shape))
+    return sampling_lib.if_any(is_sampled, drawn, lambda: jnp.zeros(shape))

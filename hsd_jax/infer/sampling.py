@@ -109,8 +109,11 @@ def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array
         edge = jnp.minimum(edge, bits.max(-1, keepdims=True))  # a top_p that float32 rounds to 0 keeps the best token
         return jnp.where(in_top_k & ((bits >= edge) | (top_p >= 1.0)), scaled, REMOVED)
 
-    is_filtered = jnp.any(~is_greedy[:, 0, 0] & ((sampling.top_k > 0) | (sampling.top_p < 1.0)))
-    warped = lax.cond(is_filtered, filtered, scale, logits)
+    if sampling.unfiltered:
+        warped = scale(logits)
+    else:
+        is_filtered = jnp.any(~is_greedy[:, 0, 0] & ((sampling.top_k > 0) | (sampling.top_p < 1.0)))
+        warped = lax.cond(is_filtered, filtered, scale, logits)
     return jnp.where(is_greedy, logits, warped)
 
 
@@ -156,7 +159,15 @@ def round_noise(
     shape = (root_position.shape[0], num, vocab_size)
     if sampling.all_greedy:
         return jnp.zeros(shape)
-    return lax.cond(jnp.any(sampling.temperature > 0.0), noise, lambda: jnp.zeros(shape))
+    return if_any(sampling.temperature > 0.0, noise, lambda: jnp.zeros(shape))
+
+
+def if_any(needed: Bool[Array, "B"], compute: Callable, otherwise: Callable, *args: Array) -> Any:
+    """`compute(*args)` if a row needs it, else `otherwise(*args)`, which rows without need take as equal.
+
+    A GPU always computes. A branch there waits for the host, and a round has one for each level of the tree.
+    """
+    return compute(*args) if traced_platform() == "gpu" else lax.cond(jnp.any(needed), compute, otherwise, *args)
 
 
 def of_rows(sampling: SamplingParams, rows: Bool[Array, "B"]) -> SamplingParams:
@@ -194,7 +205,7 @@ def _perturbed(noise: Array | Callable[[], Array], logits: Array, sampling: Samp
     if sampling.all_greedy:
         return then(logits)
     # The lambda is new each time, because jax caches the trace of a branch with the rows that were active then.
-    return lax.cond(jnp.any(sampling.temperature > 0.0), noisy, lambda x: then(x), logits)
+    return if_any(sampling.temperature > 0.0, noisy, lambda x: then(x), logits)
 
 
 def draw(

@@ -80,8 +80,9 @@ class CostModel:
 
     def target_pass(self, rows: float | np.ndarray) -> np.ndarray:
         """Seconds of a pass of the target over `rows` rows, without attention to the cache."""
-        of_rows = self.target.num_layers * self.rates.row_operations * np.asarray(rows, float) + 10
-        small = self.layers(self.target) + of_rows * self.rates.operation_seconds
+        rows, rates = np.asarray(rows, float), self.rates
+        of_layer = rates.row_operations * rows + rates.several_operations * (rows > 1)
+        small = self.layers(self.target) + (self.target.num_layers * of_layer + 10) * rates.operation_seconds
         return self.product(language_model(self.target), rows, self.itemsize) + small
 
     @property

@@ -44,6 +44,8 @@ class Rates:
     """The number of small operations of a pass in each layer."""
     row_operations: float = 1.5
     """The same of each row of a pass in each layer. On a GPU a launch takes as long for many rows as for one."""
+    several_operations: float = 0.0
+    """The number of further small operations in each layer if a pass has several rows."""
     wide_levels: float = 1.0
     """How many times as many small operations a level of a wide tree takes as one of a chain."""
     attention_share: float = 0.6
@@ -73,8 +75,8 @@ CPU_RATES = {  # of one core, by instruction set
     native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
 }
 DEVICE_RATES = {  # of the GPU: fitted to rounds of the bundled pair on an H200; of the TPU: never measured
-    "gpu": Rates(2.0e12, 3e14, 1.3e-6, layer_operations=14, row_operations=0, wide_levels=2.0),
-    "tpu": Rates(6e11, 1.2e14, 1e-6, layer_operations=14, row_operations=0, wide_levels=2.0),
+    "gpu": Rates(2e12, 3e14, 1.4e-6, layer_operations=13, row_operations=0, several_operations=4, wide_levels=2),
+    "tpu": Rates(6e11, 1.2e14, 1e-6, layer_operations=14, row_operations=0, wide_levels=2),
 }
 MOST_CORES = 8
 """The number of cores that reach the full speed of the memory. More cores do not read faster."""
