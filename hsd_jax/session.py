@@ -28,8 +28,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_same, fetch, put
 from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
-from hsd_jax.infer.sampling import row_keys
-from hsd_jax.kernels.native import traced_platform
+from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.models.placement import check_free
 from hsd_jax.params import Params
 from hsd_jax.planning.plan import Plan
@@ -645,11 +644,7 @@ class Session:
           is_all: whether these are all rows of the session.
         """
         tokens, length, seeds, limits, sampling = arrays_of(rows, num_rows, capacity)
-        if is_all and traced_platform() != "cpu":
-            unfiltered = not ((sampling.top_k > 0) | (sampling.top_p < 1.0)).any()
-            sampling = dataclasses.replace(
-                sampling, all_greedy=not sampling.temperature.any(), unfiltered=bool(unfiltered)
-            )
+        sampling = with_exclusions(sampling) if is_all else sampling
         host: Any = tokens, length, row_keys(seeds), limits, sampling
         given = _Given(*host)
         if self.params.mesh is None:

@@ -170,6 +170,19 @@ def if_any(needed: Bool[Array, "B"], compute: Callable, otherwise: Callable, *ar
     return compute(*args) if traced_platform() == "gpu" else lax.cond(jnp.any(needed), compute, otherwise, *args)
 
 
+def with_exclusions(sampling: SamplingParams) -> SamplingParams:
+    """The settings of all rows of a program, as NumPy arrays, with the static fields that they allow.
+
+    On a CPU nothing is stated: a branch costs little there, and all settings share a program.
+    """
+    if traced_platform() == "cpu":
+        return sampling
+    is_filtered = (sampling.temperature > 0.0) & ((sampling.top_k > 0) | (sampling.top_p < 1.0))
+    return dataclasses.replace(
+        sampling, all_greedy=not sampling.temperature.any(), unfiltered=not bool(is_filtered.any())
+    )
+
+
 def of_rows(sampling: SamplingParams, rows: Bool[Array, "B"]) -> SamplingParams:
     """The settings, with all other rows greedy, so that they cause no branch to be taken."""
     return dataclasses.replace(sampling, temperature=jnp.where(rows, sampling.temperature, 0.0))

@@ -19,10 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oracles import attention as oracle
 from support import calls, toy
 
+import hsd_jax
 from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host import sharding
-from hsd_jax.infer import decode, sampling
+from hsd_jax.infer import decode, draw, sampling
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
@@ -292,6 +293,53 @@ def test_a_greedy_program_has_no_branch_and_the_same_tokens():
     assert jnp.array_equal(sampling.draw(keys, logits, positions, some), sampling.draw(keys, logits, positions, greedy))
     assert "cond" in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, some))
     assert "cond" not in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, greedy))
+
+
+OFF = (0, 1.0)
+"""No top-k, no top-p."""
+
+
+@pytest.mark.parametrize(
+    "filters, is_branching", [((OFF, OFF), False), (((5, 1.0), OFF), False), ((OFF, (0, 0.9)), True)]
+)
+def test_a_sampled_program_for_a_gpu_branches_only_for_filters(filters, is_branching):
+    """Row 0 is greedy, so its filter does not count. The tokens are those of programs with branches."""
+    temperature, (top_k, top_p) = np.array([0.0, 0.9], np.float32), map(np.array, zip(*filters, strict=True))
+    some = SamplingParams(temperature, top_k.astype(np.int32), top_p.astype(np.float32))
+    logits = 3 * jax.random.normal(jax.random.key(0), (2, 2, 50))
+    keys, root = sampling.row_keys([(0, 0), (1, 0)]), jnp.array([4, 9], jnp.int32)
+
+    def draws(some):
+        noise = sampling.round_noise(keys, root, 2, 50, some)
+        drafts = draw.level_noise(keys, (1, 2), root, 50, some.temperature > 0.0)
+        positions = root[:, None] + jnp.array([1, 2], jnp.int32)
+        return sampling.gumbel_max(noise, logits, some), sampling.draw(keys, logits, positions, some), drafts
+
+    wanted = draws(jax.device_put(sampling.with_exclusions(some)))
+    with native.compiled_for("gpu"):
+        stated = jax.device_put(sampling.with_exclusions(some))
+        assert stated.unfiltered is (filters[1] == OFF) and not stated.all_greedy
+        assert ("cond" in str(jax.make_jaxpr(draws)(stated))) is is_branching
+        found = draws(stated)
+    for a, b in zip(wanted, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": [0.0, 0.8]}, {"temperature": 0.8, "top_k": 5}],
+)
+def test_programs_for_a_gpu_keep_the_text(setting, monkeypatch):
+    """The programs of `decode` for a GPU, with XLA's operations, run on this processor."""
+    monkeypatch.setenv(check.VARIABLE, "off")
+    prompt = ["User: hi\nAssistant:"] * (2 if isinstance(setting["temperature"], list) else 1)
+    with native.compiled_for("gpu"):
+        params = hsd_jax.load("demo", dtype="float32")
+        plain = hsd_jax.decode(params, prompt, 24, seed=3, speculate=False, **setting)
+        drafted = hsd_jax.decode(params, prompt, 24, seed=3, tree=TreeConfig(6, 3, 2), **setting)
+    for a, b in zip(plain.tokens, drafted.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow
