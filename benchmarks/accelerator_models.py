@@ -15,7 +15,7 @@ from hsd_jax.config import ModelConfig, RopeConfig, TreeConfig
 from hsd_jax.infer.decode import UNBOUNDED, Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules import make_rule
-from hsd_jax.infer.sampling import row_keys
+from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.lab.random_models import random_weights
@@ -156,7 +156,7 @@ def start(
         step = make_step(config, drafter, make_rule("match", TreeConfig.chain(drafter.max_depth)))
     decoder = Decoder(config, step, drafter, cache_dtype(models["target"]["embedding"].dtype))
     arrays, sizes = call_of(prompts, new)
-    zeros, is_greedy = jnp.zeros(len(prompts), jnp.int32), traced_platform() != "cpu"  # as in `hsd_jax/request.py`
-    sampling = SamplingParams(zeros.astype(jnp.float32), zeros, jnp.ones(len(prompts)), all_greedy=is_greedy)
+    zeros = np.zeros(len(prompts), np.int32)
+    sampling = with_exclusions(SamplingParams(zeros.astype(np.float32), zeros, np.ones(len(prompts), np.float32)))
     state = decoder.prefill(models, *arrays, **sizes)
     return Decode(decoder, models, sampling, arrays[-1], jax.block_until_ready(state))

@@ -148,7 +148,7 @@ class SamplingParams:
     """True states that every temperature is 0, and the program then has no branch for draws. The field is static, so it
     is set only on devices where a branch costs more than a second program."""
     unfiltered: bool = flax.struct.field(pytree_node=False, default=False)
-    """True states that no sampled row has top-k or top-p. The field is static and set where `all_greedy` is."""
+    """True states that no sampled row has top-k or top-p. The field is static, as `all_greedy` is."""
 
 
 @flax.struct.dataclass

@@ -43,7 +43,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     counts, temperatures = options.numbers(COUNT), options.numbers(TEMPERATURE)
     add_value(grid, "--batches N,...", counts, "rows decoded at once, for example 1,2,4,8,16,32")
     add_value(grid, "--contexts N,...", counts, "tokens of a prompt, for example 64,256,1024,1800")
-    add_value(grid, "--temperatures T,...", temperatures, "0 is greedy", [0.0, 0.8], "0,0.8")
+    add_value(grid, "--temperatures T,...", temperatures, "0 is greedy", without="0,0.8")
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
     options.add_json_argument(parser)
     options.add_plot_argument(parser)
@@ -68,10 +68,12 @@ def run(args: argparse.Namespace) -> int:
     if args.batches or args.contexts:
         given = "--batches or --contexts, which measure only the rule match"
         options.refuse(args, given, "accept", "draw", "reuse", "lossy", "plot", "plain_variants")
-        sizes = args.batches or [1], args.contexts or [64], args.temperatures
+        sizes = args.batches or [1], args.contexts or [64], args.temperatures or [0.0, 0.8]
         trees = trees or [options.tree_asked(args, params)]
         made = experiment.over_contexts(work, params, found, trees, tuned, *sizes)
     else:
+        if args.temperatures:
+            raise ValueError("--temperatures goes with --batches or --contexts; give --temperature T without them")
         named = {}
         if isinstance(tuned, bool):
             shapes = trees or [options.tree_of(args, params)]

@@ -25,6 +25,7 @@ from hsd_jax.host.distributed import of_first
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer import worth
 from hsd_jax.infer.plain import make_block
+from hsd_jax.infer.sampling import without_exclusions
 from hsd_jax.infer.step import Step
 from hsd_jax.kernels import native, program, triton
 from hsd_jax.kernels.check import gpu_kernels_agree
@@ -174,6 +175,7 @@ Rows = tuple[DecodeState, SamplingParams, Limits]
 def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
     """Puts the first row of `new`, whose prompt has been read, into `slot`. The other rows do not change."""
     is_live = ~rows[0].done & (jnp.arange(len(rows[0].done)) != slot)
+    rows, new = ((state, without_exclusions(sampling), limits) for state, sampling, limits in (rows, new))
     state, sampling, limits = row_lib.copied(rows, slot, new)
     if state.control is not None:
         here = jnp.arange(len(is_live)) == slot

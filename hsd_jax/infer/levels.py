@@ -53,7 +53,8 @@ def grow(
       ValueError: if the tree has more nodes than depth times width.
     """
     batch, sampling, is_drawn = inputs.root.shape[0], inputs.sampling, scheme in DRAWN_SCHEMES
-    widths, is_sampled = config.level_widths(), sampling.temperature > 0.0
+    widths = config.level_widths()
+    is_sampled = jnp.zeros(batch, bool) if sampling.all_greedy else sampling.temperature > 0.0
     noise: list[Any] = [None] * len(widths)
     if is_drawn:
         # Each independent child has its own row of noise. In other schemes the children of a node share one row.

@@ -144,7 +144,7 @@ def target_distribution(logits: Float[Array, "B M V"], sampling: SamplingParams)
 def round_noise(
     keys: jax.Array, root_position: Int[Array, "B"], num: int, vocab_size: int, sampling: SamplingParams
 ) -> Float[Array, "B num V"]:
-    """The target's noise at the `num` positions after each root. It is zero, at no cost, if every row is greedy.
+    """The target's noise at the `num` positions after each root. `if_any` decides whether greedy rows get any.
 
     A decode computes it once per round: `match` draws with it, and COUPLED drafts are chosen by it. The noise at a
     position does not depend on `num`, so plain decoding, which needs one position, gets the same noise.
@@ -178,13 +178,16 @@ def with_exclusions(sampling: SamplingParams) -> SamplingParams:
     if traced_platform() == "cpu":
         return sampling
     is_filtered = (sampling.temperature > 0.0) & ((sampling.top_k > 0) | (sampling.top_p < 1.0))
-    return dataclasses.replace(
-        sampling, all_greedy=not sampling.temperature.any(), unfiltered=not bool(is_filtered.any())
-    )
+    return dataclasses.replace(sampling, all_greedy=not sampling.temperature.any(), unfiltered=not is_filtered.any())
+
+
+def without_exclusions(sampling: SamplingParams) -> SamplingParams:
+    """The same settings with no static field set, for programs whose rows come and go."""
+    return dataclasses.replace(sampling, all_greedy=False, unfiltered=False)
 
 
 def of_rows(sampling: SamplingParams, rows: Bool[Array, "B"]) -> SamplingParams:
-    """The settings, with all other rows greedy, so that they cause no branch to be taken."""
+    """The settings, with all other rows greedy. So they cause no branch of `if_any` to be taken."""
     return dataclasses.replace(sampling, temperature=jnp.where(rows, sampling.temperature, 0.0))
 
 
@@ -194,8 +197,7 @@ def perturb(
     """Warped logits plus noise; greedy rows are unchanged. The argmax is the draw of each node (Gumbel-max).
 
     Args:
-      noise: one row of noise per node, or one for all nodes. A function without arguments is called only if a row needs
-        noise.
+      noise: one row of noise per node, or one for all nodes; or a function without arguments that makes it.
     """
     return _perturbed(noise, logits, sampling, lambda x: x)
 

@@ -70,7 +70,8 @@ def differences(interpret: bool = False) -> dict[str, float]:
 
     inputs: dict[str, Any] = {"x": normal(3, 5, 192), "weight": normal(192), "joint": normal(2, 5, 2, 6, 64)}
     angles = normal(2, 5, 32)
-    inputs["table"] = [jnp.concatenate(x, -1) for x in ([jnp.cos(angles)] * 2, [-jnp.sin(angles), jnp.sin(angles)])]
+    halves = [jnp.cos(angles)] * 2, [-jnp.sin(angles), jnp.sin(angles)]
+    inputs["table"] = tuple(jnp.concatenate(x, -1) for x in halves)
     inputs |= {"cache": normal(2, 2, 64, 64).astype(jnp.bfloat16), "rows": normal(2, 2, 5, 64)}
     for name, width, nodes, slots, _ in ATTENTIONS:
         asked = normal(2, 2, 4 * nodes, width).astype(jnp.bfloat16)
@@ -84,9 +85,9 @@ def _differences(inputs: dict[str, Any], interpret: bool) -> dict[str, jax.Array
     x, weight, joint, table, cache, rows = (inputs[name] for name in ("x", "weight", "joint", "table", "cache", "rows"))
     with triton.enabled(True, interpret):
         normed = ops.rms_norm(x, weight, 1e-5)
-        query, key, value = triton.rope(joint, tuple(table), jnp.bfloat16)
+        query, key, value = triton.rope(joint, table, jnp.bfloat16)
     with triton.enabled(False):
-        rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), tuple(table)).reshape(2, 5, 2, 5, 64)
+        rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
         heads = rotated.transpose(0, 2, 1, 3, 4)
         pairs = {
             "rms_norm": (normed, ops.rms_norm(x, weight, 1e-5)),

@@ -129,7 +129,7 @@ class CostModel:
         """
         rows = np.arange(batch * tree.nodes + 1)
         verify = self.target_pass(rows if self.rates.skips_rows else np.full(len(rows), rows[-1]))
-        plain = self.target_pass(np.arange(batch + 1))
+        plain = self.target_pass(np.arange(batch + 1) if self.rates.skips_rows else np.full(batch + 1, batch))
         draft = np.array([self.drafting(num if self.rates.skips_rows else batch, tree) for num in range(batch + 1)])
         trust = first_trust(method_of(self.drafter).planning.has_score)
         numbers = verify, plain, draft, self.slot(), *self.windows, trust, *([draft / tree.depth] if ends_early else [])

@@ -291,8 +291,8 @@ def test_a_greedy_program_has_no_branch_and_the_same_tokens():
     some = SamplingParams(jnp.zeros(2), jnp.zeros(2, jnp.int32), jnp.ones(2))
     greedy = dataclasses.replace(some, all_greedy=True)
     assert jnp.array_equal(sampling.draw(keys, logits, positions, some), sampling.draw(keys, logits, positions, greedy))
-    assert "cond" in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, some))
-    assert "cond" not in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, greedy))
+    assert "cond[" in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, some))
+    assert "cond[" not in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, greedy))
 
 
 OFF = (0, 1.0)
@@ -319,7 +319,7 @@ def test_a_sampled_program_for_a_gpu_branches_only_for_filters(filters, is_branc
     with native.compiled_for("gpu"):
         stated = jax.device_put(sampling.with_exclusions(some))
         assert stated.unfiltered is (filters[1] == OFF) and not stated.all_greedy
-        assert ("cond" in str(jax.make_jaxpr(draws)(stated))) is is_branching
+        assert ("cond[" in str(jax.make_jaxpr(draws)(stated))) is is_branching
         found = draws(stated)
     for a, b in zip(wanted, found, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -331,15 +331,33 @@ def test_a_sampled_program_for_a_gpu_branches_only_for_filters(filters, is_branc
     [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": [0.0, 0.8]}, {"temperature": 0.8, "top_k": 5}],
 )
 def test_programs_for_a_gpu_keep_the_text(setting, monkeypatch):
-    """The programs of `decode` for a GPU, with XLA's operations, run on this processor."""
-    monkeypatch.setenv(check.VARIABLE, "off")
+    """The programs of `decode` for a GPU, with XLA's operations, run on this processor. The text is that of its own."""
     prompt = ["User: hi\nAssistant:"] * (2 if isinstance(setting["temperature"], list) else 1)
+    own = hsd_jax.decode(hsd_jax.load("demo", precision="exact"), prompt, 24, seed=3, speculate=False, **setting)
+    monkeypatch.setenv(check.VARIABLE, "off")
     with native.compiled_for("gpu"):
-        params = hsd_jax.load("demo", dtype="float32")
+        params = hsd_jax.load("demo", precision="exact")
         plain = hsd_jax.decode(params, prompt, 24, seed=3, speculate=False, **setting)
         drafted = hsd_jax.decode(params, prompt, 24, seed=3, tree=TreeConfig(6, 3, 2), **setting)
-    for a, b in zip(plain.tokens, drafted.tokens, strict=True):
-        np.testing.assert_array_equal(a, b)
+    for found in (plain, drafted):
+        assert [tokens.tolist() for tokens in found.tokens] == [tokens.tolist() for tokens in own.tokens]
+
+
+def test_a_row_that_enters_a_greedy_program_for_a_gpu_keeps_its_settings():
+    """The static fields of the rows before it do not hold for it."""
+    off = SamplingParams(np.zeros(1, np.float32), np.zeros(1, np.int32), np.ones(1, np.float32))
+    with native.compiled_for("gpu"):
+        first = sampling.with_exclusions(off)
+        new = sampling.with_exclusions(dataclasses.replace(off, temperature=off.temperature + 0.9, top_k=off.top_k + 3))
+    assert (first.all_greedy, first.unfiltered, new.all_greedy, new.unfiltered) == (True, True, False, False)
+    limits = Limits(jnp.full(1, 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32))
+    one = jnp.ones(1, jnp.int32)
+    begin = decode.make_begin(toy.target_config(), None)
+    state = begin(one[:, None], one, sampling.row_keys([(0, 0)]), limits, capacity=16, max_tokens=17)
+    _, found, _ = decode.insert(
+        (state, jax.device_put(first), limits), (state, jax.device_put(new), limits), jnp.array(0)
+    )
+    assert (found.all_greedy, found.unfiltered, found.top_k.tolist()) == (False, False, [3])
 
 
 @pytest.mark.slow
@@ -394,9 +412,8 @@ def test_kernels_are_checked_while_a_decode_is_traced(monkeypatch):
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(check, "differences", of_one_kernel)
-    check._agree.cache_clear()
+    monkeypatch.setattr(check, "_agree", functools.cache(check._agree.__wrapped__))
     assert jax.jit(lambda x: x + int(check.gpu_kernels_agree()))(jnp.zeros((), jnp.int32)) == 1
-    check._agree.cache_clear()
 
 
 @pytest.mark.slow

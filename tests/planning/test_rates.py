@@ -9,10 +9,16 @@ import warnings
 
 import numpy as np
 import pytest
+from support import toy
 from support.command_line import hsd
 
 import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.both.config import BothConfig
+from hsd_jax.drafters.files import read_drafter_config
 from hsd_jax.kernels import native
+from hsd_jax.lab.targets import read_target
+from hsd_jax.models.checkpoint import ASSETS
 from hsd_jax.planning import plan, rates
 from hsd_jax.planning.costs import CostModel
 
@@ -162,3 +168,33 @@ def test_rates_follow_from_the_timings(monkeypatch):
     assert found.bytes_per_second == 2 * rates.WEIGHTS * rates.WIDTH**2
     assert found.flops_per_second == pytest.approx(rates.ROWS * rates.SMALL_WIDTH**2 * 1e3)
     assert (found.narrow, found.integer, found.spread, found.is_busy) == (2.0, 4.0, 0.3, True)
+
+
+SMOLLM2 = dict(hidden_size=576, num_layers=30, intermediate_size=1536, vocab_size=49152, num_heads=9, num_kv_heads=3)
+ON_H200 = [
+    # pair, tree, rows, ms of a round or, of Llama, of a pass (docs/accelerators.md)
+    ("demo", None, 1, 0.133),
+    ("demo", "8x7x1", 1, 0.31),
+    ("smollm2", None, 1, 0.65),
+    ("smollm2", None, 8, 0.86),
+    ("smollm2", "8x7x1", 1, 1.07),
+    ("smollm2", "16x7x3", 1, 1.29),
+    ("llama-3-8b", None, 1, 5.22),
+    ("llama-3-8b", None, 8, 4.72),
+    ("llama-3-8b", None, 64, 6.11),
+]
+
+
+@pytest.mark.parametrize("name, tree, rows, milliseconds", ON_H200)
+def test_the_rates_of_a_gpu_fit_the_rounds_of_an_h200(name, tree, rows, milliseconds):
+    """Wide trees of the bundled pair do not fit: the rates make them 50 % too dear."""
+    target = toy.target_config(**SMOLLM2) if name == "smollm2" else read_target(name)
+    drafter = read_drafter_config(ASSETS / ("smollm2" if name == "smollm2" else "demo") / "drafter")
+    drafter = BothConfig(drafter) if name == "smollm2" else drafter
+    model = CostModel(target, drafter, rates.DEVICE_RATES["gpu"], itemsize=2, drafter_itemsize=2)
+    if tree is None:
+        seconds = float(model.target_pass(rows))
+    else:
+        shape = TreeConfig(*map(int, tree.split("x")))
+        seconds = float(model.target_pass(rows * shape.nodes)) + model.drafting(rows, shape)
+    assert 0.8 < 1e3 * seconds / milliseconds < 1.25, 1e3 * seconds

@@ -15,8 +15,8 @@ from hsd_jax.drafters.method import DraftingMethod, Inspection, TokenInformation
 from hsd_jax.models.unroll import unroll
 
 ROWS_PER_STATE = 0.9
-"""Rows that the pass of a parallel trunk computes, per state. This number and the next two were set by hand, and no
-measurement of them was kept."""
+"""Rows that the pass of a parallel trunk computes, per state. This number and the next two were set by hand. Only for a
+GPU were they compared with a measurement (`tests/planning/test_rates.py`)."""
 PARALLEL_OPERATIONS = 30
 """Small operations that a parallel trunk adds to its pass."""
 LEVEL_OPERATIONS = 12
