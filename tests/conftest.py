@@ -13,9 +13,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 
-# Before jax is imported. Programs that a test starts inherit all.
+# Before jax is imported. Programs that a test starts inherit both.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["HSD_CACHE"] = "off"  # a command would change jax's cache of programs for all tests after it
 os.environ["HSD_TUNED"] = "off"  # what `hsd tune` has found on this machine is not for tests to follow,
 os.environ["HSD_RATES"] = "off"  # and neither is how fast it is
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
