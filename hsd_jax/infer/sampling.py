@@ -113,9 +113,13 @@ def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array
     if sampling.unfiltered:
         warped = scale(logits)
     else:
-        is_filtered = jnp.any(~is_greedy[:, 0, 0] & ((sampling.top_k > 0) | (sampling.top_p < 1.0)))
-        warped = lax.cond(is_filtered, filtered, scale, logits)
+        warped = lax.cond(jnp.any(_filters(sampling)), filtered, scale, logits)
     return jnp.where(is_greedy, logits, warped)
+
+
+def _filters(sampling: SamplingParams) -> Any:
+    """Whether each row draws with top-k or top-p [B], as an array of the kind of the settings."""
+    return (sampling.temperature > 0.0) & ((sampling.top_k > 0) | (sampling.top_p < 1.0))
 
 
 def _bisect(like: Float[Array, "B M V"], holds) -> Array:
@@ -164,9 +168,9 @@ def round_noise(
 
 
 def if_any(needed: Bool[Array, "B"], compute: Callable, otherwise: Callable, *args: Array) -> Any:
-    """`compute(*args)` if a row needs it, else `otherwise(*args)`, which rows without need take as equal.
+    """`compute(*args)` if a row needs it, else `otherwise(*args)`. Rows without need must be served by both.
 
-    A GPU always computes. A branch there waits for the host, and a round has one for each level of the tree.
+    A program for a GPU always computes. There a branch waits for the host, and a round would have one for each level.
     """
     return compute(*args) if traced_platform() == "gpu" else lax.cond(jnp.any(needed), compute, otherwise, *args)
 
@@ -178,8 +182,8 @@ def with_exclusions(sampling: SamplingParams) -> SamplingParams:
     """
     if traced_platform() == "cpu":
         return sampling
-    is_filtered = (sampling.temperature > 0.0) & ((sampling.top_k > 0) | (sampling.top_p < 1.0))
-    return dataclasses.replace(sampling, all_greedy=not sampling.temperature.any(), unfiltered=not is_filtered.any())
+    all_greedy, unfiltered = not sampling.temperature.any(), not _filters(sampling).any()
+    return dataclasses.replace(sampling, all_greedy=all_greedy, unfiltered=unfiltered)
 
 
 def without_exclusions(sampling: SamplingParams) -> SamplingParams:

@@ -127,10 +127,13 @@ class CostModel:
         Args:
           ends_early: whether chains may end early.
         """
-        rows = np.arange(batch * tree.nodes + 1)
-        verify = self.target_pass(rows if self.rates.skips_rows else np.full(len(rows), rows[-1]))
-        plain = self.target_pass(np.arange(batch + 1) if self.rates.skips_rows else np.full(batch + 1, batch))
-        draft = np.array([self.drafting(num if self.rates.skips_rows else batch, tree) for num in range(batch + 1)])
+
+        def computed(most: int) -> np.ndarray:
+            """The number of rows that a pass computes of which 0, 1, ... `most` are wanted."""
+            return np.arange(most + 1) if self.rates.skips_rows else np.full(most + 1, most)
+
+        verify, plain = self.target_pass(computed(batch * tree.nodes)), self.target_pass(computed(batch))
+        draft = np.array([self.drafting(int(num), tree) for num in computed(batch)])
         trust = first_trust(method_of(self.drafter).planning.has_score)
         numbers = verify, plain, draft, self.slot(), *self.windows, trust, *([draft / tree.depth] if ends_early else [])
         return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))

@@ -385,8 +385,9 @@ def test_bench_fills_a_grid(folders, tmp_path, capsys):
     assert hsd("bench", *both(folders), "--prompts", folders.data, "--max-new-tokens", "8", *named, "--json", out) == 0
     assert [row["method"] for row in json.loads(out.read_text())["rows"]] == ["plain", "tree 2x1x1", "tree 4x3x1"]
     assert hsd("bench", *both(folders), "--prompts", folders.data, "--batches", "1", "--accept", "recursive") == 2
-    assert hsd("bench", *both(folders), "--prompts", folders.data, "--temperatures", "0,0.8") == 2
     assert "--accept" in capsys.readouterr().err
+    assert hsd("bench", *both(folders), "--prompts", folders.data, "--temperatures", "0,0.8") == 2
+    assert "--temperatures goes with --batches or --contexts" in capsys.readouterr().err
     assert hsd("bench", *both(folders), "--prompts", folders.data, "--contexts", "100000") == 2
     assert "--contexts 100000" in capsys.readouterr().err
 

@@ -144,9 +144,9 @@ def _rows_of_decode(job: CompileJob, mesh: Mesh) -> tuple[Any, ...]:
         return jax.ShapeDtypeStruct((job.batch, *shape), dtype)
 
     keys = jax.eval_shape(lambda: row_keys([(0, 0)] * job.batch))
-    is_static = native.traced_platform() != "cpu"
-    all_greedy = job.temperature == 0 and is_static
-    sampling = SamplingParams(rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), all_greedy, is_static)
+    is_known = native.traced_platform() != "cpu"  # as in `sampling.with_exclusions`
+    static = {"all_greedy": is_known and job.temperature == 0, "unfiltered": is_known}
+    sampling = SamplingParams(rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), **static)
     per_row = rows(job.slots), rows(), keys, Limits(rows(), rows(END_TOKENS)), sampling
     return sharding.placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
 
