@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 import types
 
 import jax.numpy as jnp
@@ -203,3 +204,6 @@ def test_a_template_without_end_ends_no_turn(found, monkeypatch):
     assert forever.turn_ends == ()
     with pytest.raises(ValueError, match=r"prompt 3: .* 0.2 seconds"):
         forever.encode_chat([HI], "prompt 3")
+    for left in (thread for thread in threading.enumerate() if thread.name == "hsd-deadline"):
+        left.join(10)
+        assert not left.is_alive()
