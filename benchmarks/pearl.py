@@ -32,6 +32,7 @@ from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.prompts import for_checkpoint
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.pearl import measured_c
+from hsd_jax.request import Speculation
 
 PLAIN = "plain"
 
@@ -42,8 +43,8 @@ def pearl_name(gamma: int) -> str:
 
 def modes_of(small: Any, ahead: list[Any], chains: list[int], accept: str) -> list[Mode]:
     """Plain decoding, the chains, in one program with the target, and PEARL with each gamma."""
-    drafted = [Mode(f"chain of {n} drafts", small, TreeConfig.chain(n), accept=accept) for n in chains]
-    early = [Mode(pearl_name(one.tree.depth), one, one.tree, accept=accept) for one in ahead]
+    drafted = [Mode(f"chain of {n} drafts", small, Speculation(TreeConfig.chain(n), accept)) for n in chains]
+    early = [Mode(pearl_name(one.tree.depth), one, Speculation(one.tree, accept)) for one in ahead]
     return [Mode(PLAIN, small), *drafted, *early]
 
 

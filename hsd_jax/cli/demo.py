@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.lab.bench import demo, profile, prompts, tables
     from hsd_jax.lab.bench.quality import model_record
     from hsd_jax.planning.measure import Mode
+    from hsd_jax.request import Speculation
 
     start = time.perf_counter()
     if args.target is None:
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = rows[-1]["plan"].tree
     stages = None
     if chosen is not None:
-        first, mode = found[0].tokens(params.tokenizer), Mode("demo", params, chosen)
+        first, mode = found[0].tokens(params.tokenizer), Mode("demo", params, Speculation(chosen))
         options.say(f"timing the stages of tree {chosen.name}")
         stages = profile.profile_mode(mode, first, args.max_new_tokens, args.temperature)
     print()

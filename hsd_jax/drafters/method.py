@@ -92,8 +92,8 @@ class Training(NamedTuple):
 class Inspection(NamedTuple):
     """What profiling, simulation and pictures need from a drafter. No decode uses it."""
 
-    stages: Callable[..., Any] | None = None
-    """`stages(target_config, config, tree, scheme)`: the parts of drafting, to time each. None: only all of drafting
+    parts: Callable[..., Any] | None = None
+    """`parts(target_config, config, tree, scheme)`: the parts of drafting, to time each. None: only all of drafting
     can be timed."""
     aged: Callable[..., Any] | None = None
     """`aged(models, target_config, config, num_states, state) -> (age -> state)`: drafter states with spare states of

@@ -23,7 +23,8 @@ from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.planning.plan import check_adaptive
-from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, first_capacity, rule_and_scheme
+from hsd_jax.planning.tuned import Tuned
+from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, Speculation, first_capacity, rule_and_scheme
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -31,71 +32,57 @@ FEWEST_BATCHES = 8
 """With fewer batches of prompts no confidence interval is given, because it could be narrow by chance."""
 
 
+PLAINLY = Speculation(speculate=False)
 HOW = ("accept", "draw", "reuse", "lossy", "adaptive")
-"""The fields of a `Mode` that are arguments of `decode` with the same names."""
+"""The fields of `Speculation` that the record of a mode has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way to decode. Without a `tree` it is plain decoding, unless `is_planned` is set."""
+    """One way to decode."""
 
     name: str
     params: Any
-    tree: Any = None
-    pad_rows: int = 1
-    accept: str = "match"
-    draw: str | None = None
-    reuse: str = "none"
-    lossy: str | None = None
-    """As --lossy. The text then does not have the target's distribution."""
-    adaptive: bool | None = None
-    """As `adaptive` of `decode`."""
-    tuned: Any = None
-    """A `hsd_jax.Tuned` that chooses the tree. Each round then verifies only the drafts that pay."""
-    is_planned: bool = False
-    """Whether `decode` chooses the tree, or plain decoding, for each call, as it does for a call without a tree."""
+    how: Speculation = PLAINLY
+    """If it has a tree and a record, the record chooses. The tree then only says what it chooses."""
     eos: tuple[int, ...] | None = None
     """As `eos` of `decode`."""
 
     @property
+    def tree(self) -> Any:
+        """The requested tree."""
+        return self.how.tree
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing is ever drafted."""
-        return self.tree is None and not self.is_planned
+        return not self.how.speculate
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether `decode` chooses the tree, or plain decoding, for each call."""
+        return self.how.speculate and self.tree is None
 
     @property
     def dtype(self) -> str:
         return self.params.dtype
 
-    @property
-    def how(self) -> dict[str, Any]:
-        """The fields that HOW names."""
-        return {name: getattr(self, name) for name in HOW}
-
     def check(self) -> None:
         """Raises a ValueError if these settings do not fit together, before anything compiles."""
-        if self.tree is not None:
-            (rule, scheme), reuse = rule_and_scheme(self.accept, self.draw), ReuseConfig.parse(self.reuse)
+        how = self.how
+        if how.tree is not None:
+            (rule, scheme), reuse = rule_and_scheme(how.accept, how.draw), ReuseConfig.parse(how.reuse)
             config = self.params.target_config
-            drafter = make_drafter(config, self.params.drafter_config, self.tree, scheme=scheme, reuse=reuse)
-            check_legal(make_rule(rule, self.tree, Lossy.parse(self.lossy, rule)), drafter.scheme, drafter.drafts_ahead)
-            if self.adaptive:
-                check_adaptive(self.params.drafter_config, rule, self.tree)
+            drafter = make_drafter(config, self.params.drafter_config, how.tree, scheme=scheme, reuse=reuse)
+            check_legal(make_rule(rule, how.tree, Lossy.parse(how.lossy, rule)), drafter.scheme, drafter.drafts_ahead)
+            if how.adaptive:
+                check_adaptive(self.params.drafter_config, rule, how.tree)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""
-        return api.decode(
-            self.params,
-            list(prompts),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=list(seeds),
-            eos=self.eos,
-            tree=self.tree if self.tuned is None else None,
-            speculate=not self.is_plain,
-            pad_rows=self.pad_rows,
-            tuned=self.is_planned if self.tuned is None else self.tuned,
-            **self.how,
-        )
+        how = dataclasses.replace(self.how, tree=None) if isinstance(self.how.tuned, Tuned) else self.how
+        call = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": list(seeds), "eos": self.eos}
+        return api.decode(self.params, list(prompts), **call, **vars(how))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +222,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     record = {
         "kind": "plain" if mode.is_plain else "speculative",
         "dtype": mode.dtype,
-        "pad_rows": mode.pad_rows,
+        "pad_rows": mode.how.pad_rows,
         "num_tokens": num_tokens,
         "num_target_passes": passes,
         "tau": num_tokens / max(passes, 1),
@@ -255,7 +242,8 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
         histogram = [int(sum(n)) for n in itertools.zip_longest(*histograms, fillvalue=0)]
         record |= {
             "tree": None if mode.tree is None else dataclasses.asdict(mode.tree),
-            **mode.how,
+            **{name: getattr(mode.how, name) for name in HOW},
+            "accept": rule_and_scheme(mode.how.accept, mode.how.draw)[0],
             "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
             "conditional_acceptance": api.conditional_acceptance(histogram).tolist(),

@@ -127,8 +127,10 @@ class Calls:
 
     def mode(self, way: Candidate) -> Mode:
         """A candidate as a `Mode`, which can be timed."""
-        record = None if way.is_whole else Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
-        return Mode(way.name, self.params, way.tree, reuse=way.reuse, tuned=record)
+        if way.tree is None:
+            return Mode(way.name, self.params)
+        tuned = False if way.is_whole else Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
+        return Mode(way.name, self.params, Speculation(way.tree, reuse=way.reuse, tuned=tuned))
 
     def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
         size = self.rows, self.slots, self.temperature
@@ -240,13 +242,13 @@ def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequenc
     for tree in shapes:
         if not isinstance(tree, TreeConfig):
             raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")
-        Mode("", params, tree).check()
+        Mode("", params, Speculation(tree)).check()
     allowed = []
     for reuse in dict.fromkeys(str(ReuseConfig.parse(reuse)) for reuse in reuses or method_of(config).reuses):
         refusal, before = None, len(allowed)
         for tree in shapes:
             try:
-                Mode("", params, tree, reuse=reuse).check()
+                Mode("", params, Speculation(tree, reuse=reuse)).check()
                 allowed.append(Candidate(tree, reuse))
             except ValueError as error:
                 refusal = error
@@ -306,7 +308,7 @@ def trunk_seconds(
       prompts, max_new_tokens, tree: of a decode, whose shapes are timed.
     """
     config, session = params.drafter_config, prepare(params, prompts, Sampling(max_new_tokens), Speculation(tree))
-    parts, rows = method_of(config).inspection.stages, session.rows
+    parts, rows = method_of(config).inspection.parts, session.rows
     assert config is not None and parts is not None and rows is not None, "only a trunk has forms of reuse"
     trunk, head, _ = parts(params.target_config, config, TreeConfig.chain(1), DrawScheme.ARBITRARY)
 

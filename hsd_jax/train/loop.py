@@ -176,7 +176,7 @@ def fit(
     place: Callable[[Batch], Batch] = lambda batch: batch,
     evaluator: Evaluator | None = None,
     note: dict[str, Any] | None = None,
-    begin: Callable[[], None] = lambda: None,
+    on_start: Callable[[], None] = lambda: None,
     stages: Sequence[tuple[int, Loss]] = (),
 ) -> Any:
     """Trains and returns the parameters. Continues from the newest checkpoint in `out/checkpoints`, if there is one.
@@ -186,7 +186,7 @@ def fit(
       shardings: returns the shardings of a state on a mesh, or None for one device.
       place: puts a batch on the mesh.
       note: saved with every checkpoint (recipe, hashes, revision).
-      begin: called before the first step, after the newest checkpoint and its batches were found to fit.
+      on_start: called before the first step, after the newest checkpoint and its batches were found to fit.
       stages: other losses for the beginning, each with its last step, ascending. Each is compiled when it begins.
     Raises:
       FloatingPointError: at the first loss or gradient that is not finite, naming step and batch. No checkpoint is
@@ -202,7 +202,7 @@ def fit(
         state, found = checkpoints.restore(state)
         batches.set_state(found["data"])
         best = found["best"]
-    begin()
+    on_start()
     journal.resume(int(state["step"]))
     programs = [
         (until, make_train_step(of_stage, config, placement)) for until, of_stage in [*stages, (config.steps, loss)]

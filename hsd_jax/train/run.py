@@ -79,16 +79,16 @@ def train(
     claims = manifest.check(out, force, recipe, **about)
     check_same("recipe, models and data of the run", repr((claims, rows.fingerprint)))
     report(found.describe())
-    params = task.begin(rows)
+    params = task.initialize(rows)
     _describe(report, task.kind, params, rows, loop)
     shardings, place = placement(mesh, loop, task.config)
     evaluator = None
     if asked is not None and asked.every:
         evaluator = Evaluator(asked.every, task.scores(prompts), task.save)
-    note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
+    note, on_start = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
     with task.batches(rows) as batches, _journal_of(out, loop, report) as journal:
         model = task.loss, params, task.frozen
-        params = fit(*model, batches, loop, out, journal, shardings, place, evaluator, note, begin, task.stages)
+        params = fit(*model, batches, loop, out, journal, shardings, place, evaluator, note, on_start, task.stages)
     if evaluator is None:
         task.save(params)
     wait_for_all(f"{task.folder} is written")

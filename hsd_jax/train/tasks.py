@@ -1,7 +1,7 @@
 """The tasks of a training run: one class for each kind of recipe, with all that differs between kinds of models.
 
-`train` (`run.py`) makes the same steps for every task. Before `begin` no file is written, so that a refused run leaves
-none. Read next: `drafter.py`, `target.py` and `distill.py` for the losses.
+`train` (`run.py`) makes the same steps for every task. Before `initialize` no file is written, so that a refused run
+leaves none. Read next: `drafter.py`, `target.py` and `distill.py` for the losses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Task:
     words: the checkpoint whose tokenizer encodes the rows;
     folder: the folder of the result;
     open(): reads the models. Returns what identifies this run besides recipe and data;
-    begin(rows): returns the first weights. Sets `loss` and `stages`, as `loop.fit` takes them;
+    initialize(rows): returns the first weights. Sets `loss` and `stages`, as `loop.fit` takes them;
     scores(prompts): returns the function that evaluates weights;
     batches(rows): returns what `fit` reads;
     save(params, evaluation): replaces the result and, if there is an evaluation, its scores;
@@ -128,7 +128,7 @@ class TargetTask(Task):
         self.start = None if self.start_dir is None else target.grown_from(find(self.start_dir), self.config)
         return about if self.start is None else about | {"start": convert.weights_hash(self.start)}
 
-    def begin(self, rows: data.Rows) -> Weights:
+    def initialize(self, rows: data.Rows) -> Weights:
         config, train = self.config, self.recipe.train
         is_sliding = all(config.layer_type(i) == SLIDING for i in range(config.num_layers))
         remedy = f"use longer rows, or model.sliding_window={train.length} in all layers"
@@ -157,21 +157,21 @@ class TaughtTask(Task):
         self.reads = self.words.config
 
     def read_target(self) -> DraftedFor:
-        """Reads the target and sets `target`. Its weights are in float32 on CPU, else in bfloat16."""
+        """Reads the target and sets `teacher`. Its weights are in float32 on CPU, else in bfloat16."""
         dtype, words = "float32" if jax.default_backend() == "cpu" else "bfloat16", self.words
         weights, rest = words.weights(dtype, Placement(self.mesh)), {"eos": words.eos, "mesh": self.mesh}
-        self.target = Params(weights, None, self.reads, max_len=self.reads.max_position, **rest)
+        self.teacher = Params(weights, None, self.reads, max_len=self.reads.max_position, **rest)
         self.owner = DraftedFor(self.reads, words.hash(dtype), words.tokenizer)
         return self.owner
 
     def texts(self, name: str, prompts: list[np.ndarray], temperature: float) -> texts_lib.Texts:
         """The target's texts after the prompts. They are written once per run."""
         settings = prompts, self.recipe.eval.max_new_tokens, temperature, self.report
-        return texts_lib.stored_texts(self.out, f"held-out-{name}", self.target, self.owner.hash, *settings)
+        return texts_lib.stored_texts(self.out, f"held-out-{name}", self.teacher, self.owner.hash, *settings)
 
     def cached(self, rows: data.Rows, likeliest: int = 0) -> features.Features | None:
         """The target's states for the rows, from the cache that the recipe names; it is built first."""
-        train, asked, models = self.recipe.train, self.recipe.features, (self.target.target, self.reads)
+        train, asked, models = self.recipe.train, self.recipe.features, (self.teacher.target, self.reads)
         pass_rows, layers = train.batch // train.num_passes, self.config.feature_layers
         rest = self.owner.hash, pass_rows, self.report
         return features.open_features(asked, rows, *models, *rest, layers=layers, likeliest=likeliest)
@@ -196,7 +196,7 @@ class DrafterTask(TaughtTask):
 
     def open(self) -> dict[str, Any]:
         train, owner, model = self.recipe.train, self.read_target(), self.recipe.model
-        self.frozen = self.target.target
+        self.frozen = self.teacher.target
         self.config = config = drafter.drafter_config(model, self.reads, owner.hash, owner.vocabulary_hash)
         if train.length <= config.num_steps:
             raise ValueError(f"train.length={train.length}: must be greater than model.num_steps={config.num_steps}")
@@ -214,7 +214,7 @@ class DrafterTask(TaughtTask):
             about["start"] = manifest.fingerprints([self.start_dir / drafter_files.DRAFTER_FILE])
         return about
 
-    def begin(self, rows: data.Rows) -> Weights:
+    def initialize(self, rows: data.Rows) -> Weights:
         config, train, report, frozen = self.config, self.recipe.train, self.report, self.frozen
         params = init_drafter(jax.random.key(train.seed), config, frozen["embedding"])
         if self.recipe.model.trunk_begins == drafter.LAST_LAYER:
@@ -311,7 +311,7 @@ class DistillTask(TaughtTask):
         self.added, weights = tuple(fresh), fresh | weights  # names of the parts that a plain language model lacks
         self.learned = {name: weights[name] for name in self.added} if model.frozen else weights
         self.kept = {name: part for name, part in weights.items() if name not in self.learned}
-        self.frozen = {"target": self.target.target, "drafter": self.kept}
+        self.frozen = {"target": self.teacher.target, "drafter": self.kept}
         was_frozen = manifest.claimed(self.out).get("model", {}).get("frozen", model.frozen)
         if self.force and was_frozen != model.frozen and self.is_begun:
             raise ValueError(
@@ -320,7 +320,7 @@ class DistillTask(TaughtTask):
             )
         return {"target": owner.hash, "start": start.hash("float32")}
 
-    def begin(self, rows: data.Rows) -> Weights:
+    def initialize(self, rows: data.Rows) -> Weights:
         num = self.recipe.model.num_layers
         part = "" if num is None else f"the first {num} of {self.start.config.num_layers} layers of "
         self.report(f"starting from {part}{self.start}")
@@ -344,8 +344,8 @@ class DistillTask(TaughtTask):
 
         def evaluate(learned: Weights) -> dict[str, Any]:
             weights = self.kept | learned
-            pair = dataclasses.replace(self.target, drafter=weights, drafter_config=config)
-            return distill.decoded(pair, prompts, asked) | divergences(weights, self.target.target)
+            pair = dataclasses.replace(self.teacher, drafter=weights, drafter_config=config)
+            return distill.decoded(pair, prompts, asked) | divergences(weights, self.teacher.target)
 
         if not self.is_begun:
             before = evaluate(self.learned)

@@ -79,7 +79,7 @@ def grower_of(shape: str, scheme: DrawScheme, is_hot: bool, has_injector: bool, 
     scorer, hot = ngram_scorer(config), jnp.asarray(HOT) if is_hot else None
 
     def grow(base, table, inputs: RoundInputs) -> DraftTree:
-        begun, _ = scorer.begin(weights, inputs.root[:, None])
+        begun, _ = scorer.root_carry(weights, inputs.root[:, None])
         inject = toy.of_tokens(lambda tokens: table[tokens]) if has_injector else None
         noise = None
         if scheme is DrawScheme.COUPLED:

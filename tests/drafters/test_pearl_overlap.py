@@ -144,17 +144,17 @@ def test_rounds_end_when_fewer_rows_go_on_than_are_wanted(apart):
 
 def test_the_host_reads_rarely_and_never_the_rounds_in_flight(apart, monkeypatch):
     begun, reads = [], []
-    begin, fetch = overlap.OverlappedDecode.begin, overlap.fetch
+    dispatch, fetch = overlap.OverlappedDecode.dispatch, overlap.fetch
 
     def counting(rounds):
-        begun.append(begin(rounds))
+        begun.append(dispatch(rounds))
         return begun[-1]
 
     def reading(x):
         reads.append((len(begun), next((i + 1 for i, where in enumerate(begun) if where is x), None)))
         return fetch(x)
 
-    monkeypatch.setattr(overlap.OverlappedDecode, "begin", counting)
+    monkeypatch.setattr(overlap.OverlappedDecode, "dispatch", counting)
     monkeypatch.setattr(overlap, "fetch", reading)
     hsd_jax.decode(apart, PROMPTS, **CALL)
     first, last = [x for x in reads if x[0] == 0], [x for x in reads if x[1] is None and x[0] > 0]
@@ -182,14 +182,14 @@ def test_drafts_are_made_while_the_target_reads(apart):
 
     late(jax.device_put(jnp.zeros((1, GAMMA + 1, apart.target_config.vocab_size)), apart.mesh.devices[0]))
     rounds = overlap.OverlappedDecode(decoder, session.setup.models, sampling, limits, state)
-    rounds.begin()  # compiles
+    rounds.dispatch()  # compiles
     rounds.decoder = Slow(decoder, look)
     jax.block_until_ready(rounds.state.length)
-    where = rounds.begin()
+    where = rounds.dispatch()
     drafted = rounds.base.cache.length
     jax.block_until_ready(drafted)
     assert not where.is_ready()
-    later = rounds.begin()
+    later = rounds.dispatch()
     assert not where.is_ready() and not later.is_ready()
     assert np.asarray(later)[0, 0] > np.asarray(where)[0, 0]
 
@@ -222,7 +222,7 @@ def test_rounds_past_the_end_change_nothing(apart):
 
     before = look()
     for _ in range(2 * GAMMA):
-        rounds.begin()
+        rounds.dispatch()
     jax.tree.map(np.testing.assert_array_equal, look(), before)
 
 

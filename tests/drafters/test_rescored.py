@@ -58,7 +58,7 @@ def grown(scorer: Scorer, tree: TreeConfig, alpha: float):
 
     @jax.jit
     def grow(base, recent):
-        begun, _ = scorer.begin(weights, recent)
+        begun, _ = scorer.root_carry(weights, recent)
         inputs = RoundInputs(recent[:, -1], jnp.zeros(1, jnp.int32), jax.random.key(0), greedy)
         expand = weighed(ArcExpander(ARCS, None, greedy).expand(base, None), scorer, weights)
         return Grower(tree, DrawScheme.ARBITRARY, VOCAB).grow(expand, (None, begun), inputs)[0]
@@ -212,7 +212,7 @@ def test_low_rank_scores_are_the_bias_of_token_information():
         row = injector["previous"][token] + (0 if above is None else injector["path"] @ above)
         return row / np.sqrt((row**2).mean() + config.norm_eps) * injector["norm"]
 
-    carry, _ = scorer.begin(weights, ())
+    carry, _ = scorer.root_carry(weights, ())
     whole = jnp.broadcast_to(arcs, (1, 1, toy.VOCAB))
     first, carry = scorer.score(weights, 0, jnp.int32([[root]]), jnp.int32([[0]]), whole, carry)
     both = jnp.broadcast_to(arcs, (1, 2, toy.VOCAB))

@@ -23,6 +23,7 @@ from hsd_jax.params import Params
 from hsd_jax.planning import costs, measure, plan, simulate, tuned
 from hsd_jax.planning import texts as texts_lib
 from hsd_jax.planning import tune as tuning
+from hsd_jax.request import Speculation
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
 
@@ -561,13 +562,20 @@ def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
     assert seen == [hsd_jax.Tuned.load(record / "fast.json", hsd_jax.load(**vars_of(folders))), False, True]
 
 
-def test_bench_measures_the_ways_of_a_record(folders, record):
+def test_bench_measures_the_ways_of_a_record(folders, record, monkeypatch):
     params = hsd_jax.load(**vars_of(folders))
     part = make_choice(CHAIN, "none", temperature=0.0, is_whole=False, slots=2048)
     found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
     whole, adaptive = methods.tuned_modes(params, found, 0.0, "x.json")
-    assert (whole.name, whole.tree, whole.reuse, whole.tuned) == ("tree 3x2x1 skip:2", SMALL, "skip:2", None)
-    assert (adaptive.name, adaptive.tree, adaptive.tuned) == ("tree up to 5x4x1", CHAIN, found.only(part))
+    assert (whole.name, whole.how) == ("tree 3x2x1 skip:2", Speculation(SMALL, reuse="skip:2", tuned=False))
+    assert (adaptive.name, adaptive.how) == ("tree up to 5x4x1", Speculation(CHAIN, tuned=found.only(part)))
+    asked = []
+    monkeypatch.setattr(
+        measure.api, "decode", lambda *_, **settings: asked.append((settings["tree"], settings["tuned"]))
+    )
+    for mode in (whole, adaptive):
+        mode.decode([[1, 2]], [0], 4, 0.0)
+    assert asked == [(SMALL, False), (None, found.only(part))]  # a tree that was named would be verified whole
     with pytest.raises(ValueError, match=r"x\.json.*temperature"):
         methods.tuned_modes(params, found, 1.0, "x.json")
 

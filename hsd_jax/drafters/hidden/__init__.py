@@ -8,8 +8,8 @@ from typing import Any
 from hsd_jax.config import RECURRENT, REUSES, TreeConfig, trunk_numbers
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
+from hsd_jax.drafters.hidden.parts import parts
 from hsd_jax.drafters.hidden.schedule import aged
-from hsd_jax.drafters.hidden.stages import stages
 from hsd_jax.drafters.hidden.weights import begin_from, init_weights, inject, read_paths, token_bias
 from hsd_jax.drafters.method import DraftingMethod, Inspection, TokenInformation, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
@@ -43,7 +43,7 @@ HIDDEN = DraftingMethod(
     hidden_drafter,
     planning_of_trained(drafting_seconds),
     Training(init_weights, unroll),
-    Inspection(stages, aged, pictures),
+    Inspection(parts, aged, pictures),
     token_information=TokenInformation(inject, read_paths, token_bias, begin_from),
     reuses=REUSES,
     lattice=lattice,

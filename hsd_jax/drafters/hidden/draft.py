@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.parts import grow
 from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, spares_of, trunk_logits
-from hsd_jax.drafters.hidden.stages import grow
 from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.shared import logp_of_tokens

@@ -165,7 +165,7 @@ class Overlapped(Decoder):
         capacity = state.cache.capacity
         while True:
             if num < num_rounds and self._is_next(num, seen, longest, capacity, int(least_live)):
-                where, num = rounds.begin(), num + 1
+                where, num = rounds.dispatch(), num + 1
                 if num % EVERY == 0:
                     flying.append((num, where))
                     seen = landed(*flying.popleft()) if len(flying) > 1 else seen
@@ -197,7 +197,7 @@ class Seen(NamedTuple):
 
 
 def landed(num: int, where: jax.Array) -> Seen:
-    """Waits for the result of `OverlappedDecode.begin` for round `num`."""
+    """Waits for the result of `OverlappedDecode.dispatch` for round `num`."""
     length, done = fetch(where)
     return Seen(num, length, done.astype(bool))
 
@@ -213,7 +213,7 @@ class OverlappedDecode:
         self.state = dataclasses.replace(state, drafter=own.phase)
         self.there = decoder._across((state.keys, sampling))
 
-    def begin(self) -> jax.Array:
+    def dispatch(self) -> jax.Array:
         """Dispatches a round without waiting for it. Returns the future state of the rows, for `landed`."""
         sampling, _ = self.settings
         one, across = self.decoder, NamedSharding(self.decoder.mesh, PartitionSpec())

@@ -144,7 +144,7 @@ def rescored_drafter(
         logits, inject, own = levels(models, state.base)
         weights, draft_to_target = models["drafter"]["rescorer"], models["drafter"].get("draft_to_target")
         with jax.named_scope("tree"):
-            begun, remembered = scorer.begin(weights, state.scorer)
+            begun, remembered = scorer.root_carry(weights, state.scorer)
             if scheme is DrawScheme.COUPLED and inputs.noise is None:
                 size = tree.depth, config.base.vocab_size
                 noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, inputs.sampling)

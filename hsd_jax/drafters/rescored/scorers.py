@@ -34,8 +34,8 @@ class Scorer(NamedTuple):
     """`init(tokens [B, P], length [B], capacity) -> state`, before any part of the prompts is read."""
     read: Callable[..., Any]
     """`read(weights, state, tokens [B, chunk], start, length) -> state`: reads a chunk of the prompts."""
-    begin: Callable[..., Any]
-    """`begin(weights, state) -> (carry, state)`: the carry with which scoring a tree starts."""
+    root_carry: Callable[..., Any]
+    """`root_carry(weights, state) -> (carry, state)`: the carry with which scoring a tree starts."""
     score: Callable[..., tuple[Array, Any]]
     """`score(weights, level, tokens [B, w], parents [B, w], arcs [B, w, k], carry) -> (scores [B, w, k], carry)`: the
     scores of the tokens `arcs` after each node of a level, up to a constant for each node. It is called as `Expand`."""
@@ -62,12 +62,12 @@ def _keep(weights: Weights, state: Any, *_) -> Any:
     return state
 
 
-def _stateless(begin: Any, score: Callable[..., tuple[Array, Any]]) -> Scorer:
-    """A scorer that reads only the tokens of the tree. `begin` is the carry at the root."""
+def _stateless(carry: Any, score: Callable[..., tuple[Array, Any]]) -> Scorer:
+    """A scorer that reads only the tokens of the tree. `carry` is the one at the root."""
     return Scorer(
         init=lambda tokens, length, capacity: (),
         read=_keep,
-        begin=lambda weights, state: (begin, state),
+        root_carry=lambda weights, state: (carry, state),
         score=score,
         commit=_keep,
         follow=_keep,
@@ -109,7 +109,7 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
         last = jnp.take_along_axis(tokens, jnp.maximum(places, 0), 1)
         return jnp.where(places >= 0, last, NO_TOKEN).astype(jnp.int32)
 
-    def begin(weights: Weights, state: Array):
+    def root_carry(weights: Weights, state: Array):
         return ngram.contexts_of(weights, config, state)[:, None], state
 
     def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, contexts: Array):
@@ -122,7 +122,7 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
         text = jnp.concatenate([state, verdict.emitted], 1)
         return jnp.take_along_axis(text, num_committed[:, None] + jnp.arange(num), 1)
 
-    return Scorer(init, _keep, begin, score, commit, commit, lambda state, capacity: state)
+    return Scorer(init, _keep, root_carry, score, commit, commit, lambda state, capacity: state)
 
 
 def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
@@ -137,7 +137,7 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
     def read(weights: Weights, state: tree.SmallLMState, tokens: Array, start: Any, length: Array):
         return tree.read_prompt(weights, config, state, tokens, start, length)
 
-    def begin(weights: Weights, state: tree.SmallLMState):
+    def root_carry(weights: Weights, state: tree.SmallLMState):
         logits, state = tree.read_pending_tokens(weights, config, state)
         return (state.cache, logits, at_root(len(logits))), state
 
@@ -152,10 +152,10 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         return tree.all_pending(state, verdict, num_committed)
 
     def follow(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
-        _, after = begin(weights, state)
+        _, after = root_carry(weights, state)
         return cache_lib.undo_idle_rows(num_committed, state, tree.all_pending(after, verdict, num_committed))
 
     def resize(state: tree.SmallLMState, capacity: int) -> tree.SmallLMState:
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Scorer(init, read, begin, score, commit, follow, resize)
+    return Scorer(init, read, root_carry, score, commit, follow, resize)

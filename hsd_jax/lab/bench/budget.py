@@ -27,7 +27,7 @@ from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
 from hsd_jax.lab.bench.replay import Round, pictured, replay, watched_step
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.planning.measure import Mode
-from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
 
 BUDGETS, LENGTHS = (6, 10, 14, 21, 30), (2, 3, 4, 5)
@@ -176,8 +176,8 @@ def siblings_by_setting(
     mode: Mode, tasks: Mapping[str, Sequence[BenchPrompt]], temperatures: Sequence[float], work: Workload
 ) -> dict[tuple[str, float], np.ndarray]:
     """`count_siblings` over the prompts of every task, which one compiled program decodes again round by round."""
-    params, rule = mode.params, make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
-    how, watched, found = Speculation(mode.tree, mode.accept, mode.draw, tuned=False), None, {}
+    params, how, watched, found = mode.params, mode.how, None, {}
+    tree, rule = mode.tree, make_rule(rule_and_scheme(how.accept, how.draw)[0], mode.tree)
     for (task, prompts), temperature in itertools.product(tasks.items(), temperatures):
         rounds: list[Round] = []
         for number, prompt in enumerate(prompts):
@@ -186,7 +186,7 @@ def siblings_by_setting(
             with prepare(params, prompt.tokens(params.tokenizer), asked, how) as session:
                 watched = watched or watched_step(session.setup.decoder, *made, pictured(see))
                 rounds += replay(session, *made, see, watched)
-        found[task, temperature] = count_siblings(rounds, mode.tree.depth, mode.tree.width)
+        found[task, temperature] = count_siblings(rounds, tree.depth, tree.width)
     return found
 
 

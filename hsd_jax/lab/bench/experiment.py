@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import NO_REUSE_FORM, TreeConfig
 from hsd_jax.host import lock
 from hsd_jax.host.files import write_json
 from hsd_jax.lab.bench import gap
@@ -28,6 +28,7 @@ from hsd_jax.lab.bench.quality import held_out_bits_per_byte, model_record, pool
 from hsd_jax.lab.bench.tables import is_plain_text, say
 from hsd_jax.params import Params
 from hsd_jax.planning.measure import Mode, Runs, call_record, fastest, mode_record, speedup, time_modes
+from hsd_jax.request import Speculation
 
 FEWEST_ROWS = 6
 """Prompts of each setting of `over_contexts`, in batches; a larger batch is decoded once."""
@@ -206,10 +207,11 @@ class Experiment:
             if gap.has_gap(mode, setting.temperature):
                 row["gap"] = gap.gap_by_depth(mode, given, work.seed, work.max_new_tokens, setting.temperature)
             # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
-            if self.with_stages and mode.tree is not None and mode.reuse == "none" and mode.lossy is None:
-                say(f"timing the stages of tree {mode.tree.name}")
+            how = mode.how
+            if self.with_stages and how.tree is not None and how.reuse == NO_REUSE_FORM and how.lossy is None:
+                say(f"timing the stages of tree {how.tree.name}")
                 row["stages"] = profile_mode(mode, given[0], work.max_new_tokens, setting.temperature).record()
-        if any(mode.lossy for mode in self.modes):  # a lossy text may be worse, so its speed alone is not enough
+        if any(mode.how.lossy for mode in self.modes):  # a lossy text may be worse, so its speed alone is not enough
             for row in rows:
                 row["task_score"] = task_score(params, prompts, runs.texts(row["method"]))
         return rows
@@ -244,8 +246,8 @@ def over_contexts(
         )
     modes = [Mode(PLAIN, params, eos=())]
     for tree in trees:
-        how = {"is_planned": True, "tuned": tuned} if tree is None else {}
-        modes.append(Mode(DEFAULT if tree is None else f"tree {tree.name}", params, tree, eos=(), **how))
+        how = Speculation(tuned=tuned) if tree is None else Speculation(tree)
+        modes.append(Mode(DEFAULT if tree is None else f"tree {tree.name}", params, how, eos=()))
     tasks = {}
     for context in contexts:
         rows = joined_contexts(params, found, context, max(FEWEST_ROWS, *batches))

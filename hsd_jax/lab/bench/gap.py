@@ -23,7 +23,7 @@ from hsd_jax.lab import theory
 from hsd_jax.lab.bench.replay import JudgedRound, watched_rounds, watched_step
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.planning.measure import Mode
-from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
 from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, DecodeState, DrawScheme, SamplingParams
 
@@ -37,8 +37,9 @@ ROWS = 16
 
 def has_gap(mode: Mode, temperature: float) -> bool:
     """Whether the mode has a gap: its children are drawn, its text is sampled and not lossy, and there is no mesh."""
-    drawn = mode.tree is not None and rule_and_scheme(mode.accept, mode.draw)[1] in DRAWN_SCHEMES
-    return drawn and temperature > 0 and mode.params.mesh is None and not mode.lossy
+    how = mode.how
+    drawn = how.tree is not None and rule_and_scheme(how.accept, how.draw)[1] in DRAWN_SCHEMES
+    return drawn and temperature > 0 and mode.params.mesh is None and not how.lossy
 
 
 def gap_by_depth(
@@ -52,14 +53,13 @@ def gap_by_depth(
     """
     vocab_size = mode.params.target_config.vocab_size
     most, nodes = max(16, MOST_NUMBERS // vocab_size), defaultdict(list)
-    accept, scheme = rule_and_scheme(mode.accept, mode.draw)
+    accept, scheme = rule_and_scheme(mode.how.accept, mode.how.draw)
     rule, watched = make_rule(accept, mode.tree), None
     for row, prompt in enumerate(prompts[:MOST_PROMPTS]):
         if sum(map(len, nodes.values())) >= most:
             break
-        speculation = Speculation(mode.tree, mode.accept, mode.draw, mode.reuse)
         asked = Sampling(max_new_tokens, temperature, seed=[seed + row])
-        with prepare(mode.params, prompt, asked, speculation) as session:
+        with prepare(mode.params, prompt, asked, mode.how) as session:
             decoder, config = session.setup.decoder, mode.params.target_config
             watched = watched or watched_step(decoder, config, rule, functools.partial(look_along_path, rule))
             for seen in watched_rounds(session, watched):

@@ -36,6 +36,7 @@ from hsd_jax.planning.hierarchy import Edge, Hierarchy, RoundParts, fastest, pla
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
 from hsd_jax.planning.pearl import as_target
 from hsd_jax.planning.texts import write_texts
+from hsd_jax.request import Speculation
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 TARGET = "target"
@@ -126,7 +127,7 @@ def mode_of(name: str, way: Hierarchy, folders: Sequence[str], load: Callable[[s
     own = dataclasses.replace(load(folders[way.chain[-2]]), target=params.target)
     for level in reversed(range(len(way.chain) - 2)):
         own = stack(own, folders[way.chain[level]], way.most(level))
-    mode = Mode(name, own, way.tree)
+    mode = Mode(name, own, Speculation(way.tree))
     mode.check()
     return mode
 
@@ -309,7 +310,7 @@ def measure_hierarchies(
     timed = {}
     for i, j, drafts in sorted({part for way in chosen.values() for part in parts_of(table, way)}):
         pair = table.pair(table.models[i], table.models[j])
-        timed[i, j, drafts] = Mode(f"{drafts} of {i} for {j}", pair, TreeConfig.chain(drafts))
+        timed[i, j, drafts] = Mode(f"{drafts} of {i} for {j}", pair, Speculation(TreeConfig.chain(drafts)))
     runs = time_modes(
         [*modes, *timed.values()],
         ids,

@@ -24,9 +24,9 @@ from hsd_jax.infer.lossy import Lossy
 from hsd_jax.lab.bench.hierarchy import stacked
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
-from hsd_jax.planning.measure import HOW, Mode, parse_tree
+from hsd_jax.planning.measure import HOW, PLAINLY, Mode, parse_tree
 from hsd_jax.planning.pearl import pearl
-from hsd_jax.request import rule_and_scheme
+from hsd_jax.request import Speculation, rule_and_scheme
 from hsd_jax.settings import Count
 
 PLAIN = "plain"
@@ -129,8 +129,7 @@ def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> 
             how = {key: value for key, value in method.changes.items() if key in HOW}
             if asked == CHOSEN and how:
                 raise ValueError(f"tree: {CHOSEN}: `decode` chooses all settings; leave out {', '.join(how)}")
-            is_planned = asked == CHOSEN
-            modes.append(Mode(name, found, None if is_planned else parse_tree(asked), is_planned=is_planned, **how))
+            modes.append(Mode(name, found, Speculation(None if asked == CHOSEN else parse_tree(asked), **how)))
             modes[-1].check()
         except ValueError as error:
             raise ValueError(f"method {name!r}: {error}") from error
@@ -166,7 +165,7 @@ def tuned_modes(params: Params, record: Any, temperature: float, name: str) -> l
         what = "plain decoding was the fastest" if found else "it has no record of single rows at this temperature"
         raise ValueError(f"--tuned {name}: {what}; there is nothing to compare plain decoding with")
     return [
-        Mode(f"tree {way}", params, c.tree, reuse=c.reuse, tuned=None if c.is_whole else record.only(c))
+        Mode(f"tree {way}", params, Speculation(c.tree, reuse=c.reuse, tuned=not c.is_whole and record.only(c)))
         for way, c in drafting.items()
     ]
 
@@ -179,7 +178,7 @@ def plain_variants(params: Params, load: Callable[[str], Any]) -> list[Mode]:
         for pad_rows in PLAIN_PAD_ROWS:
             if (dtype, pad_rows) != (own, 1):
                 name = f"{PLAIN} {dtype}" + (f" padded to {pad_rows}" if pad_rows > 1 else "")
-                modes.append(Mode(name, loaded, pad_rows=pad_rows))
+                modes.append(Mode(name, loaded, dataclasses.replace(PLAINLY, pad_rows=pad_rows)))
     return modes
 
 

@@ -25,7 +25,7 @@ from hsd_jax.infer.sampling import round_noise
 from hsd_jax.lab.bench.tables import STAGES
 from hsd_jax.planning.measure import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
-from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
 from hsd_jax.types import DecodeState, DrawScheme, KVCache, Limits, RoundInputs, SamplingParams
 
@@ -66,8 +66,8 @@ class RoundProfile:
 
 def profile_mode(mode: Mode, prompt: Prompt, max_new_tokens: int, temperature: float) -> RoundProfile:
     """Times the stages of a round at the shapes of a decode of `prompt`. The mode must have a tree."""
-    params, asked = mode.params, Speculation(mode.tree, mode.accept, mode.draw)
-    session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), asked)
+    params, how = mode.params, dataclasses.replace(mode.how, adaptive=None)
+    session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), how)
     assert session.rows is not None, "the prompt is read"
     state, sampling, limits = session.rows
     return profile_round(
@@ -79,8 +79,8 @@ def profile_mode(mode: Mode, prompt: Prompt, max_new_tokens: int, temperature: f
         sampling,
         limits,
         state,
-        accept=mode.accept,
-        scheme=rule_and_scheme(mode.accept, mode.draw)[1],
+        accept=how.accept,
+        scheme=rule_and_scheme(how.accept, how.draw)[1],
         precision=params.matmul_precision,
         use_native=params.mesh is None,
     )
@@ -173,7 +173,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
 
     drafted, (output, ancestors) = one_round(models, state)
     drafting = {"trunk": (draft, state.drafter)}
-    parts = method_of(drafter_config).inspection.stages
+    parts = method_of(drafter_config).inspection.parts
     if parts is not None:
         trunk, head, grow = parts(config, drafter_config, tree, scheme)
         states, _ = jax.jit(trunk)(models, state.drafter)

@@ -91,7 +91,7 @@ def round_seconds(
     pair: Params, prompts: Sequence[Sequence[int]], num_tokens: int, drafts: int, temperature: float
 ) -> float:
     """Seconds of a round that drafts and verifies a chain, measured by decoding all prompts."""
-    mode = Mode("a pair", pair, TreeConfig.chain(drafts))
+    mode = Mode("a pair", pair, Speculation(TreeConfig.chain(drafts)))
     asked = {"max_new_tokens": num_tokens, "temperature": temperature, "repeats": CALIBRATIONS}
     return seconds_a_round(mode, time_modes([mode], prompts, **asked))
 

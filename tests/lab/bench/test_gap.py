@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from oracles import optimal as oracle
@@ -14,6 +12,7 @@ from hsd_jax.lab import theory
 from hsd_jax.lab.bench import gap, tables
 from hsd_jax.params import Params
 from hsd_jax.planning.measure import Mode
+from hsd_jax.request import Speculation
 from hsd_jax.types import DrawScheme
 
 
@@ -34,7 +33,7 @@ def params() -> Params:
 )
 def test_a_rule_accepts_no_more_than_the_optimum_and_the_optimal_one_as_much(params, accept, scheme, tree):
     """On the nodes that were looked at; false alarm once in 10^6 (five standard deviations of the draws)."""
-    mode = Mode("m", params, tree, accept=accept)
+    mode = Mode("m", params, Speculation(tree, accept))
     found = gap.gap_by_depth(mode, [[1], [2], [3], [0]], 0, 200, 1.0)
     assert [one["depth"] for one in found] == [1, 2]
     for one, children in zip(found, tree.branching, strict=True):
@@ -66,8 +65,10 @@ def test_means_are_those_of_the_nodes():
 
 
 def test_only_drawn_trees_of_sampled_text_have_a_gap(params):
-    drawn = Mode("m", params, TreeConfig(4, 3, 1), accept="recursive")
-    assert gap.has_gap(drawn, 0.5) and not gap.has_gap(drawn, 0.0)
-    assert not gap.has_gap(dataclasses.replace(drawn, accept="match"), 0.5)
-    assert gap.has_gap(dataclasses.replace(drawn, accept="match", draw="independent"), 0.5)
+    def mode(*how: str) -> Mode:
+        return Mode("m", params, Speculation(TreeConfig(4, 3, 1), *how))
+
+    assert gap.has_gap(mode("recursive"), 0.5) and not gap.has_gap(mode("recursive"), 0.0)
+    assert not gap.has_gap(mode("match"), 0.5)
+    assert gap.has_gap(mode("match", "independent"), 0.5)
     assert not gap.has_gap(Mode("plain", params), 1.0) and DrawScheme.COUPLED not in theory.BOUNDED

@@ -15,6 +15,7 @@ from hsd_jax.lab.bench import quality, report
 from hsd_jax.lab.bench.prompts import BenchPrompt
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.planning.measure import Mode
+from hsd_jax.request import Speculation
 
 
 @pytest.mark.parametrize(
@@ -69,10 +70,10 @@ def test_a_lossy_mode_is_checked_before_anything_is_decoded():
     drafter_config = toy.drafter_config(config)
     params = types.SimpleNamespace(target_config=config, drafter_config=drafter_config)
     tree = TreeConfig(3, 2, 1)
-    Mode("m", params, tree, accept="recursive", lossy="square:0.5").check()
+    Mode("m", params, Speculation(tree, "recursive", lossy="square:0.5")).check()
     for accept, lossy, message in (
         ("match", "square:0.5", "lossy='square:0.5': .*accept='recursive'"),
         ("recursive", "square:2", r"Lossy\.epsilon=2\.0: .*1"),
     ):
         with pytest.raises(ValueError, match=message):
-            Mode("m", params, tree, accept=accept, lossy=lossy).check()
+            Mode("m", params, Speculation(tree, accept, lossy=lossy)).check()

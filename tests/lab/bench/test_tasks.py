@@ -20,6 +20,7 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.lab.bench import experiment, methods, tasks
 from hsd_jax.lab.bench.prompts import BenchPrompt
 from hsd_jax.planning import measure
+from hsd_jax.request import Speculation
 from hsd_jax.tokenizer import Tokenizer
 
 own_cache, hsd = command_line.own_cache, command_line.hsd
@@ -143,7 +144,7 @@ def result(count: int, passes: int, first: int = 0):
 def record():
     """Two tasks of Spec-Bench and one other, of 10 and 30 tokens, made as `Experiment.run` makes its rows."""
     params = types.SimpleNamespace(dtype="float32")
-    modes = [measure.Mode("plain", params), measure.Mode("fast", params, is_planned=True)]
+    modes = [measure.Mode("plain", params), measure.Mode("fast", params, Speculation())]
     rows = []
     for number, task in enumerate(("qa", "rag", "gsm8k"), 1):
         results = {
@@ -222,7 +223,7 @@ def test_nothing_compiles_while_it_is_timed():
     weights, drafter_config = toy.make_target(config), toy.drafter_config(config)
     drafter, compiled = toy.make_drafter(drafter_config, config, weights), []
     pair = hsd_jax.Params(weights, drafter, config, drafter_config, max_len=2048)
-    modes = [measure.Mode("plain", pair), measure.Mode("chosen", pair, is_planned=True)]
+    modes = [measure.Mode("plain", pair), measure.Mode("chosen", pair, Speculation())]
     is_timed = []
 
     def listen(event: str, *_: object, **__: object) -> None:

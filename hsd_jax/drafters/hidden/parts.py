@@ -32,7 +32,7 @@ def grow(
     return grower.grow_token_free(logits, added_by, inputs, weights.get("draft_to_target"), num_levels)
 
 
-def stages(
+def parts(
     target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, scheme: DrawScheme
 ) -> tuple[Callable, ...]:
     """The three parts of drafting, as functions.
