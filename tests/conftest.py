@@ -57,6 +57,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")  # tests that run optax
 IS_OPTIMIZED = bool(os.environ.get("HSD_TEST_OPTIMIZED"))
 jax.config.update("jax_disable_most_optimizations", not IS_OPTIMIZED)
 
+# Programs are not told from which lines they come: nothing here reads that, and writing it takes time.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 FAST_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 """XLA's older way to write a program, in one piece: a quarter of the time where nothing is optimized."""
 
