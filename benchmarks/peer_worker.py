@@ -276,7 +276,7 @@ class HsdJax:
                 params = hsd_jax.load(
                     target=config["target"],
                     drafter=drafter,
-                    dtype=dtype,
+                    **{"quantize" if dtype == "int8" else "dtype": dtype},
                     # By default jax multiplies float32 with fewer bits on a GPU; torch does not.
                     precision="exact" if dtype == "float32" else "fast",
                 )

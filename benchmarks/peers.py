@@ -81,6 +81,7 @@ NEAR_TIE = 1e-3
 """Largest gap that counts as a tie. Logits of two float32 programs for one prefix may differ by about 1e-4."""
 LLAMA_DTYPES = ("bfloat16", "float32", "float16")
 LLAMA_QUANTIZED = ("Q8_0", "Q4_1")
+QUANTIZED = (*LLAMA_QUANTIZED, "int8")
 LOOKUP_NGRAM = 3
 """Longest n-gram that the lookup for llama.cpp searches for."""
 SETTLE_SECONDS = 0.02
@@ -112,6 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_value(group, "--torch-dtypes", str, what, ["float32"], "float32", choices=kinds, nargs="+")
     what = "also measure llama.cpp with N tokens of llama-cpp-python's prompt lookup, for each N"
     add_value(group, "--llama-lookup N", COUNT, what, [], "none", nargs="+")
+    what = "also measure ours with the target's matrices in 8 bits, as --quantize of `hsd`"
+    add_value(group, "--quantize", str, what, choices=("int8",))
     what = "also measure ours with the assistant and with prompt lookup"
     group.add_argument("--same-methods", action="store_true", help=what)
     what = "also measure these constant draft lengths of transformers' assistant"
@@ -198,14 +201,15 @@ def write_gguf(args: argparse.Namespace, target: str, folder: str) -> None:
 
 
 def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str, Any]]:
-    """The methods of our worker, in float32 and in the fastest dtype (None).
+    """The methods of our worker, in float32, in the fastest dtype (None) and in 8 bits.
 
     For a tree of "chosen" `decode` chooses the tree. None is the default tree of the kind of drafter.
     """
     trees = [t.name for t in measure.parse_trees(args.trees)] if args.trees else []
     methods = []
     peer_dtypes = args.llama_dtypes if args.llama_cpp else args.torch_dtypes
-    for dtype in ("float32", None) if "float32" in peer_dtypes else (None,):
+    dtypes = [*(["float32"] if "float32" in peer_dtypes else []), None, *([args.quantize] if args.quantize else [])]
+    for dtype in dtypes:
         found = [("plain", None, None)]
         if drafter is not None:
             found += [("default", drafter, "chosen"), *(("tree", drafter, tree) for tree in trees)]
@@ -374,7 +378,7 @@ def text_reference(methods: Sequence[dict[str, str]]) -> dict[str, str]:
     A peer with only quantized weights has none; then it is our float32 method, or our first one.
     """
     peer = methods[0]["name"].split()[:2]
-    plain = [m for m in methods if m["name"].split()[:2] == peer and m["dtype"] not in LLAMA_QUANTIZED]
+    plain = [m for m in methods if m["name"].split()[:2] == peer and m["dtype"] not in QUANTIZED]
     plain = plain or [m for m in methods if m["name"].startswith("hsd_jax")]
     return next((m for m in plain if m["dtype"] == "float32"), plain[0])
 
@@ -382,7 +386,7 @@ def text_reference(methods: Sequence[dict[str, str]]) -> dict[str, str]:
 def text_reference_of(name: str, methods: Sequence[dict[str, str]]) -> str:
     """The method whose texts this one's are compared with: for quantized weights, plain decoding of the same type."""
     dtypes = {m["name"]: m["dtype"] for m in methods}
-    if dtypes[name] in LLAMA_QUANTIZED:
+    if dtypes[name] in QUANTIZED:
         return next(other for other, dtype in dtypes.items() if dtype == dtypes[name])
     return text_reference(methods)["name"]
 

@@ -81,6 +81,11 @@ def test_what_is_asked_of_quantized_weights(tmp_path):
     assert compared["llama.cpp lookup 5 Q8_0"] == "llama.cpp plain Q8_0"
     assert compared["hsd_jax plain bfloat16"] == compared["llama.cpp lookup 5 bfloat16"] == "llama.cpp plain bfloat16"
     assert peers.text_reference(ours[2:])["name"] == "hsd_jax plain bfloat16"
+    args = parse(["--target", str(own), "--llama-cpp", "--llama-dtypes", "Q8_0", "--quantize", "int8"])
+    eight = peers.hsd_methods(args, "drafter")
+    assert [m["dtype"] for m in eight] == [None, None, "int8", "int8"]
+    named = [{"name": f"{m['name']} {m['dtype']}", "dtype": m["dtype"]} for m in eight]
+    assert peers.text_reference_of("hsd_jax default int8", named) == "hsd_jax plain int8"
 
 
 class Cache:
