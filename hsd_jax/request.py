@@ -30,7 +30,7 @@ from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
 from hsd_jax.planning.tuned import Tuned
 from hsd_jax.settings import Flag, OneOf, dataclass, take
-from hsd_jax.types import Costs, DrawScheme
+from hsd_jax.types import AcceptRule, Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """The number of slots of the smallest caches (each next size has GROWTH times as many), and a divisor of the number of
@@ -95,6 +95,12 @@ class Setup:
     def held(self) -> Any:
         """`models`, flattened once for `Decoder.run`."""
         return self.decoder.hold(self.models)
+
+    @property
+    def accept_rule(self) -> AcceptRule:
+        """The rule that judges the trees of the plan, which must have one."""
+        assert self.plan.tree is not None, "plain decoding has no trees"
+        return make_rule(self.rule, self.plan.tree, Lossy.parse(self.lossy, self.rule))
 
     @property
     def lookahead(self) -> int:

@@ -308,8 +308,8 @@ ExpandNamed = Callable[[Any, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[C
 class Drafter(NamedTuple):
     """A drafter as pure functions.
 
-    `models` holds the weights of both models, "target" and "drafter". `state` is the drafter's own pytree, which no
-    other code reads.
+    `models` holds the weights of both models, "target" and "drafter". `state` is the drafter's own pytree. No other
+    code reads its fields, except `planning/simulate.py`: it reads the number of spare states of a drafter with reuse.
     """
 
     init: Callable[..., Any]

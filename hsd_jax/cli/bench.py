@@ -108,10 +108,11 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
 
 
-def _add_out_argument(parser: argparse.ArgumentParser, name: str) -> None:
-    """Declares --out, the folder of the results."""
-    files = f"gets {name}.json, .csv, .md and, with matplotlib, .png"
-    add_value(parser, "--out FOLDER", options.NEW_FOLDER, files, required=True)
+def _add_out_argument(
+    parser: argparse.ArgumentParser, name: str, others: str = ", .csv, .md and, with matplotlib, .png"
+) -> None:
+    """Declares --out, the folder of the results: `name`.json, and the same name with the `others`."""
+    add_value(parser, "--out FOLDER", options.NEW_FOLDER, f"gets {name}.json{others}", required=True)
 
 
 def _finish(
@@ -147,8 +148,8 @@ methods.yaml, one line per method; defaults: the drafter of the command line, it
   hidden: {tree: 8x5x2}
   standard: {drafter: runs/small-lm, tree: 5x4x1, accept: recursive, reference: true}
   copied: {drafter: lookup, tree: 8x7x1}
-`reference: true` adds a column with the ratio to that method. `reuse: FORM` and `token_info: false` change the
-hidden-state drafter. `lossy: "linear:0.5"` needs `accept: recursive` and adds a task score of every method.
+`reference: true` fills the column with the ratios to that method. Other keys: draw, reuse, lossy, rescore, alpha,
+stack, pearl, devices, adaptive, token_info. docs/cli.md, "A file of methods", says what each means.
 """,
     )
     options.add_model_arguments(parser)
@@ -345,7 +346,7 @@ hsd bench sizes --shapes smollm2 llama-3.2-1b --rows 1,8 --out runs/sizes
     )
     add_value(parser, "--rows N,...", options.numbers(COUNT), "rows of a pass", without="1,2,4,8,16,32")
     add_value(parser, "--taus T,...", options.numbers(options.POSITIVE), "tokens per pass", without="1.5,2,3,4")
-    _add_out_argument(parser, "sizes")
+    _add_out_argument(parser, "sizes", " and .md")
 
 
 def run_sizes(args: argparse.Namespace) -> int:

@@ -17,10 +17,11 @@ def add_parser(commands) -> None:
         run,
         "check that speculation changes no token",
         "Compare speculative with plain text, token for token: greedy, sampled and filtered. The report lists the\n"
-        "first difference of every row with the gap between the two best perturbed logits. With the CPU kernels and\n"
-        "in exact precision the exit status is 1 if there is any difference. In fast precision on an accelerator it\n"
-        f"is 1 if a gap exceeds the measured logit noise, or if there are more than {FAST_PER_THOUSAND:g} differences\n"
-        f"per 1,000 tokens. On a mesh in exact precision it is 1 if a gap is {EXACT_GAP:g} or more.\n"
+        "first difference of every row with the gap between the two best perturbed logits. Without a mesh, with the\n"
+        "CPU kernels or in exact precision, the exit status is 1 if there is any difference. In fast precision on a\n"
+        "mesh, on an accelerator, or on a CPU without the kernels it is 1 if a gap exceeds the measured logit noise,\n"
+        f"or if there are more than {FAST_PER_THOUSAND:g} differences per 1,000 tokens. In exact precision on a mesh\n"
+        f"it is 1 if a gap is {EXACT_GAP:g} or more. docs/cli.md has these tolerances in full.\n"
         "Rules other than match draw other sampled text of the same distribution. A chi-square test checks this\n"
         "distribution: it uses the quantiles of all tokens in the target's own distribution. A false alarm occurs\n"
         f"once in {1 / FALSE_ALARM:,.0f} settings.",

@@ -37,7 +37,11 @@ environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
   HSD_CACHE=FOLDER    keep them there
   HSD_NATIVE_ISA=L    CPU kernels for avx2, avx512, avx512_vnni or avx512_bf16; off: XLA computes products, in float32
+  HSD_TUNED=off       do not keep records of `hsd tune`, nor follow kept ones
+  HSD_TUNED=FOLDER    keep them there, not in ~/.cache/hsd_jax/tuned
   HSD_RATES=off       do not measure this processor; choose draft trees by the shipped rates
+  HSD_GPU_KERNELS=off XLA computes everything on a GPU
+  HSD_ATTENTION=B     attention without the CPU kernels by xla or triton; by default triton where it applies
   HSD_DEBUG=1         show the whole traceback of an error
 """
 

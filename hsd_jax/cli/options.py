@@ -257,7 +257,8 @@ def add_half_argument(group: Group, both: str) -> None:
 
 def add_plot_argument(parser: argparse.ArgumentParser) -> None:
     """Declares --plot."""
-    parser.add_argument("--plot", type=PICTURE, metavar="OUT", help="write a PNG (needs matplotlib)")
+    what = f"write a picture, {', '.join(PICTURES[:-1])} or {PICTURES[-1]} (needs matplotlib)"
+    parser.add_argument("--plot", type=PICTURE, metavar="OUT", help=what)
 
 
 def add_filter_arguments(group: Group) -> None:

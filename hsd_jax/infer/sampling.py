@@ -52,11 +52,10 @@ def place_keys(
       places: numbers of the nodes at one position.
 
     Drafts that are made or judged ahead of time, or again, therefore use the same noise. After a rejection the next
-    round uses noise of later positions again. That noise still counts as unused: the kept tokens depend only on tokens
-    up to the rejection, and so not on this noise. This fails in two cases: if a verdict on a token depends on later
-    tokens (`AcceptRule.judges_jointly`), and if the length of drafts is learned from all drafts of earlier rounds. Both
-    use `round_row_keys`. `position_noise` folds the row keys with positions, so neither drafting nor judging uses the
-    noise of the target's own draws.
+    round uses noise of later positions again. docs/design.md, "Rules and schemes", says why it may. It may not in two
+    cases: if a verdict on a token depends on later tokens (`AcceptRule.judges_jointly`), and if the length of drafts is
+    learned from all drafts of earlier rounds. Both use `round_row_keys`. `position_noise` folds the row keys with
+    positions, so neither drafting nor judging uses the noise of the target's own draws.
     """
 
     def one(key, position, place):
@@ -168,7 +167,9 @@ def round_noise(
 
 
 def if_any(needed: Bool[Array, "B"], compute: Callable, otherwise: Callable, *args: Array) -> Any:
-    """`compute(*args)` if a row needs it, else `otherwise(*args)`. Rows without need must be served by both.
+    """`compute(*args)` if a row needs it, else `otherwise(*args)`.
+
+    Both results must be right for rows that do not need `compute`.
 
     A program for a GPU always computes. There a branch waits for the host, and a round would have one for each level.
     """

@@ -229,7 +229,7 @@ def _select_isa(wanted: str) -> str:
     elif wanted in ISAS:
         why = "this processor, or this compiler, has no such instructions"
     else:
-        why = f"allowed are {', '.join(ISAS)}, amx and {OFF}"
+        why = f"allowed are {', '.join(ISAS)} and {OFF}"
     warnings.warn(f"{ISA_VARIABLE}={wanted}: {why}; using {best}", stacklevel=3)
     return best
 

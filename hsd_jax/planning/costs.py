@@ -129,7 +129,7 @@ class CostModel:
         """
 
         def computed(most: int) -> np.ndarray:
-            """The number of rows that a pass computes of which 0, 1, ... `most` are wanted."""
+            """For each number of wanted rows from 0 to `most`: how many rows a pass computes."""
             return np.arange(most + 1) if self.rates.skips_rows else np.full(most + 1, most)
 
         verify, plain = self.target_pass(computed(batch * tree.nodes)), self.target_pass(computed(batch))
@@ -159,8 +159,8 @@ class RoundCost:
     """
 
     coefficients: tuple[float, float, float]
-    """Those of 1, nodes and depth. They are for rounds without reuse, whose trunk run makes as many states as the tree
-    is deep."""
+    """Coefficients of the constant, the nodes and the depth. They are for rounds without reuse, whose trunk run makes
+    as many states as the tree is deep."""
     least: float
     """Lower bound of a prediction in seconds. Outside the measured range the linear fit may be far too small."""
     trunk: tuple[int, float, float] | None = None

@@ -44,9 +44,9 @@ class Mode:
     name: str
     params: Any
     how: Speculation = PLAINLY
-    """If it has a tree and a record, the record chooses. The tree then only says what it chooses."""
+    """A record in `tuned` overrides `tree`. `tree` then only says what the record chooses."""
     eos: tuple[int, ...] | None = None
-    """As `eos` of `decode`."""
+    """As `eos` of `decode`: the end tokens in place of the checkpoint's, () for none."""
 
     @property
     def tree(self) -> Any:
@@ -143,18 +143,19 @@ def time_modes(
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     warms_all: bool = True,
 ) -> Runs:
-    """Decodes all prompts in all modes, 1 + `repeats` times. End tokens end a text. Prefill is timed separately.
+    """Decodes all prompts in all modes `repeats` times, after decodes that compile. Prefill is timed separately.
 
-    The first time compiles. After that the modes take turns on every batch of prompts, and the mode that goes first
-    rotates. So a change in the machine's speed, and what the previous mode left in the processor's caches, affect all
-    modes alike.
+    The modes take turns on every batch of prompts, and the mode that goes first rotates. So a change in the machine's
+    speed, and what the previous mode left in the processor's caches, affect all modes alike. `Mode.eos` says which
+    tokens end a text.
 
     Args:
       prompts: texts or token ids.
       batch: rows decoded at once. The last batch may be smaller.
       seed: prompt i has the seed `seed` + i.
       progress: called as `progress(what, done, of)` before each batch.
-      warms_all: False: only one batch for each program is decoded to compile it. The prompts must then be token ids.
+      warms_all: True: all prompts are decoded once to compile. False: only one batch for each program is. The prompts
+        must then be token ids.
     """
     batches = [range(i, min(i + batch, len(prompts))) for i in range(0, len(prompts), batch)]
 

@@ -132,7 +132,7 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
 
 
 def _can_grow(params: Params, choice: Choice) -> bool:
-    """Whether this drafter can grow the tree. Params that were changed by hand may have the fingerprints of others."""
+    """Whether this drafter can grow the tree. Edited params keep their old fingerprints, so a record may not fit."""
     if choice.tree is None:
         return True
     scheme, reuse = RULES["match"].scheme, ReuseConfig.parse(choice.reuse)
@@ -172,8 +172,8 @@ def costs_of(
 
     Args:
       ends_early: whether chains may end early.
-      tries_for: slots of the caches. If given, drafts are tried only while fewer rows are busy than the smallest
-        greedy batch for which no tree would be chosen.
+      tries_for: slots of the caches. If given, drafts are tried only while few rows run: a greedy batch of that many
+        rows, and of every smaller number, would get a tree. None: drafts are tried with any number of rows.
     """
     costs = model.table(batch, tree, ends_early)
     if tries_for is None:

@@ -1,4 +1,4 @@
-"""The speed of this processor: measured once where our CPU kernels run, a constant of this file everywhere else.
+"""The speed of this processor: measured once where one process runs our CPU kernels, else a constant of this file.
 
 The cost model (`costs.py`) computes with these rates. The first call that names no tree measures them for a second or
 two and prints a line about it. The result is kept for this user by processor, number of cores and instruction set of
@@ -43,12 +43,13 @@ class Rates:
     layer_operations: float = 8
     """The number of small operations of a pass in each layer."""
     row_operations: float = 1.5
-    """The same of each row of a pass in each layer. On a GPU a launch takes almost as long for many rows as for one."""
+    """Small operations per row of a pass, in each layer. On a GPU a launch takes almost as long for many rows as for
+    one."""
     several_operations: float = 0.0
     """The number of further small operations in each layer if a pass has several rows."""
     wide_levels: float = 1.0
-    """How many times as long the small operations of a wide tree's level take as those of a chain's. Only the hidden
-    drafter's cost has it; of the others no wide tree was measured on a GPU."""
+    """The time of a wide tree's level divided by that of a chain's, small operations only. Only the hidden drafter's
+    cost has it; of the others no wide tree was measured on a GPU."""
     attention_share: float = 0.6
     """The fraction of `flops_per_second` that attention to a cache reaches."""
     many_rows: float = 1.0

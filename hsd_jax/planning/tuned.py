@@ -79,7 +79,7 @@ class Candidate:
     """Median, min and max over the repeats. The next two fields have the same form."""
     tokens_per_second: dict[str, float] | None = None
     speedup: dict[str, float] | None = None
-    """The speed-up over plain decoding, which was timed in turns with it."""
+    """Its speed divided by that of plain decoding. Both were timed in turns."""
 
     @property
     def draft(self) -> tuple[Any, ReuseConfig]:

@@ -14,8 +14,8 @@ target depends only on earlier tokens. Its own value can only stop later tokens.
 Which noise is used. COUPLED drafts are drawn with the target's own noise. Then every level drafts the token that the
 target will choose, as well as it can predict it. Drafts of schemes that draw must not use that noise. For these, all
 levels share a separate noise, `level_keys`, keyed by position. After a rejection the levels use the noise of later
-positions again. That noise is still fresh: the kept tokens, the verdict and the length of the chain depended only on
-the tokens up to the rejection, and so on no noise after it.
+positions again, for the reason in docs/design.md, "Rules and schemes". Here the verdict and the length of the chain,
+too, depended only on the tokens up to the rejection.
 """
 
 from __future__ import annotations

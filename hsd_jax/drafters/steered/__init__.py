@@ -47,8 +47,8 @@ def logits(
     starts: Int[Array, "B T"] | None = None,
     remat: bool = False,
 ) -> Float[Array, "B T V"]:
-    """As `Distilled.logits`. Each token is steered by the states of an earlier token, at a random distance of those
-    that occur in a round."""
+    """As `Distilled.logits`. Each token is steered by the target's states of an earlier token. The distance is random,
+    from 1 to `num_steps`, as in the drafts of a round. Without a key it is 1."""
     lag = 1 if key is None else jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
     return steered_sequence(weights, config, tokens, joined_features(features), lag, starts, remat).logits
 

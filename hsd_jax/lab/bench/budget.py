@@ -20,14 +20,12 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import write_json
-from hsd_jax.infer.rules import make_rule
 from hsd_jax.lab.bench.experiment import ALL, Experiment
 from hsd_jax.lab.bench.methods import MethodOptions, Methods
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
 from hsd_jax.lab.bench.replay import Round, pictured, replay, watched_step
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.planning.measure import Mode
-from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
 
 BUDGETS, LENGTHS = (6, 10, 14, 21, 30), (2, 3, 4, 5)
@@ -177,16 +175,16 @@ def siblings_by_setting(
 ) -> dict[tuple[str, float], np.ndarray]:
     """`count_siblings` over the prompts of every task, which one compiled program decodes again round by round."""
     params, how, watched, found = mode.params, mode.how, None, {}
-    tree, rule = mode.tree, make_rule(rule_and_scheme(how.accept, how.draw)[0], mode.tree)
     for (task, prompts), temperature in itertools.product(tasks.items(), temperatures):
         rounds: list[Round] = []
         for number, prompt in enumerate(prompts):
             asked = Sampling(work.max_new_tokens, temperature, seed=work.seed + number)
-            made, see = (params.target_config, rule), Pictures()
+            see = Pictures()
             with prepare(params, prompt.tokens(params.tokenizer), asked, how) as session:
+                made = params.target_config, session.setup.accept_rule
                 watched = watched or watched_step(session.setup.decoder, *made, pictured(see))
                 rounds += replay(session, *made, see, watched)
-        found[task, temperature] = count_siblings(rounds, tree.depth, tree.width)
+        found[task, temperature] = count_siblings(rounds, mode.tree.depth, mode.tree.width)
     return found
 
 

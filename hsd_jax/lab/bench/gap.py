@@ -18,7 +18,6 @@ import numpy as np
 
 from hsd_jax.arguments import Sampling
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.rules import make_rule
 from hsd_jax.lab import theory
 from hsd_jax.lab.bench.replay import JudgedRound, watched_rounds, watched_step
 from hsd_jax.models.cache import take_nodes
@@ -53,15 +52,17 @@ def gap_by_depth(
     """
     vocab_size = mode.params.target_config.vocab_size
     most, nodes = max(16, MOST_NUMBERS // vocab_size), defaultdict(list)
-    accept, scheme = rule_and_scheme(mode.how.accept, mode.how.draw)
-    rule, watched = make_rule(accept, mode.tree), None
+    _, scheme = rule_and_scheme(mode.how.accept, mode.how.draw)
+    watched = None
     for row, prompt in enumerate(prompts[:MOST_PROMPTS]):
         if sum(map(len, nodes.values())) >= most:
             break
         asked = Sampling(max_new_tokens, temperature, seed=[seed + row])
         with prepare(mode.params, prompt, asked, mode.how) as session:
-            decoder, config = session.setup.decoder, mode.params.target_config
-            watched = watched or watched_step(decoder, config, rule, functools.partial(look_along_path, rule))
+            if watched is None:
+                decoder, rule = session.setup.decoder, session.setup.accept_rule
+                see = functools.partial(look_along_path, rule)
+                watched = watched_step(decoder, mode.params.target_config, rule, see)
             for seen in watched_rounds(session, watched):
                 accepted, counts, expected, target, draft = (np.asarray(x)[0] for x in seen)
                 for depth in range(min(int(accepted) + 1, len(counts))):

@@ -20,7 +20,8 @@ EXACT_GAP = 1e-4
 """In exact precision on a mesh, a difference is excused if the gap of perturbed logits, or the distance from a filter's
 edge, is below this."""
 FAST_PER_THOUSAND = 2.0
-"""In fast precision on accelerators and meshes, the most differences per 1,000 tokens. All must be within the noise."""
+"""In fast precision on meshes, on accelerators and on CPUs without the kernels, the most differences per 1,000 tokens.
+All must be within the noise."""
 FALSE_ALARM = 1e-6
 """The share of correct settings that `distribution.py` rejects by chance."""
 NOISE_ROWS = 8

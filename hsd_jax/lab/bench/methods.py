@@ -42,7 +42,7 @@ DEFAULT = "default"
 class MethodOptions:
     """The changes of a method from the defaults: the drafter of the command line, its own tree and `match`.
 
-    The fields are the keys of a line of the YAML file.
+    The fields are the keys of a line of the YAML file. docs/cli.md, "A file of methods", says what each means.
     """
 
     drafter: str | None = None
@@ -62,7 +62,7 @@ class MethodOptions:
     adaptive: bool | None = None
     token_info: bool = True
     reference: bool = False
-    """Whether the speeds of the others are also divided by this one."""
+    """Whether the column `over reference` divides the speed of every other method by that of this one."""
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -238,8 +238,11 @@ def with_drafters(methods: Methods, drafters: dict[str, str]) -> Methods:
 def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tuple[Methods, dict[str, str]]:
     """Methods with one change each from a drafter's default, at equal numbers of nodes, and the reference of each.
 
-    `ahead` allows only shallower trees, so its reference is fresh states in the same tree. The acceptance by depth of
-    the default is then that of new states, of `ahead` that of states one round old, and of `sum` that of both together.
+    `ahead` allows only shallower trees, so its reference is fresh states in the same tree. Acceptance by depth then
+    tells how well states of different ages draft:
+        default: fresh states
+        ahead: states one round old
+        sum: both together
     Forms of reuse that this drafter and tree do not allow are left out, and the reason is printed. The tree of another
     drafter has the same number of nodes; it is shallower if that drafter was trained for fewer steps.
     """

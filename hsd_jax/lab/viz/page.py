@@ -13,8 +13,6 @@ from hsd_jax import api
 from hsd_jax.api import DecodeResult
 from hsd_jax.arguments import encode
 from hsd_jax.drafters.table import pictures_of
-from hsd_jax.infer.lossy import Lossy
-from hsd_jax.infer.rules import make_rule
 from hsd_jax.lab.bench.replay import Round, replay
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.lab.viz.layout import Drawing, draw, visible
@@ -63,11 +61,10 @@ class Page:
 def make_page(params, prompt, settings: dict, command: str) -> Page:
     """Decodes `prompt` with the settings of `decode`, once at full speed and once round by round."""
     out = api.decode(params, prompt, **settings)
-    rule = make_rule(settings["accept"], settings["tree"], Lossy.parse(settings.get("lossy"), settings["accept"]))
     with prepare(params, prompt, *records(settings)) as session:
         reuse = session.plan.reuse
         pictures = pictures_of(params.target_config, params.drafter_config, settings["tree"], reuse)
-        rounds = replay(session, params.target_config, rule, pictures)
+        rounds = replay(session, params.target_config, session.setup.accept_rule, pictures)
     ids = encode(params, prompt)[0]
     shown = [token for drafted in rounds for token in drafted.emitted]
     if shown != out.tokens[0].tolist():
