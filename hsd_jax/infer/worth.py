@@ -24,10 +24,6 @@ PRIOR_DRAFTS = 4.0
 STOP_MARGIN = 0.6
 """Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction STOP_MARGIN /
 sqrt(n), where n is the number of remembered rounds times the number of unfinished rows."""
-DISCOUNT, FEW_NODES = 0.6, 16
-"""The price of a node is lowered by the fraction DISCOUNT if all trees of the batch together have at most FEW_NODES
-nodes, and by DISCOUNT * FEW_NODES / nodes if they have more. The kernels process rows in tiles, so leaving out the last
-nodes of a tile saves no time but loses their tokens."""
 FEWEST_ROUNDS = 6
 """The number of rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -168,23 +164,30 @@ def select_nodes(
 ) -> tuple[Bool[Array, "B N"], Float[Array, ""]]:
     """The nodes to verify, and the predicted seconds of the round.
 
-    A node is kept if its acceptance probability is at least its price: the seconds that it takes, times the tokens per
-    second of the rounds so far. A node with a higher ratio of tokens to seconds raises the ratio of the round
-    (Dinkelbach 1967), so from round to round the choice approaches the best one. A node is never likelier or cheaper
-    than its parent, so the kept nodes include all their ancestors.
+    The nodes of all rows are kept in the order of their worth, and as many of them as give the most tokens for their
+    seconds. A second costs the tokens that the rounds so far gave in one (Dinkelbach 1967), so from round to round the
+    choice approaches the best ratio of tokens to seconds. The seconds are those of the table for that number of nodes;
+    they may have steps, where the kernels process rows in tiles. A node is never likelier or cheaper than its parent
+    and comes after it, so the kept nodes include all their ancestors.
 
     Args:
       length: number of committed tokens of each row.
     """
     num_nodes = tree.tokens.shape[1]
-    rate, node = speed_so_far(control, costs, length, done), _node_seconds(costs, num_nodes, done)
+    rate, live = speed_so_far(control, costs, length, done), ~done[:, None]
     # Nodes are counted in their order. Parents come first, so a node costs no less than its parent.
     attention = jnp.diff(_attention(costs, length[:, None], jnp.arange(num_nodes + 1)))
-    share = 1 - DISCOUNT * jnp.minimum(1.0, FEW_NODES / (_num_live(done) * num_nodes))
-    pays = survival(tree, control, costs) >= share * rate * (node + attention)
+    is_root = tree.depth == 0
+    value = jnp.where(tree.valid & live & ~is_root, survival(tree, control, costs) - rate * attention, -jnp.inf).ravel()
+    order = jnp.argsort(-value)  # stable: of equal nodes the first one first, so parents before children
+    num = jnp.arange(len(value) + 1)  # of drafts in the whole batch
+    seconds = costs.pass_seconds[jnp.minimum(jnp.sum(~done) + num, len(value))]
+    gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(value[order])]) - rate * seconds
+    most = len(value) - jnp.argmax(gain[::-1])  # of equally good numbers the largest
+    pays = jnp.zeros(len(value), bool).at[order].set(num[:-1] < most).reshape(tree.valid.shape)
     # To drop a drawn node because of its own token would bias the text (methods.md 0.5).
-    kept = tree.valid & ((tree.depth == 0) | pays | (tree.scheme in DRAWN_SCHEMES))
-    counts = kept & ~done[:, None]
+    kept = tree.valid & (is_root | pays | (tree.scheme in DRAWN_SCHEMES))
+    counts = kept & live
     attending = jnp.sum(jnp.where(done, 0.0, _attention(costs, length, jnp.sum(counts, 1))))
     drafting = costs.draft_seconds[jnp.sum(~done)]
     if costs.level_seconds is not None:

@@ -24,10 +24,6 @@ from hsd_jax.planning.acceptance import expected_tokens
 from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
-TILE = 8
-TILE_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.66, 0.93, 0.93, 1.0)
-"""The time of 0 to 8 rows as a fraction of that of a full tile of 8 rows. 6 rows do not fit the registers as well."""
-
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
@@ -66,8 +62,7 @@ class CostModel:
         rows = np.asarray(rows, float)
         size = self.drafter_itemsize if itemsize is None else itemsize
         num_bytes = numbers * size * np.where(rows > 1, self.rates.many_rows, 1.0)
-        counted = tile_rows(rows) if self.rates.skips_rows else rows
-        flops = 2 * numbers * counted / {1: self.rates.integer, 2: self.rates.narrow}.get(size, 1.0)
+        flops = 2 * numbers * rows / {1: self.rates.integer, 2: self.rates.narrow}.get(size, 1.0)
         return np.where(rows > 0, self.rates.seconds(num_bytes, flops), 0.0)
 
     def layers(self, config: Any) -> float:
@@ -142,13 +137,6 @@ class CostModel:
 def language_model(config: Any) -> int:
     """The number of weights that a pass of a language model reads."""
     return config.num_layers * layer_numbers(config) + config.vocab_size * config.hidden_size
-
-
-def tile_rows(rows: np.ndarray) -> np.ndarray:
-    """The number of rows in full tiles of the CPU kernel that would take as long as `rows` rows."""
-    rows = np.asarray(rows, float)
-    tiles = np.maximum(np.ceil(rows / TILE), 1.0)
-    return tiles * TILE * np.interp(rows / tiles, np.arange(TILE + 1), TILE_SHARES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -30,18 +29,7 @@ def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: fl
     return Costs(*(jnp.asarray(x, jnp.float32) for x in (*passes, slot, 0.0, 0.0, 1.0)))
 
 
-@functools.cache
-def selecting(discount: float):
-    return jax.jit(lambda *args: worth.select_nodes(*args))
-
-
-def select_nodes(*args):
-    """`worth.select_nodes` as one program at the discount of the test: operation by operation it takes several times as
-    long."""
-    return selecting(worth.DISCOUNT)(*args)
-
-
-after_round = jax.jit(worth.after_round)
+select_nodes, after_round = jax.jit(worth.select_nodes), jax.jit(worth.after_round)
 
 
 def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
@@ -56,31 +44,28 @@ def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
     return DraftTree(*ints, jnp.asarray(valid), score=jnp.asarray(score, jnp.float32))
 
 
-@pytest.fixture
-def full_price(monkeypatch):
-    """Costs that are linear in the nodes: what is left out saves its price."""
-    monkeypatch.setattr(worth, "DISCOUNT", 0.0)
-
-
+@pytest.mark.parametrize("tile", [1, 4])
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
-    """Against every number of nodes, in plain Python; what is kept holds each kept node's parent."""
+def test_what_is_kept_approaches_the_highest_speed(seed, tile):
+    """Against every number of nodes, in plain Python, also if a pass costs whole tiles; what is kept holds each kept
+    node's parent."""
     rng = np.random.default_rng(seed)
     batch, num = 3, 6
     tree, done = random_tree(rng, batch, num), np.zeros(batch, bool)
     node, fixed, draft = rng.uniform(0.05, 1.0), 1.0, 0.7
+    passes = fixed + node * tile * np.ceil(np.arange(batch * num + 1) / tile)
     priced = costs(batch * num, batch, node=node, fixed=fixed, draft=draft)
+    priced = dataclasses.replace(priced, pass_seconds=jnp.asarray(passes, jnp.float32))
     seen = {"accepted": jnp.asarray([0.0, 2.0, 8.0]), "predicted": jnp.full(3, 8.0)}
     control = dataclasses.replace(worth.first_control(batch), **seen)
     likely = np.asarray(worth.survival(tree, control, priced))
     best = max(
-        np.sort(likely.ravel())[::-1][:count].sum() / (fixed + node * count + draft)
-        for count in range(batch, batch * num + 1)
+        np.sort(likely.ravel())[::-1][:count].sum() / (passes[count] + draft) for count in range(batch, batch * num + 1)
     )
     for _ in range(30):  # rounds that give what was promised
         kept, seconds = select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
         tokens = jnp.sum(jnp.where(kept, likely, 0.0))
-        assert float(seconds) == pytest.approx(fixed + node * int(kept.sum()) + draft)
+        assert float(seconds) == pytest.approx(passes[int(kept.sum())] + draft)
         plain = seconds / (fixed + batch * node)  # tokens of a row
         control = dataclasses.replace(control, tokens=control.tokens + tokens / batch, plain=control.plain + plain)
         for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
@@ -90,7 +75,7 @@ def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
     assert bool(kept[0, 0])
 
 
-def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_dearer(full_price, monkeypatch):
+def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_dearer():
     tree = DraftTree(
         jnp.zeros((2, 8), jnp.int32),
         jnp.broadcast_to(jnp.arange(-1, 7), (2, 8)),
@@ -106,9 +91,6 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
     assert counts(fresh, priced, short)[0] == counts(fresh, priced, short)[1] > 4
     assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
     assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
-    before = counts(poor, priced, short)
-    monkeypatch.setattr(worth, "DISCOUNT", 0.9)  # the same drafts, had one to reach a tenth of a node's price
-    assert counts(poor, priced, short)[1] > before[1]
 
 
 def test_rows_that_are_done_cost_nothing_and_roots_stay():
@@ -145,10 +127,10 @@ def test_the_loop_predicts_the_seconds_that_the_plan_predicts(shape):
     parents = np.array([-1, *(np.flatnonzero(depth == d - 1)[0] for d in depth[1:])])
     rows = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch, num)) for x in (np.zeros(num), parents, depth)]
     priced, live, length = costs_here.table(batch, shape), jnp.zeros(batch, bool), jnp.full(batch, slots)
+    slow = dataclasses.replace(worth.first_control(batch), plain=jnp.full(batch, 1e4))  # so every node pays
     for count in range(1, num + 1):
-        score = jnp.where(jnp.arange(num) < count, 0.0, -100.0) + jnp.zeros((batch, 1))
-        tree = DraftTree(*rows, jnp.ones((batch, num), bool), score=score)
-        kept, seconds = select_nodes(tree, worth.first_control(batch), priced, length, live)
+        tree = DraftTree(*rows, jnp.broadcast_to(jnp.arange(num) < count, (batch, num)))
+        kept, seconds = select_nodes(tree, slow, priced, length, live)
         assert kept.sum(1).tolist() == [count] * batch
         planned = costs_here.target_pass(batch * count) + batch * costs_here.attention(count, slots)
         assert float(seconds) == pytest.approx(float(planned) + costs_here.drafting(batch, shape), rel=1e-5)
