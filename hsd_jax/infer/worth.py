@@ -24,6 +24,9 @@ PRIOR_DRAFTS = 4.0
 STOP_MARGIN = 0.6
 """Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction STOP_MARGIN /
 sqrt(n), where n is the number of remembered rounds times the number of unfinished rows."""
+PRICE = 0.6
+"""The share of a node's price that its chance to be accepted must reach. The text of the batch is often likelier than
+its drafter says, and a node that was left out wrongly costs more than one that was kept wrongly."""
 FEWEST_ROUNDS = 6
 """The number of rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -165,10 +168,10 @@ def select_nodes(
     """The nodes to verify, and the predicted seconds of the round.
 
     The nodes of all rows are kept in the order of their worth, and as many of them as give the most tokens for their
-    seconds. A second costs the tokens that the rounds so far gave in one (Dinkelbach 1967), so from round to round the
-    choice approaches the best ratio of tokens to seconds. The seconds are those of the table for that number of nodes;
-    they may have steps, where the kernels process rows in tiles. A node is never likelier or cheaper than its parent
-    and comes after it, so the kept nodes include all their ancestors.
+    seconds. A second costs the tokens that the rounds so far gave in one (Dinkelbach 1967), times PRICE. At the full
+    price the choice approaches the best ratio of tokens to seconds from round to round. The seconds are those of the
+    table for that number of nodes, which may have steps. A node is never likelier or cheaper than its parent and comes
+    after it, so the kept nodes include all their ancestors.
 
     Args:
       length: number of committed tokens of each row.
@@ -182,7 +185,7 @@ def select_nodes(
     order = jnp.argsort(-value)  # stable: of equal nodes the first one first, so parents before children
     num = jnp.arange(len(value) + 1)  # of drafts in the whole batch
     seconds = costs.pass_seconds[jnp.minimum(jnp.sum(~done) + num, len(value))]
-    gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(value[order])]) - rate * seconds
+    gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(value[order])]) - PRICE * rate * seconds
     most = len(value) - jnp.argmax(gain[::-1])  # of equally good numbers the largest
     pays = jnp.zeros(len(value), bool).at[order].set(num[:-1] < most).reshape(tree.valid.shape)
     # To drop a drawn node because of its own token would bias the text (methods.md 0.5).

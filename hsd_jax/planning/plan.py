@@ -27,8 +27,6 @@ from hsd_jax.types import Costs
 
 LEAST_PROMISE = 1.03
 """The predicted speed of a chosen tree must be at least this many times that of plain decoding."""
-LEAST_OF_SHARED = 1.0
-"""The same limit for sampled calls of several rows. They reuse the program of greedy calls."""
 EQUALLY_GOOD = 0.98
 """Trees whose predicted rate is at least this fraction of the best one count as equally good. The cost model is not
 more accurate than that."""
@@ -38,8 +36,6 @@ PLANNED_CHAINS = range(1, 8)
 """Drafts of the chains that are considered."""
 PLANNED_WIDE = ((6, 3, 2), (8, 4, 2), (16, 7, 3))
 """Nodes, depth and width of the wide trees that are considered."""
-SHARED_TREE_TEMPERATURE = 0.4
-"""The temperature for which the tree of several rows is chosen. Greedy and sampled calls share this tree."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,22 +85,22 @@ def best_plan(model: CostModel, batch: int, capacity: int, temperature: float) -
       temperature: the highest of all rows.
     """
 
-    def rate(tree: TreeConfig | None, temperature: float) -> float:
-        return model.predicted_speed(batch, AVERAGE_FILL * capacity, tree, profile_at(model.drafter, temperature))
+    profile = profile_at(model.drafter, temperature)
 
-    deepest = len(profile_at(model.drafter, temperature))
-    trees = [tree for tree in candidates(model.drafter) if tree.depth <= deepest]
+    def rate(tree: TreeConfig | None) -> float:
+        return model.predicted_speed(batch, AVERAGE_FILL * capacity, tree, profile)
+
+    trees = [tree for tree in candidates(model.drafter) if tree.depth <= len(profile)]
     if not trees:
         return Plan(None, "this drafter can grow none of the trees that are considered")
-    rates = {tree: rate(tree, temperature if batch == 1 else SHARED_TREE_TEMPERATURE) for tree in trees}
+    rates = {tree: rate(tree) for tree in trees}
     # Of the trees that count as equally good, the deepest: a round can drop drafts that do not pay, but not add levels.
     best = max(
         (tree for tree in trees if rates[tree] >= EQUALLY_GOOD * max(rates.values())), key=lambda tree: tree.depth
     )
-    gain = rate(best, temperature) / rate(None, temperature)
+    gain = rates[best] / rate(None)
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {capacity} slots, temperature {temperature:g}"
-    is_shared = batch > 1 and is_warm(temperature)
-    if gain < (LEAST_OF_SHARED if is_shared else LEAST_PROMISE):
+    if gain < LEAST_PROMISE:
         return Plan(
             None, f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"
         )
