@@ -182,12 +182,17 @@ def select_nodes(
     attention = jnp.diff(_attention(costs, length[:, None], jnp.arange(num_nodes + 1)))
     is_root = tree.depth == 0
     value = jnp.where(tree.valid & live & ~is_root, survival(tree, control, costs) - rate * attention, -jnp.inf).ravel()
-    order = jnp.argsort(-value)  # stable: of equal nodes the first one first, so parents before children
-    num = jnp.arange(len(value) + 1)  # of drafts in the whole batch
-    seconds = costs.pass_seconds[jnp.minimum(jnp.sum(~done) + num, len(value))]
-    gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(value[order])]) - PRICE * rate * seconds
-    most = len(value) - jnp.argmax(gain[::-1])  # of equally good numbers the largest
-    pays = jnp.zeros(len(value), bool).at[order].set(num[:-1] < most).reshape(tree.valid.shape)
+    place = jnp.arange(len(value))
+    # Compared all with all, because a sort is many launches on a GPU. Of equal nodes the first one is better, so a
+    # parent is before its children.
+    is_before = (value[:, None] > value) | ((value[:, None] == value) & (place[:, None] < place))
+    rank = jnp.sum(is_before, 0)
+    up_to_here = jnp.sum(jnp.where(is_before, value[:, None], 0.0), 0) + value
+    seconds = costs.pass_seconds[jnp.minimum(jnp.sum(~done) + rank + 1, len(value))]
+    gain = up_to_here - PRICE * rate * (seconds - costs.pass_seconds[jnp.sum(~done)])
+    best = jnp.maximum(jnp.max(gain), 0.0)
+    # Of equally good numbers the largest. A compiler may compute `gain` twice and round it in two ways.
+    pays = (rank <= jnp.max(jnp.where(gain >= best - 1e-5, rank, -1))).reshape(tree.valid.shape)
     # To drop a drawn node because of its own token would bias the text (methods.md 0.5).
     kept = tree.valid & (is_root | pays | (tree.scheme in DRAWN_SCHEMES))
     counts = kept & live
