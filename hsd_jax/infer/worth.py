@@ -25,8 +25,8 @@ STOP_MARGIN = 0.6
 """Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction STOP_MARGIN /
 sqrt(n), where n is the number of remembered rounds times the number of unfinished rows."""
 PRICE = 0.6
-"""The share of a node's price that its chance to be accepted must reach. The text of the batch is often likelier than
-its drafter says, and a node that was left out wrongly costs more than one that was kept wrongly."""
+"""The share of the pass's seconds that the verified nodes have to earn. Drafts are often accepted more often than their
+drafter says: at 1 too many of them were left out."""
 FEWEST_ROUNDS = 6
 """The number of rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -167,17 +167,17 @@ def select_nodes(
 ) -> tuple[Bool[Array, "B N"], Float[Array, ""]]:
     """The nodes to verify, and the predicted seconds of the round.
 
-    The nodes of all rows are kept in the order of their worth, and as many of them as give the most tokens for their
-    seconds. A second costs the tokens that the rounds so far gave in one (Dinkelbach 1967), times PRICE. At the full
-    price the choice approaches the best ratio of tokens to seconds from round to round. The seconds are those of the
-    table for that number of nodes, which may have steps. A node is never likelier or cheaper than its parent and comes
-    after it, so the kept nodes include all their ancestors.
+    A second is worth the tokens that the rounds so far gave in one (Dinkelbach 1967). The value of a node is its chance
+    to be accepted, less the seconds of its attention. The nodes of all rows are ranked by it. The best ones are kept,
+    as many as give the largest sum of values, less PRICE times the seconds of a pass over them. With a PRICE of 1 the
+    choice approaches the best ratio of tokens to seconds from round to round. A node is never likelier or cheaper than
+    its parent and comes after it, so the kept nodes include all their ancestors.
 
     Args:
       length: number of committed tokens of each row.
     """
     num_nodes = tree.tokens.shape[1]
-    rate, live = speed_so_far(control, costs, length, done), ~done[:, None]
+    rate, live, num_live = speed_so_far(control, costs, length, done), ~done[:, None], jnp.sum(~done)
     # Nodes are counted in their order. Parents come first, so a node costs no less than its parent.
     attention = jnp.diff(_attention(costs, length[:, None], jnp.arange(num_nodes + 1)))
     is_root = tree.depth == 0
@@ -188,8 +188,8 @@ def select_nodes(
     is_before = (value[:, None] > value) | ((value[:, None] == value) & (place[:, None] < place))
     rank = jnp.sum(is_before, 0)
     up_to_here = jnp.sum(jnp.where(is_before, value[:, None], 0.0), 0) + value
-    seconds = costs.pass_seconds[jnp.minimum(jnp.sum(~done) + rank + 1, len(value))]
-    gain = up_to_here - PRICE * rate * (seconds - costs.pass_seconds[jnp.sum(~done)])
+    seconds = costs.pass_seconds[jnp.minimum(num_live + rank + 1, len(value))]
+    gain = up_to_here - PRICE * rate * (seconds - costs.pass_seconds[num_live])
     best = jnp.maximum(jnp.max(gain), 0.0)
     # Of equally good numbers the largest. A compiler may compute `gain` twice and round it in two ways.
     pays = (rank <= jnp.max(jnp.where(gain >= best - 1e-5, rank, -1))).reshape(tree.valid.shape)
@@ -197,10 +197,10 @@ def select_nodes(
     kept = tree.valid & (is_root | pays | (tree.scheme in DRAWN_SCHEMES))
     counts = kept & live
     attending = jnp.sum(jnp.where(done, 0.0, _attention(costs, length, jnp.sum(counts, 1))))
-    drafting = costs.draft_seconds[jnp.sum(~done)]
+    drafting = costs.draft_seconds[num_live]
     if costs.level_seconds is not None:
         num_levels = jnp.max(jnp.where(tree.valid, tree.depth, 0)).astype(jnp.float32)
-        drafting = costs.level_seconds[jnp.sum(~done)] * num_levels
+        drafting = costs.level_seconds[num_live] * num_levels
     return kept, drafting + costs.pass_seconds[jnp.sum(counts)] + attending
 
 

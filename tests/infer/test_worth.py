@@ -113,6 +113,24 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
     assert counts(poor, priced, short)[1] > before[1]
 
 
+def test_of_equal_nodes_the_first_ones_of_live_rows_are_kept():
+    """A drafter without scores, and a pass that has room for two drafts: not for more, and not for those of rows that
+    are done. A child would be unreachable without its parent."""
+    shape = (3, 4)
+    depth = jnp.broadcast_to(jnp.arange(4), shape)
+    tree = DraftTree(jnp.zeros(shape, jnp.int32), depth - 1, depth, jnp.ones(shape, bool))
+    priced, length = costs(12, 3, node=0.0), jnp.full(3, 50)
+    for done in ([False] * 3, [True, False, False]):
+        num_live = 3 - sum(done)
+        room = jnp.where(jnp.arange(13) <= num_live + 2, 1.0, 1e3)
+        kept, _ = select_nodes(
+            tree, worth.first_control(3), dataclasses.replace(priced, pass_seconds=room), length, jnp.asarray(done)
+        )
+        first = sum(done)
+        assert kept[first].tolist() == [True, True, True, False]
+        assert kept[first + 1 :].sum(1).tolist() == [1] * (2 - first)
+
+
 def test_rows_that_are_done_cost_nothing_and_roots_stay():
     tree, length = random_tree(np.random.default_rng(0), 3, 4), jnp.full(3, 50)
     priced = costs(12, 3, node=1.0, draft=0.5)

@@ -391,6 +391,13 @@ def test_a_worker_is_a_process_that_answers_line_by_line():
         started.close()
 
 
+def test_our_worker_reads_the_weights_that_a_method_names():
+    methods = [{"name": "plain", "drafter": None, "tree": None, "dtype": dtype} for dtype in ("float32", "int8")]
+    worker = peer_worker.HsdJax({"target": str(DEMO / "target"), "methods": methods})
+    assert list(worker.methods) == ["plain float32", "plain int8"]
+    assert [params.dtype for params in worker.loaded.values()] == ["float32", "int8"]
+
+
 def test_a_worker_says_what_it_lacks():
     said: list[dict] = []
 

@@ -352,6 +352,7 @@ def test_show_writes_both_files(folders, tmp_path, capsys):
     "settings",
     [
         {"temperature": 0.8, "top_k": 20, "seed": 3},
+        {"temperature": 0.9, "accept": "recursive", "lossy": "linear:0.1"},
         pytest.param(
             {"temperature": 0.9, "accept": "recursive", "draw": "independent", "top_p": 0.9}, marks=pytest.mark.slow
         ),
