@@ -322,7 +322,7 @@ def collect(
     return answers
 
 
-def rates(passes: Sequence[Sequence[dict[str, Any]]], clock: str) -> list[float]:
+def speeds(passes: Sequence[Sequence[dict[str, Any]]], clock: str) -> list[float]:
     """Tokens per second of every timed pass by one of the CLOCKS."""
     tokens, seconds = CLOCKS[clock]
     return [sum(a[tokens] for a in answers) / sum(a[seconds] for a in answers) for answers in passes]
@@ -336,10 +336,10 @@ def ratio(passes: Sequence[Sequence[dict]], rival: Sequence[Sequence[dict]], clo
         return np.array([np.median([[a[of] for a in one] for one in who], axis=0) for who in (passes, rival)])
 
     counts, times = middle(tokens), middle(seconds)
-    speeds = counts.sum(1) / times.sum(1)
+    overall = counts.sum(1) / times.sum(1)
     low, high = bootstrap_ratio(counts, times) if counts.shape[1] >= FEWEST_BATCHES else (None, None)
-    each = [a / b for a, b in zip(rates(passes, clock), rates(rival, clock), strict=True)]
-    return {**spread(each), "value": float(speeds[0] / speeds[1]), "low": low, "high": high}
+    each = [a / b for a, b in zip(speeds(passes, clock), speeds(rival, clock), strict=True)]
+    return {**spread(each), "value": float(overall[0] / overall[1]), "low": low, "high": high}
 
 
 def differences(
@@ -421,7 +421,7 @@ def result_rows(
                 "num_tokens": sum(a["num_tokens"] for a in warm),
                 "tau": sum(a["num_tokens"] for a in warm) / max(passes, 1),
                 "ms_per_token": spread([1e3 * s for s in seconds_a_token]),
-                "tokens_per_second": {clock: spread(rates(timed, clock)) for clock in CLOCKS},
+                "tokens_per_second": {clock: spread(speeds(timed, clock)) for clock in CLOCKS},
                 "over_reference": {clock: ratio(timed, answers[reference][1:], clock) for clock in CLOCKS},
                 "num_texts": len(found),
                 "differences": differences(method["name"], text, answers, found),
@@ -514,8 +514,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     """The cells of a table row."""
 
     def speed(clock: str) -> str:
-        rate = row["tokens_per_second"][clock]
-        return f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})"
+        found = row["tokens_per_second"][clock]
+        return f"{found['median']:.0f} ({found['min']:.0f}-{found['max']:.0f})"
 
     over = row["over_reference"]
     low, high = over["decode"]["low"], over["decode"]["high"]

@@ -172,7 +172,7 @@ def set_up(
         mesh=params.mesh,
         accept="match" if is_plain else rule,
         scheme=DrawScheme.ARBITRARY if is_plain else scheme,
-        reuse=plan.reuse,
+        reuse=ReuseConfig.parse(plan.reuse),
         lossy=None if is_plain else lossy,
         drafter_mesh=None if is_plain else params.drafter_mesh,
     )
@@ -200,12 +200,12 @@ def _plan_and_rule(
     reuse = ReuseConfig.parse(asked.reuse)
     rule, scheme = rule_and_scheme(asked.accept, asked.draw)
     if not asked.speculate or params.drafter is None:
-        plan = Plan(None, "requested" if params.drafter is not None else "no drafter is loaded", is_adaptive=False)
+        plan = Plan(None, reason="requested" if params.drafter is not None else "no drafter is loaded")
     elif tree is not None:
-        plan = Plan(tree, "requested", is_adaptive=False, reuse=reuse)
+        plan = Plan(tree, asked.reuse, reason="requested")
     elif not RULES[rule].trees_may_shrink or reuse != NO_REUSE:
         why = "trees that are drawn or grow from reused states keep all their nodes"
-        plan = Plan(default_tree(params.drafter_config), why, is_adaptive=False, reuse=reuse)
+        plan = Plan(default_tree(params.drafter_config), asked.reuse, reason=why)
     else:
         plan = plan_for(params, rows, capacity, temperature, asked.tuned)
     return _adapted(params, asked, plan, rule), rule, scheme

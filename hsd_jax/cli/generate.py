@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stream(pieces) -> None:
-    """Prints each piece at once. The rate leaves out the first piece, which waits for compilation and prefill."""
+    """Prints each piece at once. The speed leaves out the first piece, which waits for compilation and prefill."""
     counts, times = [], []
     while True:
         try:
@@ -163,10 +163,10 @@ def _ids(tokens) -> str:
 
 
 def _summary(num_tokens: int, stats, seconds: float, note: str, timed: int | None = None) -> None:
-    rate = (num_tokens if timed is None else timed) / max(seconds, 1e-9)
+    speed = (num_tokens if timed is None else timed) / max(seconds, 1e-9)
     options.say(
         f"{num_tokens} tokens in {stats.num_target_passes} target passes, tau {stats.tau:.2f},"
-        f" {rate:,.0f} tokens/s ({note})" + (f", lossy {stats.lossy}" if stats.lossy else "")
+        f" {speed:,.0f} tokens/s ({note})" + (f", lossy {stats.lossy}" if stats.lossy else "")
     )
 
 

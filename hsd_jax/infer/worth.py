@@ -177,11 +177,13 @@ def select_nodes(
       length: number of committed tokens of each row.
     """
     num_nodes = tree.tokens.shape[1]
-    rate, live, num_live = speed_so_far(control, costs, length, done), ~done[:, None], jnp.sum(~done)
+    speed, live, num_live = speed_so_far(control, costs, length, done), ~done[:, None], jnp.sum(~done)
     # Nodes are counted in their order. Parents come first, so a node costs no less than its parent.
     attention = jnp.diff(_attention(costs, length[:, None], jnp.arange(num_nodes + 1)))
     is_root = tree.depth == 0
-    value = jnp.where(tree.valid & live & ~is_root, survival(tree, control, costs) - rate * attention, -jnp.inf).ravel()
+    value = jnp.where(
+        tree.valid & live & ~is_root, survival(tree, control, costs) - speed * attention, -jnp.inf
+    ).ravel()
     place = jnp.arange(len(value))
     # Compared all with all, because a sort is many launches on a GPU. Of equal nodes the first one is better, so a
     # parent is before its children.
@@ -189,7 +191,7 @@ def select_nodes(
     rank = jnp.sum(is_before, 0)
     up_to_here = jnp.sum(jnp.where(is_before, value[:, None], 0.0), 0) + value
     seconds = costs.pass_seconds[jnp.minimum(num_live + rank + 1, len(value))]
-    gain = up_to_here - PRICE * rate * (seconds - costs.pass_seconds[num_live])
+    gain = up_to_here - PRICE * speed * (seconds - costs.pass_seconds[num_live])
     best = jnp.maximum(jnp.max(gain), 0.0)
     # Of equally good numbers the largest. A compiler may compute `gain` twice and round it in two ways.
     pays = (rank <= jnp.max(jnp.where(gain >= best - 1e-5, rank, -1))).reshape(tree.valid.shape)

@@ -110,7 +110,7 @@ class Runs:
         """The number of generated tokens of every batch."""
         return [int(sum(result.num_tokens)) for result in self.results[name]]
 
-    def rates(self, name: str) -> list[float]:
+    def speeds(self, name: str) -> list[float]:
         """Tokens per second of every repeat."""
         return [sum(self.num_tokens(name)) / sum(batches) for batches in self.seconds[name]]
 
@@ -227,7 +227,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
         "num_tokens": num_tokens,
         "num_target_passes": passes,
         "tau": num_tokens / max(passes, 1),
-        "tokens_per_second": spread(runs.rates(mode.name)),
+        "tokens_per_second": spread(runs.speeds(mode.name)),
         "seconds_per_round": spread([sum(batches) / max(rounds, 1) for batches in seconds]),
         "same_text_as_plain": len(plain_texts) - len(differing),
         "differing_prompts": differing,
@@ -266,14 +266,14 @@ def call_record(name: str, index: int, runs: Runs) -> dict[str, Any]:
 
 
 def fastest(names: Sequence[str], runs: Runs) -> str:
-    """The mode with the highest median rate."""
-    return max(names, key=lambda name: statistics.median(runs.rates(name)))
+    """The mode with the highest median speed."""
+    return max(names, key=lambda name: statistics.median(runs.speeds(name)))
 
 
 def speedup(name: str, rival: str, runs: Runs, whole: bool = False) -> dict[str, Any]:
     """Tokens per second of a mode divided by those of `rival`, computed in two ways.
 
-    `median`, `min` and `max` are those of the ratios of the repeats. `value` is the ratio of the rates over all
+    `median`, `min` and `max` are those of the ratios of the repeats. `value` is the ratio of the speeds over all
     batches, where each batch counts with its median time. `low` and `high` are a paired percentile bootstrap interval
     of `value` over the batches. They are None for fewer than FEWEST_BATCHES batches.
 
@@ -285,20 +285,20 @@ def speedup(name: str, rival: str, runs: Runs, whole: bool = False) -> dict[str,
     own, others = (tokens[i].sum() / np.sum(seconds[n], axis=1) for i, n in enumerate((name, rival)))
     ratios = [float(ratio) for ratio in own / others]
     times = np.array([np.median(seconds[n], axis=0) for n in (name, rival)])
-    rates = tokens.sum(1) / times.sum(1)
+    speeds = tokens.sum(1) / times.sum(1)
     low, high = bootstrap_ratio(tokens, times) if tokens.shape[1] >= FEWEST_BATCHES else (None, None)
-    return {"against": rival, **spread(ratios), "value": float(rates[0] / rates[1]), "low": low, "high": high}
+    return {"against": rival, **spread(ratios), "value": float(speeds[0] / speeds[1]), "low": low, "high": high}
 
 
 def bootstrap_ratio(tokens: np.ndarray, seconds: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """A CONFIDENCE interval of the rate of row 0 divided by the rate of row 1, with columns resampled.
+    """A CONFIDENCE interval of the speed of row 0 divided by that of row 1, with columns resampled.
 
     Args:
       tokens, seconds: [2, P], for P batches of prompts.
     """
     num = tokens.shape[1]
     drawn = np.random.default_rng(seed).integers(0, num, (RESAMPLES, num))
-    rates = tokens[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)
+    speeds = tokens[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(rates[0] / rates[1], [tail, 1 - tail])
+    low, high = np.quantile(speeds[0] / speeds[1], [tail, 1 - tail])
     return float(low), float(high)

@@ -16,19 +16,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig, most_nodes
+from hsd_jax import settings
+from hsd_jax.config import ReuseConfig, TreeConfig, most_nodes
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.rules import RULES
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import profile_at
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.tuned import Choice, Tuned, is_warm, kept
+from hsd_jax.planning.tuned import Choice, Tuned, Way, is_warm, kept
 from hsd_jax.types import Costs
 
 LEAST_PROMISE = 1.03
 """The predicted speed of a chosen tree must be at least this many times that of plain decoding."""
 EQUALLY_GOOD = 0.98
-"""Trees whose predicted rate is at least this fraction of the best one count as equally good. The cost model is not
+"""Trees whose predicted speed is at least this fraction of the best one count as equally good. The cost model is not
 more accurate than that."""
 AVERAGE_FILL = 1 / 4
 """The share of the slots of a cache that is filled on average during a call. Caches grow by a factor of four."""
@@ -38,23 +39,14 @@ PLANNED_WIDE = ((6, 3, 2), (8, 4, 2), (16, 7, 3))
 """Nodes, depth and width of the wide trees that are considered."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+@settings.dataclass
+class Plan(Way):
     """How a call is decoded, and why."""
 
-    tree: TreeConfig | None
-    """The largest tree; None: plain decoding."""
-    reason: str
-    is_adaptive: bool = True
-    """Whether a round verifies only the drafts that pay. False: the tree was requested, or measured as a whole, and all
-    of it is verified in every round."""
-    reuse: ReuseConfig = NO_REUSE
+    reason: str = ""
 
     def __str__(self) -> str:
-        if self.tree is None:
-            return f"plain decoding: {self.reason}"
-        reuse = "" if self.reuse == NO_REUSE else f" with reuse {self.reuse}"
-        return f"trees of {'up to ' if self.is_adaptive else ''}{self.tree.name}{reuse}: {self.reason}"
+        return f"{'plain decoding' if self.tree is None else f'trees of {self.name}'}: {self.reason}"
 
 
 def candidates(
@@ -87,24 +79,23 @@ def best_plan(model: CostModel, batch: int, capacity: int, temperature: float) -
 
     profile = profile_at(model.drafter, temperature)
 
-    def rate(tree: TreeConfig | None) -> float:
+    def speed(tree: TreeConfig | None) -> float:
         return model.predicted_speed(batch, AVERAGE_FILL * capacity, tree, profile)
 
     trees = [tree for tree in candidates(model.drafter) if tree.depth <= len(profile)]
     if not trees:
-        return Plan(None, "this drafter can grow none of the trees that are considered")
-    rates = {tree: rate(tree) for tree in trees}
+        return Plan(None, is_adaptive=True, reason="this drafter can grow none of the trees that are considered")
+    speeds = {tree: speed(tree) for tree in trees}
     # Of the trees that count as equally good, the deepest: a round can drop drafts that do not pay, but not add levels.
     best = max(
-        (tree for tree in trees if rates[tree] >= EQUALLY_GOOD * max(rates.values())), key=lambda tree: tree.depth
+        (tree for tree in trees if speeds[tree] >= EQUALLY_GOOD * max(speeds.values())), key=lambda tree: tree.depth
     )
-    gain = rates[best] / rate(None)
+    gain = speeds[best] / speed(None)
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {capacity} slots, temperature {temperature:g}"
     if gain < LEAST_PROMISE:
-        return Plan(
-            None, f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"
-        )
-    return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
+        reason = f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"
+        return Plan(None, is_adaptive=True, reason=reason)
+    return Plan(best, is_adaptive=True, reason=f"should be {gain:.2f} times as fast as plain decoding ({what})")
 
 
 def plan_for(params: Params, batch: int, capacity: int, temperature: float, tuned: bool | Tuned = True) -> Plan:
@@ -120,9 +111,9 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
     if choice is not None and _can_grow(params, choice):
         size = f"for {choice.calls}"
         if choice.tree is None:
-            return Plan(None, f"`tune` found nothing faster {size}", is_adaptive=False)
+            return Plan(None, reason=f"`tune` found nothing faster {size}")
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
-        return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
+        return Plan(choice.tree, choice.reuse, choice.is_adaptive, reason)
     # Only two temperatures are planned for, greedy and 1, because each tree needs programs of its own.
     return best_plan(CostModel.of(params), batch, capacity, float(is_warm(temperature)))
 

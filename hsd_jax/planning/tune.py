@@ -32,9 +32,9 @@ from hsd_jax.settings import Count, Temperature, take
 from hsd_jax.types import DrawScheme, Weights
 
 LEAST_GAIN_OF_REUSE = 1.01
-"""A form of reuse is measured only if its predicted rate is at least this many times that of the same tree without."""
+"""A form of reuse is measured only if its predicted speed is at least this many times that of the same tree without."""
 TREES_PER_FORM = 2
-"""The number of trees on which a form of reuse is tried: those with the highest predicted rate without reuse."""
+"""The number of trees on which a form of reuse is tried: those with the highest predicted speed without reuse."""
 LEAST_SPEEDUP = 1.02
 """The least measured speed-up over plain decoding. A smaller one may be noise."""
 TRUNK_RUNS, TRUNK_TIMINGS = 20, 5
@@ -129,12 +129,12 @@ class Calls:
         """A candidate as a `Mode`, which can be timed."""
         if way.tree is None:
             return Mode(way.name, self.params)
-        tuned = False if way.is_whole else Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
+        tuned = way.is_adaptive and Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
         return Mode(way.name, self.params, Speculation(way.tree, reuse=way.reuse, tuned=tuned))
 
     def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
-        size = self.rows, self.slots, self.temperature
-        return Choice(*size, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
+        size = {"rows": self.rows, "slots": self.slots, "temperature": self.temperature}
+        return Choice(way.tree, way.reuse, way.is_adaptive, **size, speedup=speedup, table=tuple(table))
 
     def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, list[Candidate]]:
         """Measures plain decoding and some candidates in turns.
@@ -172,8 +172,8 @@ class Calls:
         found = []
         for way, (tree, reuse), found_lengths in zip(ways, drafts, lengths, strict=True):
             rounds = found_lengths.in_step(self.batch)
-            rate = found_lengths.tau * found_lengths.num_passes / cost.seconds(tree, reuse, *rounds)
-            found.append(dataclasses.replace(way, predicted_tau=found_lengths.tau, predicted_tokens_per_second=rate))
+            speed = found_lengths.tau * found_lengths.num_passes / cost.seconds(tree, reuse, *rounds)
+            found.append(dataclasses.replace(way, predicted_tau=found_lengths.tau, predicted_tokens_per_second=speed))
         return found
 
 
@@ -201,14 +201,14 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
     in_part = [next((way.tree for way in final if way.reuse == NO_REUSE_FORM), None)]
     if may_be_default:
         in_part.append(plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree)
-    final += [Candidate(tree, is_whole=False) for tree in dict.fromkeys(in_part) if tree is not None]
+    final += [Candidate(tree, is_adaptive=True) for tree in dict.fromkeys(in_part) if tree is not None]
     runs, of_final = calls.measured(final, repeats)
     table: dict[str, Candidate] = {}
     for way in (*sample, *guesses, *of_final):
         table[way.name] = table.get(way.name, way).filled(way)
     chosen = table[fastest([PLAIN, *(way.name for way in final)], runs)]
     gain = 1.0 if chosen.speedup is None else chosen.speedup["median"]
-    rows = sorted(table.values(), key=lambda way: (way.tree is not None, -way.rate))
+    rows = sorted(table.values(), key=lambda way: (way.tree is not None, -way.speed))
     return calls.choice(chosen, gain, rows) if gain >= LEAST_SPEEDUP else calls.choice(Candidate(None), 1.0, rows)
 
 

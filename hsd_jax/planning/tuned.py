@@ -64,14 +64,30 @@ class Conditions:
 
 
 @settings.dataclass
-class Candidate:
-    """One way to decode. Values that were not predicted or not measured are None."""
+class Way:
+    """A way to decode."""
 
     tree: TreeConfig | None
-    """None: plain decoding."""
+    """The largest tree. None: plain decoding."""
     reuse: str = NO_REUSE_FORM
-    is_whole: bool = True
-    """Whether every round verifies the whole tree. False: only the drafts that pay."""
+    is_adaptive: bool = False
+    """Whether a round verifies only the drafts that pay. False: every round verifies the whole tree."""
+
+    def __post_init__(self):
+        ReuseConfig.parse(self.reuse)
+
+    @property
+    def name(self) -> str:
+        if self.tree is None:
+            return PLAIN
+        name = f"up to {self.tree.name}" if self.is_adaptive else self.tree.name
+        return name if self.reuse == NO_REUSE_FORM else f"{name} {self.reuse}"
+
+
+@settings.dataclass
+class Candidate(Way):
+    """A way that `tune` looked at. Values that were not predicted or not measured are None."""
+
     predicted_tau: float | None = None
     predicted_tokens_per_second: float | None = None
     tau: float | None = None
@@ -87,7 +103,7 @@ class Candidate:
         return self.tree, ReuseConfig.parse(self.reuse)
 
     @property
-    def rate(self) -> float:
+    def speed(self) -> float:
         """Measured tokens per second; predicted ones if nothing was measured."""
         return self.tokens_per_second["median"] if self.tokens_per_second else self.promise
 
@@ -100,43 +116,26 @@ class Candidate:
         """This candidate, with the values that `other` has for it."""
         return dataclasses.replace(self, **{name: x for name, x in vars(other).items() if x is not None})
 
-    @property
-    def name(self) -> str:
-        if self.tree is None:
-            return PLAIN
-        name = self.tree.name if self.is_whole else f"up to {self.tree.name}"
-        return name if self.reuse == NO_REUSE_FORM else f"{name} {self.reuse}"
-
 
 @settings.dataclass
-class Choice:
+class Choice(Way):
     """The fastest way to decode calls of one size."""
 
+    _: dataclasses.KW_ONLY
     rows: Count
     """Rows of the program: the batch size, padded."""
     slots: Count
     """Slots of the caches."""
     temperature: Temperature
-    tree: TreeConfig | None
-    """None: plain decoding is the fastest."""
-    reuse: str
-    is_whole: bool
     speedup: NotNegative
     """The measured speed-up over plain decoding; 1 if plain decoding is the choice."""
     table: tuple[Candidate, ...] = ()
     """All candidates: plain decoding, then the fastest first."""
 
-    def __post_init__(self):
-        ReuseConfig.parse(self.reuse)
-
     @property
     def size(self) -> tuple[int, int, bool]:
         """The size of the calls. A record has one choice for each size."""
         return self.rows, self.slots, is_warm(self.temperature)
-
-    @property
-    def name(self) -> str:
-        return Candidate(self.tree, self.reuse, self.is_whole).name
 
     @property
     def calls(self) -> str:

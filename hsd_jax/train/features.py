@@ -326,4 +326,4 @@ def _build(
             out.flush()
             os.fsync(out.fileno())
     progress.tokens = total * layout.shape[1]
-    report(f"features: {total:,} rows written, {progress.rate}")
+    report(f"features: {total:,} rows written, {progress.speed}")

@@ -37,7 +37,7 @@ class ProgressReport:
             self._report(f"{what}, {(now - self._start) * (1 / share - 1) / 60:.1f} min left")
 
     @property
-    def rate(self) -> str:
+    def speed(self) -> str:
         """Tokens per second so far."""
         return f"{self.tokens / (time.perf_counter() - self._start):,.0f} tokens/s"
 

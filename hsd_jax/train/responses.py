@@ -250,8 +250,8 @@ def _write_lines(
             ahead = f", {len(ended):,} more are ready" if ended else ""
             if done < total:
                 share = (done + len(ended) - begun) / (total - begun)
-                progress.say(f"{done:,} of {total:,} lines{ahead}, {progress.rate}", share)
-    report(f"{total:,} lines, {progress.tokens:,} new tokens in this run, {progress.rate}")
+                progress.say(f"{done:,} of {total:,} lines{ahead}, {progress.speed}", share)
+    report(f"{total:,} lines, {progress.tokens:,} new tokens in this run, {progress.speed}")
 
 
 def _num_slots(plan: Sequence[ResponseJob], config: GenerateConfig) -> int:

@@ -199,7 +199,7 @@ def test_scores_are_products_of_what_edges_are_worth():
         for i in range(DEPTH):
             at = places[i], min(run + i, LONGEST) - 1
             num = float(tried[row, *at])
-            likely *= (num / 3 + worth.PRIOR_DRAFTS * both.FIRST_RATE[at]) / (num + worth.PRIOR_DRAFTS) if run else 0.0
+            likely *= (num / 3 + worth.PRIOR_DRAFTS * both.FIRST_SHARE[at]) / (num + worth.PRIOR_DRAFTS) if run else 0.0
             np.testing.assert_allclose(of_copied[row, i], likely, rtol=1e-4)
 
 

@@ -79,7 +79,7 @@ RATES = {"plain": 100.0, "3x2x1": 150.0, "5x4x1": 120.0, "8x3x2": 90.0}
 def test_the_fastest_is_chosen_and_settings_decode_the_same_text(monkeypatch, params):
     record = tuned_by(monkeypatch, params, Clock(params, RATES))
     (found,) = record.choices
-    assert (found.tree, found.reuse, found.is_whole, found.speedup) == (SMALL, "none", True, pytest.approx(1.5))
+    assert (found.tree, found.reuse, found.is_adaptive, found.speedup) == (SMALL, "none", False, pytest.approx(1.5))
     assert "3x2x1" in str(found) and "1.50" in str(found)
     plain, *rest = found.table
     assert plain.tree is None and plain.tokens_per_second["median"] == pytest.approx(100.0)
@@ -118,7 +118,7 @@ def test_predicted_tau_is_simulated_tau_and_only_finalists_are_measured(monkeypa
     clock = Clock(params, RATES | {"3x2x1": 300.0, "4x3x1": 200.0})
     (found,) = tuned_by(monkeypatch, params, clock, trees=trees, finalists=1).choices
     assert clock.calls == [["plain", "3x2x1", "5x4x1", "8x3x2"], ["plain", "3x2x1", "up to 3x2x1"]]
-    by_tree = {row.tree: row for row in found.table if row.is_whole}
+    by_tree = {row.tree: row for row in found.table if not row.is_adaptive}
     assert set(by_tree) == {None, *trees}
     assert {tree for tree, row in by_tree.items() if row.tau is None} == {middle}
     assert by_tree[middle].predicted_tokens_per_second > 0
@@ -156,7 +156,7 @@ def test_what_pays_is_verified_where_that_was_the_fastest(monkeypatch, params):
     clock = Clock(params, RATES | {"up to 3x2x1": 400.0})
     record = tuned_by(monkeypatch, params, clock)
     (found,) = record.choices
-    assert (found.tree, found.is_whole, found.name) == (SMALL, False, "up to 3x2x1")
+    assert (found.tree, found.is_adaptive, found.name) == (SMALL, True, "up to 3x2x1")
     out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, tuned=record)
     assert out.stats.plan.is_adaptive and str(out.stats.plan).startswith("trees of up to 3x2x1: 4.00 times as fast")
 
@@ -165,10 +165,12 @@ def test_what_pays_is_verified_where_that_was_the_fastest(monkeypatch, params):
 def test_the_tree_that_decode_chooses_is_a_candidate(monkeypatch, params):
     """Beside trees of our own, not beside those of a caller; 2x1x1 is no tree that the tuner would try by itself."""
     tiny = TreeConfig(2, 1, 1)
-    monkeypatch.setattr(tuning, "plan_for", lambda *args, **settings: plan.Plan(tiny, "told to"))
+    monkeypatch.setattr(
+        tuning, "plan_for", lambda *args, **settings: plan.Plan(tiny, is_adaptive=True, reason="told to")
+    )
     clock = Clock(params, {"plain": 100.0, "up to 2x1x1": 150.0})
     (found,) = tuned_by(monkeypatch, params, clock, trees=None, finalists=1).choices
-    assert (found.tree, found.is_whole) == (tiny, False)
+    assert (found.tree, found.is_adaptive) == (tiny, True)
     (found,) = tuned_by(monkeypatch, params, clock).choices
     assert "up to 2x1x1" not in clock.calls[-1] and found.tree is None
 
@@ -282,9 +284,9 @@ def test_trunk_seconds_are_measured(params, monkeypatch):
 
 def make_choice(tree: TreeConfig | None = SMALL, reuse: str = "skip:2", **changes) -> tuned.Choice:
     spread = {"median": 1.5, "min": 1.0, "max": 2.0}
-    row = tuned.Candidate(SMALL, "skip:2", True, 2.0, 10.0, 2.1, spread, spread, spread)
-    table = (tuned.Candidate(None, tau=1.0), row, tuned.Candidate(WIDE, "none", False, 1.5, 9.0))
-    given = {"rows": 1, "slots": 256, "temperature": 0.8, "is_whole": True, "speedup": 1.5, "table": table}
+    row = tuned.Candidate(SMALL, "skip:2", False, 2.0, 10.0, 2.1, spread, spread, spread)
+    table = (tuned.Candidate(None, tau=1.0), row, tuned.Candidate(WIDE, "none", True, 1.5, 9.0))
+    given = {"rows": 1, "slots": 256, "temperature": 0.8, "is_adaptive": False, "speedup": 1.5, "table": table}
     return tuned.Choice(tree=tree, reuse=reuse, **given | changes)
 
 
@@ -363,7 +365,7 @@ def test_decode_finds_what_was_kept(found_by_name, kept_folder):
     for settings in ({"reuse": "sum"}, {"accept": "recursive"}, {"temperature": 0.8}):  # not measured so
         assert "`tune`" not in plan_of(params, **settings).reason
     # A later record for the same size takes its place; those for other sizes stay.
-    make_record(params, make_choice(CHAIN, "none", temperature=0.0, is_whole=False)).keep()
+    make_record(params, make_choice(CHAIN, "none", temperature=0.0, is_adaptive=True)).keep()
     make_record(params, make_choice(rows=2)).keep()
     assert (plan_of(params).tree, plan_of(params).is_adaptive) == (CHAIN, True)
     assert [choice.rows for choice in hsd_jax.Tuned.load(path, params).choices] == [2, 1]
@@ -444,7 +446,7 @@ def changed_choice(**changes):
         (changed_choice(tree={"nodes": 1}), "tree.nodes=1"),
         (changed_choice(reuse="old"), "reuse='old'"),
         (changed_choice(rows=0), "rows=0: .*1"),
-        (changed_choice(is_whole="no"), "is_whole='no': .*boolean"),
+        (changed_choice(is_adaptive="no"), "is_adaptive='no': .*boolean"),
         (changed_choice(speedup="2"), "speedup='2': .*number"),
     ],
 )
@@ -564,7 +566,7 @@ def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
 
 def test_bench_measures_the_ways_of_a_record(folders, record, monkeypatch):
     params = hsd_jax.load(**vars_of(folders))
-    part = make_choice(CHAIN, "none", temperature=0.0, is_whole=False, slots=2048)
+    part = make_choice(CHAIN, "none", temperature=0.0, is_adaptive=True, slots=2048)
     found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
     whole, adaptive = methods.tuned_modes(params, found, 0.0, "x.json")
     assert (whole.name, whole.how) == ("tree 3x2x1 skip:2", Speculation(SMALL, reuse="skip:2", tuned=False))

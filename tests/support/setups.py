@@ -410,7 +410,7 @@ def session_of(call: Call, setup: Setup, capacity: int = CAPACITY) -> Session:
     params = Params(
         setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=MAX_TOKENS
     )
-    plan = Plan(None if setup.drafter is None else TreeConfig.chain(setup.drafter.max_depth), "requested", False)
+    plan = Plan(None if setup.drafter is None else TreeConfig.chain(setup.drafter.max_depth), reason="requested")
     scheme = DrawScheme.COUPLED if setup.drafter is None else setup.drafter.scheme
     found = request.Setup(setup.decoder, setup.models, None, plan, "match", scheme, None)
     session = object.__new__(Session)

@@ -40,7 +40,7 @@ from hsd_jax.types import (
 SHARED, LEAVES, BEYOND = range(3)
 """The place of a copied token: on a node of the base's tree, where the chain leaves that tree, or after that. Where the
 two drafters disagree, lookup is accepted far less often, and only there it needs nodes of its own."""
-FIRST_RATE = np.array(
+FIRST_SHARE = np.array(
     [
         [0.85, 0.9, 0.9, 0.9, 0.9, 0.95, 0.95, 0.95],
         [0.02, 0.04, 0.08, 0.1, 0.15, 0.3, 0.4, 0.5],
@@ -81,7 +81,7 @@ class BothState:
 
 def first_record(batch: int) -> Record:
     """The record before the first round."""
-    shape = batch, *FIRST_RATE.shape
+    shape = batch, *FIRST_SHARE.shape
     return Record(jnp.zeros(batch), jnp.zeros(batch), jnp.zeros(shape), jnp.zeros(shape))
 
 
@@ -116,7 +116,7 @@ def _above(values: Array, first: bool | int) -> Array:
 
 
 def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
-    """The index among the 3 x LONGEST rates for each copied token, given that the tokens before it are right."""
+    """The index among the 3 x LONGEST shares for each copied token, given that the tokens before it are right."""
     place = jnp.where(is_shared, SHARED, jnp.where(_above(is_shared, True), LEAVES, BEYOND))
     length = jnp.clip(found.run[:, None] - 1 + jnp.arange(found.tokens.shape[1]), 0, LONGEST - 1)
     return place * LONGEST + length
@@ -137,8 +137,8 @@ def score_tree(tree: DraftTree, record: Record, first: float = 1.0) -> Float[Arr
 
 def score_copied(found: Copied, is_shared: Bool[Array, "B D"], record: Record) -> Float[Array, "B D"]:
     """Log of the acceptance probability of the copied tokens, from how often similar ones were right."""
-    rates = worth.log_share(record.copied, record.tried, jnp.asarray(FIRST_RATE)[None])
-    edges = jnp.take_along_axis(rates.reshape(len(rates), -1), _cells(found, is_shared), 1)
+    shares = worth.log_share(record.copied, record.tried, jnp.asarray(FIRST_SHARE)[None])
+    edges = jnp.take_along_axis(shares.reshape(len(shares), -1), _cells(found, is_shared), 1)
     return jnp.where(found.run[:, None] > 0, jnp.cumsum(edges, 1), -jnp.inf)
 
 
@@ -225,7 +225,7 @@ def learned_of_copied(
     is_known = (jnp.arange(depth) < num_known[:, None]) & (found.run[:, None] > 0)
     right = jnp.cumprod((is_known & (found.tokens == text[:, :depth])).astype(jnp.int32), 1) > 0
     was_tried = is_known & _above(right, True)
-    is_cell = _cells(found, is_shared)[:, :, None] == np.arange(FIRST_RATE.size)
+    is_cell = _cells(found, is_shared)[:, :, None] == np.arange(FIRST_SHARE.size)
 
     def counted(those: Bool[Array, "B D"]) -> Array:
         return jnp.sum(those[:, :, None] & is_cell, 1).astype(jnp.float32).reshape(record.tried.shape)

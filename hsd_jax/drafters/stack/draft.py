@@ -167,11 +167,11 @@ def stack_drafter(
     """
     check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
-    levels = stack_of(method, config, tree, cache_dtype, scheme)
-    middle, inner = levels.middle, levels.inner
+    stack = stack_of(method, config, tree, cache_dtype, scheme)
+    middle, inner = stack.middle, stack.inner
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        return empty_state(levels, tokens, length, capacity, cache_dtype)
+        return empty_state(stack, tokens, length, capacity, cache_dtype)
 
     def read(models, state: StackState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
         """The middle model reads the chunk of the prompt, and the inner drafter reads the middle model's output."""
@@ -182,10 +182,10 @@ def stack_drafter(
 
     def draft(models, state: StackState, inputs: RoundInputs):
         own = models_below(models)
-        state = read_unread(levels, own, state, inputs.live)
-        now, states, drawn = write_on(levels, own, state, inputs)
+        state = read_unread(stack, own, state, inputs.live)
+        now, states, drawn = write_on(stack, own, state, inputs)
         num = now.length - state.length
-        drafted = cache_lib.take_nodes(now.tokens, state.length[:, None] + jnp.arange(levels.depth), axis=1)
+        drafted = cache_lib.take_nodes(now.tokens, state.length[:, None] + jnp.arange(stack.depth), axis=1)
         # The state if no draft is accepted. The caches have further entries, after the lengths that count.
         cache = dataclasses.replace(now.cache, length=state.cache.length)
         known = counted(cache_lib.rolled_back(state.inner, now.drafter), now.drafter)
@@ -222,8 +222,8 @@ def stack_drafter(
             found[f"tokens of level {i}"] = level.accepted_histogram @ sizes
         return found
 
-    last = {"lookahead": levels.most + 1 + inner.most_written, "follow": follow, "counts": counts}
-    return Drafter(init, read, draft, commit, resize, scheme, levels.depth, **last)
+    last = {"lookahead": stack.most + 1 + inner.most_written, "follow": follow, "counts": counts}
+    return Drafter(init, read, draft, commit, resize, scheme, stack.depth, **last)
 
 
 def models_below(models: Any) -> dict[str, Any]:
@@ -232,12 +232,12 @@ def models_below(models: Any) -> dict[str, Any]:
 
 
 def empty_state(
-    levels: Stack, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int, cache_dtype: Any
+    stack: Stack, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int, cache_dtype: Any
 ) -> StackState:
     """The state before any part of the prompts is read."""
-    batch, middle, inner = len(length), levels.middle, levels.inner
+    batch, middle, inner = len(length), stack.middle, stack.inner
     none = jnp.zeros(batch, jnp.int32)
-    hidden = jnp.zeros((batch, levels.room, middle.hidden_size))
+    hidden = jnp.zeros((batch, stack.room, middle.hidden_size))
     return StackState(
         jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1]))),
         length,
@@ -249,13 +249,13 @@ def empty_state(
     )
 
 
-def read_unread(levels: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
+def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
     """The middle model reads committed tokens that it has not read, if there are any, and the inner drafter follows.
 
     Args:
       live: as `RoundInputs.live`. The other rows may keep unread tokens.
     """
-    inner, num_nodes = levels.inner, levels.depth + 1
+    inner, num_nodes = stack.inner, stack.depth + 1
 
     def is_unread(state: StackState):
         is_behind = state.cache.length < state.length - 1
@@ -266,7 +266,7 @@ def read_unread(levels: Stack, models: dict[str, Any], state: StackState, live: 
         num = jnp.minimum(state.length - 1 - state.cache.length, num_nodes)
         nodes, text = (cache_lib.take_nodes(state.tokens, first + i + place, axis=1) for i in (0, 1))
         options = {"feature_layers": inner.feature_layers, "active": place < num[:, None]}
-        output, cache = read_on(models["target"], levels.middle, state.cache, nodes, num, **options)
+        output, cache = read_on(models["target"], stack.middle, state.cache, nodes, num, **options)
         known = follow_path(inner, models, state.inner, text, output.hidden, output.features, num)
         return dataclasses.replace(state, cache=cache, inner=known)
 
@@ -274,7 +274,7 @@ def read_unread(levels: Stack, models: dict[str, Any], state: StackState, live: 
 
 
 def write_on(
-    levels: Stack, models: dict[str, Any], state: StackState, inputs: RoundInputs
+    stack: Stack, models: dict[str, Any], state: StackState, inputs: RoundInputs
 ) -> tuple[DecodeState, MiddleStates, Drawn]:
     """Runs rounds of the middle model and the inner drafter until every row has enough tokens.
 
@@ -283,15 +283,15 @@ def write_on(
     Returns:
       The state of the middle model's decode, and its states and probabilities, token by token.
     """
-    inner, num_noisy = levels.inner, levels.inner.max_depth + 1
+    inner, num_noisy = stack.inner, stack.inner.max_depth + 1
     keys, sampling, noise = inputs.keys, inputs.sampling, inputs.noise
-    if levels.scheme in DRAWN_SCHEMES:
+    if stack.scheme in DRAWN_SCHEMES:
         keys = level_keys(keys)
-    elif levels.scheme is DrawScheme.ARBITRARY:  # every level takes its likeliest tokens
+    elif stack.scheme is DrawScheme.ARBITRARY:  # every level takes its likeliest tokens
         sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
     if noise is None:
-        vocab_size = levels.middle.vocab_size
-        noise = sampling_lib.round_noise(keys, inputs.position, levels.most + 1, vocab_size, sampling)
+        vocab_size = stack.middle.vocab_size
+        noise = sampling_lib.round_noise(keys, inputs.position, stack.most + 1, vocab_size, sampling)
     before = state.length
     limits = Limits(jnp.full_like(before, LONGEST), jnp.zeros((len(before), 0), jnp.int32))
     is_done = jnp.zeros(len(before), bool) if inputs.live is None else ~inputs.live
@@ -305,26 +305,26 @@ def write_on(
         of_round = cache_lib.take_nodes(noise, num[:, None] + jnp.arange(num_noisy), axis=1)
         tree, known = step_lib.draft(models, inner, sampling, now, of_round)
         now = dataclasses.replace(now, drafter=known)
-        output, ancestors = step_lib.target_pass(models, levels.middle, inner, now, tree)
+        output, ancestors = step_lib.target_pass(models, stack.middle, inner, now, tree)
         output = sane(output)
         judged = now, tree, output, ancestors, of_round
-        now, verdict, _ = step_lib.judge_and_commit(models, inner, levels.rule, sampling, limits, *judged)
-        now = dataclasses.replace(now, done=is_done | (now.length - before >= levels.enough))
+        now, verdict, _ = step_lib.judge_and_commit(models, inner, stack.rule, sampling, limits, *judged)
+        now = dataclasses.replace(now, done=is_done | (now.length - before >= stack.enough))
         put = lambda old, new: cache_lib.write_rows(old, along(verdict, new), num, axis=1)  # noqa: E731
         states = MiddleStates(put(states.hidden, output.hidden), tuple(map(put, states.features, output.features)))
-        how = how_drawn(levels, verdict, along(verdict, output.logits), of_round, sampling, inputs.sampling)
+        how = how_drawn(stack, verdict, along(verdict, output.logits), of_round, sampling, inputs.sampling)
         return now, states, jax.tree.map(lambda old, new: cache_lib.write_rows(old, new, num, axis=1), drawn, how)
 
     batch = len(before)
     begin = DecodeState(state.tokens, before, is_done, state.cache, state.inner, keys, state.stats)
-    size = batch, levels.room
-    is_drawn = levels.scheme in DRAWN_SCHEMES
-    drawn = Drawn(None, jnp.zeros((*size, levels.middle.vocab_size))) if is_drawn else Drawn(jnp.zeros(size), None)
+    size = batch, stack.room
+    is_drawn = stack.scheme in DRAWN_SCHEMES
+    drawn = Drawn(None, jnp.zeros((*size, stack.middle.vocab_size))) if is_drawn else Drawn(jnp.zeros(size), None)
     return lax.while_loop(goes_on, round_of, (begin, state.states, drawn))
 
 
 def how_drawn(
-    levels: Stack,
+    stack: Stack,
     verdict: Verdict,
     logits: Float[Array, "B M V"],
     noise: Float[Array, "B M V"],
@@ -337,9 +337,9 @@ def how_drawn(
       sampling: the settings with which the middle model draws.
       asked: the settings of the target.
     """
-    if levels.scheme in DRAWN_SCHEMES:
+    if stack.scheme in DRAWN_SCHEMES:
         return Drawn(None, sampling_lib.target_distribution(logits, sampling))
-    scale = coupled_sharpness if levels.scheme is DrawScheme.COUPLED else sharpness
+    scale = coupled_sharpness if stack.scheme is DrawScheme.COUPLED else sharpness
     return Drawn(logp_of(verdict.emitted, logits, noise, sampling, scale(asked.temperature)), None)
 
 

@@ -24,7 +24,7 @@ class Answer(NamedTuple):
     """Seconds from the call to the last piece, prefill included."""
 
     @property
-    def rate(self) -> float:
+    def speed(self) -> float:
         """Tokens per second, prefill excluded."""
         return len(self.tokens) / self.stats.decode_seconds
 
@@ -47,12 +47,12 @@ def answer_prompt(params, prompt, settings: dict[str, Any], repeats: int, is_fir
         for speculate, name, color in ((False, "plain", DIM), (True, "speculative", GREEN)):
             answer = _streamed(params, given, speculate, settings, None if repeat else color)
             if not repeat:
-                said = f"{len(answer.tokens)} tokens in {answer.whole_seconds:.1f} s, {answer.rate:.0f} tokens/s"
+                said = f"{len(answer.tokens)} tokens in {answer.whole_seconds:.1f} s, {answer.speed:.0f} tokens/s"
                 print(f"\n[{name}: {said}{f', tau {answer.stats.tau:.2f}' if speculate else ''}]")
             pair.append(answer)
         runs.append(pair)
     plain, drafted = runs[0]
-    rates = [statistics.median(pair[i].rate for pair in runs) for i in (0, 1)]
+    speeds = [statistics.median(pair[i].speed for pair in runs) for i in (0, 1)]
     return {
         "name": prompt.name,
         "identical": plain.tokens == drafted.tokens,
@@ -60,9 +60,9 @@ def answer_prompt(params, prompt, settings: dict[str, Any], repeats: int, is_fir
         "tau": drafted.stats.tau,
         "num_tokens": len(drafted.tokens),
         "num_target_passes": drafted.stats.num_target_passes,
-        "plain": rates[0],
-        "speculative": rates[1],
-        "speedup": rates[1] / rates[0],
+        "plain": speeds[0],
+        "speculative": speeds[1],
+        "speedup": speeds[1] / speeds[0],
     }
 
 

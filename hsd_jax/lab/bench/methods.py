@@ -165,7 +165,7 @@ def tuned_modes(params: Params, record: Any, temperature: float, name: str) -> l
         what = "plain decoding was the fastest" if found else "it has no record of single rows at this temperature"
         raise ValueError(f"--tuned {name}: {what}; there is nothing to compare plain decoding with")
     return [
-        Mode(f"tree {way}", params, Speculation(c.tree, reuse=c.reuse, tuned=not c.is_whole and record.only(c)))
+        Mode(f"tree {way}", params, Speculation(c.tree, reuse=c.reuse, tuned=c.is_adaptive and record.only(c)))
         for way, c in drafting.items()
     ]
 

@@ -46,7 +46,7 @@ def ratio(value: dict[str, Any] | None) -> str:
     return range_of(value, ".2f") if value["min"] < value["max"] else f"{value['value']:.2f}"
 
 
-def rates(siblings: dict[str, Any]) -> list[float | None]:
+def accepted_shares(siblings: dict[str, Any]) -> list[float | None]:
     """Acceptance by sibling rank over all depths; None for a rank that was never tried."""
     tried, accepted = (np.sum(siblings[name], axis=0) for name in ("tried", "accepted"))
     return [a / t if t else None for a, t in zip(accepted.tolist(), tried.tolist(), strict=True)]
@@ -103,7 +103,7 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "drafts in": lambda row: f"{row['drafted_share']:.0%}" if "drafted_share" in row else "",
     "plan": lambda row: ", ".join(row.get("plans", ())),
     "by depth": lambda row: _shares(row["conditional_acceptance"]),
-    "by sibling": lambda row: _shares(rates(row["siblings"])),
+    "by sibling": lambda row: _shares(accepted_shares(row["siblings"])),
 }
 """The columns: each maps a row to the text of its cell. The names are the heads of the tables."""
 COMPARED = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "whole call", "over reference", "same text")

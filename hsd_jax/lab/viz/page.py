@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hsd_jax import api
 from hsd_jax.api import DecodeResult
 from hsd_jax.arguments import encode
+from hsd_jax.config import ReuseConfig
 from hsd_jax.drafters.table import pictures_of
 from hsd_jax.lab.bench.replay import Round, replay
 from hsd_jax.lab.bench.tables import say
@@ -62,7 +63,7 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
     """Decodes `prompt` with the settings of `decode`, once at full speed and once round by round."""
     out = api.decode(params, prompt, **settings)
     with prepare(params, prompt, *records(settings)) as session:
-        reuse = session.plan.reuse
+        reuse = ReuseConfig.parse(session.plan.reuse)
         pictures = pictures_of(params.target_config, params.drafter_config, settings["tree"], reuse)
         rounds = replay(session, params.target_config, session.setup.accept_rule, pictures)
     ids = encode(params, prompt)[0]

@@ -69,7 +69,7 @@ def test_siblings_are_counted_where_they_were_tried():
     tried, accepted = budget.count_siblings(rounds, 2, 3).tolist()
     assert tried == [[3, 3, 2], [1, 0, 0]]
     assert accepted == [[0, 1, 1], [1, 0, 0]]
-    assert report.rates({"tried": tried, "accepted": accepted}) == [1 / 4, 1 / 3, 1 / 2]
+    assert report.accepted_shares({"tried": tried, "accepted": accepted}) == [1 / 4, 1 / 3, 1 / 2]
     rounds = [drafted([0], [True, False] + [True] * 8)]  # the first place holds no token: the next one is the first
     assert budget.count_siblings(rounds, 2, 3)[0].tolist() == [[1, 1, 0], [0, 0, 0]]
 

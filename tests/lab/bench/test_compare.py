@@ -78,7 +78,7 @@ def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
     assert measure.fastest(["slow", "middle"], runs) == "middle"
     pooled = experiment.pooled([runs, runs])
     assert pooled.num_tokens("fast") == [10, 30, 10, 30]
-    assert pooled.rates("fast") == pytest.approx(runs.rates("fast"))
+    assert pooled.speeds("fast") == pytest.approx(runs.speeds("fast"))
 
 
 @pytest.mark.parametrize(

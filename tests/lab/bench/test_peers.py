@@ -262,14 +262,14 @@ def test_methods_take_turns_in_an_order_that_rotates(monkeypatch):
         assert all(a["num_tokens"] == 1 for one in passes for a in one)
 
 
-def test_rates_by_both_clocks_and_their_ratio():
+def test_speeds_by_both_clocks_and_their_ratio():
     """The reference skips the token of its first pass; ours is 4 times faster after the prompt and 2.5 times in all."""
     reference = [[answer([1] * 5, 3.0, 2.0, skipped=1), answer([1] * 9, 5.0, 4.0, skipped=1)]] * 2
     ours = [[answer([1] * 5, s, 0.625), answer([1] * 9, s, 1.125)] for s in (1.6, 3.2)]
-    assert peers.rates(reference, "decode") == [2.0, 2.0]
-    assert peers.rates(reference, "whole_call") == [1.75, 1.75]
-    assert peers.rates(ours, "decode") == [8.0, 8.0]
-    assert peers.rates(ours, "whole_call") == [14 / 3.2, 14 / 6.4]
+    assert peers.speeds(reference, "decode") == [2.0, 2.0]
+    assert peers.speeds(reference, "whole_call") == [1.75, 1.75]
+    assert peers.speeds(ours, "decode") == [8.0, 8.0]
+    assert peers.speeds(ours, "whole_call") == [14 / 3.2, 14 / 6.4]
     found = peers.ratio(ours, reference, "decode")
     assert (found["value"], found["median"], found["low"]) == (4.0, 4.0, None)
     found = peers.ratio(ours, reference, "whole_call")
