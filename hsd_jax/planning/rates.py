@@ -2,7 +2,7 @@
 
 The cost model (`costs.py`) computes with these rates. The first call that names no tree measures them for a second or
 two and prints a line about it. The result is kept for this user by processor, number of cores and instruction set of
-the kernels. `hsd info --rates` measures again.
+the kernels. It is measured once more an hour or more later, and the faster rates count. `hsd info --rates` starts anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hsd_jax.host.files import kept_folder, read_json, sha256, write_json
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.planning.timing import loop_timer
 from hsd_jax.planning.tuned import device_name, num_cores
-from hsd_jax.settings import NotNegative, Positive
+from hsd_jax.settings import Flag, NotNegative, Positive
 
 FOLDER_VARIABLE = "HSD_RATES"
 """Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the default rates."""
@@ -124,9 +124,10 @@ WEIGHTS, WIDTH = 48, 1024
 SMALL_WIDTH, ROWS = 512, 64
 """Sizes of the products whose weights the processor's cache holds."""
 TIMES = 15
-BUSY, AGAIN_AFTER = 0.25, 3600.0
-"""A relative spread of the timings above BUSY means that the machine had other work. Then the rates are measured again
-after AGAIN_AFTER seconds."""
+BUSY = 0.25
+"""A relative spread of the timings above BUSY means that the machine had other work."""
+AGAIN_AFTER = 3600.0
+"""Seconds after which rates are measured again, once, or until the machine is not busy."""
 
 
 @settings.dataclass
@@ -142,17 +143,33 @@ class MeasuredRates:
     spread: NotNegative
     """The interquartile range of the timings divided by their median, the largest of all measurements."""
     at: NotNegative
-    """The time of the measurement, in seconds since 1970."""
+    """The time of the last measurement, in seconds since 1970."""
+    is_confirmed: Flag = False
+    """Whether these are the best of several measurements at different times."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether the machine had other work during the measurement."""
+        """Whether the machine had other work during the last measurement."""
         return self.spread > BUSY
 
     @property
     def is_stale(self) -> bool:
-        """Whether the machine was busy, and that was long enough ago to measure again."""
-        return self.is_busy and time.time() - self.at > AGAIN_AFTER
+        """Whether to measure again. Other work that slows the memory evenly leaves no spread, so one measurement does
+        not do."""
+        return (self.is_busy or not self.is_confirmed) and time.time() - self.at > AGAIN_AFTER
+
+    def confirmed(self, now: MeasuredRates) -> MeasuredRates:
+        """The best of these rates and those of a later measurement: other work on a machine only makes it slower."""
+        flops = max(self.flops_per_second, now.flops_per_second)
+        most = lambda name: max(x.flops_per_second * getattr(x, name) for x in (self, now))  # noqa: E731
+        return dataclasses.replace(
+            now,
+            bytes_per_second=max(self.bytes_per_second, now.bytes_per_second),
+            flops_per_second=flops,
+            narrow=most("narrow") / flops,
+            integer=most("integer") / flops,
+            is_confirmed=True,
+        )
 
     def rates(self, isa: str) -> Rates:
         """The measured rates, with the default values of the instruction set for the rest."""
@@ -245,8 +262,10 @@ def _kept_or_measured(path: Path, isa: str) -> Rates:
             with filelock.FileLock(path.with_suffix(".lock"), timeout=30):
                 found = _read(path)
                 if found is None or found.is_stale:
-                    print("hsd_jax measures the speed of this processor once (2 s)", file=sys.stderr, flush=True)
-                    found = measure_rates(isa)
+                    when = "once" if found is None else "again"
+                    print(f"hsd_jax measures the speed of this processor {when} (2 s)", file=sys.stderr, flush=True)
+                    now = measure_rates(isa)
+                    found = now if found is None else found.confirmed(now)
                     _keep(path, found)
     except (OSError, filelock.Timeout) as error:
         warnings.warn(f"{path}: rates cannot be kept ({error}); default rates are used", stacklevel=2)

@@ -87,21 +87,43 @@ def test_a_folder_that_takes_no_file_leaves_the_shipped_rates(folder, measured):
         assert rates.rates_here(True) == rates.shipped(ISA)
 
 
-def test_rates_of_a_busy_machine_are_measured_again_later(folder, measured):
+def test_rates_are_measured_again_later_once_or_until_the_machine_is_not_busy(folder, measured):
     _, calls = measured
     rates.rates_here(True)
     path = rates.kept_path(ISA)
     kept = json.loads(path.read_text())
+    old = {"at": kept["at"] - 2 * rates.AGAIN_AFTER}
     for change, times in (
         ({}, 1),
         ({"spread": 0.5}, 1),
-        ({"at": kept["at"] - 2 * rates.AGAIN_AFTER}, 1),
-        ({"spread": 0.5, "at": kept["at"] - 2 * rates.AGAIN_AFTER}, 2),
+        (old | {"is_confirmed": True}, 1),
+        (old, 2),
+        (old | {"is_confirmed": True, "spread": 0.5}, 3),
     ):
         path.write_text(json.dumps(kept | change))
         rates._kept_or_measured.cache_clear()
         rates.rates_here(True)
         assert len(calls) == times, change
+    rates._kept_or_measured.cache_clear()
+    rates.rates_here(True)
+    assert len(calls) == 3 and json.loads(path.read_text())["is_confirmed"]
+
+
+def test_of_two_measurements_the_faster_rates_count(folder, measured, monkeypatch, capsys):
+    """A neighbour took half of the memory's speed the first time, and half of the second core the second time."""
+    found, _ = measured
+    rates.rates_here(True)
+    path = rates.kept_path(ISA)
+    path.write_text(json.dumps(dataclasses.asdict(found) | {"at": found.at - 2 * rates.AGAIN_AFTER}))
+    now = rates.MeasuredRates("a processor", 1e11, 2e11, 2.0, 9.0, 0.02, time.time())
+    monkeypatch.setattr(rates, "measure_rates", lambda isa: now)
+    rates._kept_or_measured.cache_clear()
+    here = rates.rates_here(True)
+    assert (here.bytes_per_second, here.flops_per_second) == (1e11, 3e11)
+    assert (here.narrow, here.integer) == (1.5, 6.0)  # 4.5e11 and 1.8e12 in all
+    kept = json.loads(path.read_text())
+    assert kept["is_confirmed"] and (kept["at"], kept["spread"]) == (now.at, 0.02)
+    assert "again" in capsys.readouterr().err
 
 
 def test_processes_that_start_together_share_one_measurement(folder, measured, monkeypatch):
