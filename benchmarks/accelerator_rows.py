@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from accelerator_models import call_of
 
-from hsd_jax.config import PARALLEL, ModelConfig, layer_numbers
+from hsd_jax.config import PARALLEL, ModelConfig, weights_of_layer
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
@@ -237,8 +237,8 @@ def training_row(config: ModelConfig, frozen: Weights, tokens: np.ndarray, steps
 
     (row,) = interleaved({"": timer}, repeats).values()
     states = batch * about.anchors_per_row * steps
-    forwards = config.num_layers * layer_numbers(config) + config.vocab_size * config.hidden_size
-    flops = 2 * batch * length * forwards + 6 * layer_numbers(own) * (batch * length + states)
+    forwards = config.num_layers * weights_of_layer(config) + config.vocab_size * config.hidden_size
+    flops = 2 * batch * length * forwards + 6 * weights_of_layer(own) * (batch * length + states)
     flops += 4 * states * own.reduced_vocab_size * config.hidden_size
     return {
         "rows": batch,

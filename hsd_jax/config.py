@@ -271,6 +271,11 @@ class TreeConfig:
         """The tree that is a single path of `depth` draft tokens."""
         return cls(depth + 1, depth, 1)
 
+    @classmethod
+    def fitting(cls, nodes: int, depth: int, width: int) -> TreeConfig:
+        """The tree of this depth and width with `nodes` nodes, or with as many as it has room for."""
+        return cls(min(nodes, most_nodes(depth, width)), depth, width)
+
     @property
     def name(self) -> str:
         """The shape as the command line writes it: nodes x depth x width, as in "8x5x2", or a branching, as in "3.2.1"
@@ -389,15 +394,15 @@ class ReuseConfig:
 NO_REUSE = ReuseConfig()
 
 
-def layer_numbers(config: Any) -> int:
+def weights_of_layer(config: Any) -> int:
     """The number of weights of a decoder layer, without its norms."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 
 
-def trunk_numbers(config: Any) -> int:
+def weights_of_trunk(config: Any) -> int:
     """The number of weights of a trunk, without norms: its layers, and the product of a feature and an embedding."""
-    return config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
+    return config.num_layers * weights_of_layer(config) + 2 * config.hidden_size**2
 
 
 def bucket(n: int, smallest: int = 16) -> int:

@@ -18,7 +18,7 @@ from hsd_jax.arguments import Sampling
 from hsd_jax.config import NO_REUSE, NO_REUSE_FORM, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import check_mesh
-from hsd_jax.infer.decode import GROWTH, Decoder
+from hsd_jax.infer.decode import GROWTH, Decoder, or_most
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules import RULES, make_rule
@@ -36,8 +36,8 @@ SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """The number of slots of the smallest caches (each next size has GROWTH times as many), and a divisor of the number of
 slots of all caches."""
 MOST_LOOKAHEAD = 16
-"""Slots that are kept free after a row for what a round may write. It is the same for all chosen trees, so that their
-caches have one size."""
+"""A round may write this number of slots beyond a row. It is the same for all chosen trees, so their caches have one
+size."""
 LARGEST_FIRST = 2048
 """Caches of up to this number of slots have room for all tokens of a call from the start. Larger ones have room for the
 prompt and grow when they are full."""
@@ -108,41 +108,51 @@ class Setup:
         return max(self.decoder.lookahead, MOST_LOOKAHEAD)
 
 
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """The static configuration of speculation, for which a decoder is compiled."""
+
+    config: Any
+    """The drafter's."""
+    tree: TreeConfig
+    rule: str
+    scheme: DrawScheme
+    reuse: ReuseConfig = NO_REUSE
+    lossy: Lossy | None = None
+    mesh: Mesh | None = None
+    """The devices of a drafter that has its own."""
+
+
 def make_decoder(
     config: ModelConfig,
-    drafter_config: Any,
-    tree: TreeConfig | None,
+    drafting: Drafting | None,
     matmul_precision: str | None,
     cache_dtype: str,
-    pad_rows: int,
-    mesh: Mesh | None,
-    accept: str,
-    scheme: DrawScheme,
-    reuse: ReuseConfig,
-    lossy: Lossy | None = None,
-    drafter_mesh: Mesh | None = None,
+    pad_rows: int = 1,
+    mesh: Mesh | None = None,
 ) -> Decoder:
-    """The compiled functions of a static configuration. `_decoder` keeps those of this process."""
-    if drafter_config is None or tree is None:
+    """The compiled functions of a static configuration. `_decoder` keeps those of this process.
+
+    Args:
+      drafting: None: plain decoding, with rows padded to `pad_rows`.
+    """
+    if drafting is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
-    rule = make_rule(accept, tree, lossy)
-    if drafter_mesh is not None:
-        overlapped = method_of(drafter_config).overlapped
+    own, tree, scheme = drafting.config, drafting.tree, drafting.scheme
+    rule = make_rule(drafting.rule, tree, drafting.lossy)
+    if drafting.mesh is not None:
+        overlapped = method_of(own).overlapped
         if overlapped is None:
-            raise ValueError(
-                f"a {drafter_config.kind} drafter cannot run on devices of its own: place() both models on one mesh"
-            )
-        meshes = mesh, drafter_mesh
-        return overlapped(config, drafter_config, tree, scheme, rule, *meshes, cache_dtype, matmul_precision)
-    drafter = make_drafter(config, drafter_config, tree, cache_dtype, scheme, reuse)
-    step = make_step(config, drafter, rule)
-    return Decoder(config, step, drafter, cache_dtype, matmul_precision, mesh=mesh)
+            raise ValueError(f"a {own.kind} drafter cannot run on devices of its own: place() both models on one mesh")
+        return overlapped(config, own, tree, scheme, rule, mesh, drafting.mesh, cache_dtype, matmul_precision)
+    drafter = make_drafter(config, own, tree, cache_dtype, scheme, drafting.reuse)
+    return Decoder(config, make_step(config, drafter, rule), drafter, cache_dtype, matmul_precision, mesh=mesh)
 
 
 @functools.lru_cache(maxsize=64)
-def _decoder(isa: str, *configuration, **more) -> Decoder:
+def _decoder(isa: str, *configuration: Any) -> Decoder:
     """`make_decoder`, called once for each configuration and each instruction set of the CPU kernels (`isa`)."""
-    return make_decoder(*configuration, **more)
+    return make_decoder(*configuration)
 
 
 def set_up(
@@ -160,30 +170,20 @@ def set_up(
     """
     check_mesh(params.mesh)
     plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
-    is_plain, lossy = plan.tree is None, Lossy.parse(asked.lossy, rule)
-    decoder = _decoder(
-        native.selected_isa(),
-        params.target_config,
-        None if is_plain else params.drafter_config,
-        plan.tree,
-        params.matmul_precision,
-        cache_lib.cache_dtype(params.target["embedding"].dtype).name,
-        asked.pad_rows if is_plain else 1,
-        mesh=params.mesh,
-        accept="match" if is_plain else rule,
-        scheme=DrawScheme.ARBITRARY if is_plain else scheme,
-        reuse=ReuseConfig.parse(plan.reuse),
-        lossy=None if is_plain else lossy,
-        drafter_mesh=None if is_plain else params.drafter_mesh,
-    )
-    costs = None
-    if plan.is_adaptive and plan.tree is not None:
-        ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
-        costs = costs_of(
-            CostModel.of(params), num_rows, plan.tree, ends_early, None if plan_rows == num_rows else capacity
-        )
-    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
-    return Setup(decoder, models, costs, plan, rule, scheme, None if is_plain or lossy is None else lossy.name)
+    lossy, drafting, costs = Lossy.parse(asked.lossy, rule), None, None
+    if plan.tree is not None:
+        own, reuse = params.drafter_config, ReuseConfig.parse(plan.reuse)
+        drafting = Drafting(own, plan.tree, rule, scheme, reuse, lossy, params.drafter_mesh)
+        if plan.is_adaptive:
+            ends_early = bool(asked.adaptive) and may_end_early(own, plan.tree)
+            trial = None if plan_rows == num_rows else capacity
+            costs = costs_of(CostModel.of(params), num_rows, plan.tree, ends_early, trial)
+    dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
+    pad_rows = asked.pad_rows if drafting is None else 1
+    static = params.target_config, drafting, params.matmul_precision, dtype, pad_rows, params.mesh
+    models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
+    name = None if drafting is None or lossy is None else lossy.name
+    return Setup(_decoder(native.selected_isa(), *static), models, costs, plan, rule, scheme, name)
 
 
 def _plan_and_rule(
@@ -219,7 +219,7 @@ def _adapted(params: Params, asked: Speculation, plan: Plan, rule: str) -> Plan:
         if params.drafter is None or not asked.speculate:
             raise ValueError(f"adaptive=True: this call has no drafts ({plan.reason})")
         check_adaptive(params.drafter_config, rule, plan.tree or default_tree(params.drafter_config))
-    return dataclasses.replace(plan, is_adaptive=asked.adaptive)
+    return dataclasses.replace(plan, is_adaptive=asked.adaptive and plan.tree is not None)
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:
@@ -240,7 +240,7 @@ def first_capacity(prompt: int, total: int, lookahead: int, max_len: int) -> int
     most, capacity = largest_capacity(lookahead, max_len), SMALLEST_CAPACITY
     while capacity < min(total + lookahead, max(prompt + SMALLEST_CAPACITY // 2 + lookahead, LARGEST_FIRST)):
         capacity *= GROWTH
-    return most if 2 * capacity > most else capacity  # a size close to the largest is not worth a program
+    return or_most(capacity, most)
 
 
 def largest_capacity(lookahead: int, max_len: int) -> int:

@@ -106,7 +106,7 @@ class _Open:
 
     row: Row
     slot: int
-    decoder: IncrementalDecoder | None
+    detokenizer: IncrementalDecoder | None
     is_running: bool = False
     """Whether its row is in the state: its prompt has been read, and it has not ended."""
     length: int = 0
@@ -166,8 +166,9 @@ class Session:
       max_len: largest length of a row in tokens, prompt included. None: `params.max_len`. It bounds the size of the
         caches, see `most_bytes`.
       tree: tree of every round; all its nodes are verified. None: `params.tree`. If that is None too, a tree is chosen
-        that should pay while all slots are busy. If no tree does, one is chosen that should pay for a single row, and
-        drafts are then made only while few rows are busy. In a chosen tree only the drafts that pay for the current
+        that should pay for greedy rows while all slots are busy. If no tree does, the CPU kernels take one that should
+        pay for a single row, and drafts are made only while few rows are busy; without them decoding is plain. In a
+        chosen tree only the drafts that pay for the current
         rows are verified.
       accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. A session does not use records of
         `tune`, because they were measured on complete batches.
@@ -197,7 +198,8 @@ class Session:
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
         setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
-        if setup.plan.tree is None and setup.plan.is_adaptive and rates_here(params.mesh is None).skips_rows:
+        may_draft = speculate and params.drafter is not None and adaptive is not False
+        if setup.plan.tree is None and may_draft and rates_here(params.mesh is None).skips_rows:
             # Drafts may still pay while few slots are busy.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
         known = params.fingerprint_pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
@@ -350,8 +352,8 @@ class Session:
             tokens = np.concatenate([*request.new, np.zeros(0, np.int32)])
             request.new.clear()
             has_ended, text = request.finish_reason is not None, None
-            if request.decoder is not None:
-                text = request.decoder.push(tokens, is_last=has_ended) if has_ended or len(tokens) else ""
+            if request.detokenizer is not None:
+                text = request.detokenizer.push(tokens, is_last=has_ended) if has_ended or len(tokens) else ""
             if has_ended:
                 del self._open[handle]
                 self._free(request)
@@ -449,7 +451,7 @@ class Session:
                 return
 
     def run(self, rounds: int, least_live: int = 1, loop: Any = None, beside: Callable[[], None] | None = None) -> bool:
-        """Runs rounds with the rows that are in the state, and ignores waiting prompts. `step` and benchmarks use it.
+        """Runs rounds with the rows that are in the state, and ignores waiting prompts.
 
         Args:
           rounds: the largest number of rounds. UNBOUNDED: until fewer than `least_live` rows run.
@@ -605,8 +607,8 @@ class Session:
 
     def _opened(self, row: Row, slot: int) -> _Open:
         tokenizer = self.params.tokenizer
-        decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
-        request = _Open(row, slot, decoder, length=len(row.tokens))
+        detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
+        request = _Open(row, slot, detokenizer, length=len(row.tokens))
         self._at[slot] = self._open[self._num_admitted] = request
         self._num_admitted += 1
         return request
@@ -729,17 +731,14 @@ def _with_ends(limits: Any, num: int) -> Any:
     return dataclasses.replace(limits, eos=jax.numpy.pad(limits.eos, ((0, 0), (0, missing)), constant_values=NO_TOKEN))
 
 
-AS_DECODE = Sampling(), Speculation()
-"""The defaults of `decode`."""
-
-
 def prepare(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
-    sampling: Sampling = AS_DECODE[0],
-    speculation: Speculation = AS_DECODE[1],
+    sampling: Sampling | None = None,
+    speculation: Speculation | None = None,
 ) -> Session:
-    """Opens a session for the rows of one call and reads their prompts. Row i takes slot i.
+    """Opens a session for the rows of one call and reads their prompts. Row i takes slot i. Without settings it takes
+    the defaults of `decode`.
 
     1. It encodes the prompts and checks lengths and settings row by row.
     2. It plans the call: the number of rows and slots of the program, the tree and the acceptance rule.
@@ -750,6 +749,7 @@ def prepare(
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
+    sampling, speculation = sampling or Sampling(), speculation or Speculation()
     rows = rows_of(params, prompt, sampling)
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)

@@ -207,8 +207,8 @@ class Control:
     accepted: Float[Array, "B"]
     """The number of accepted drafts."""
     predicted: Float[Array, "B"]
-    """The number of accepted drafts that the drafter expected: the sum of its own probabilities of the verified
-    drafts."""
+    """The number of accepted drafts that the drafter expected: the sum of its own probabilities, each given the parent,
+    over the drafts whose parent was accepted."""
     tokens: Float[Array, "B"]
     """The number of tokens that rounds with drafts committed."""
     plain: Float[Array, "B"]

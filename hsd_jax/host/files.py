@@ -219,19 +219,20 @@ def _try_to_write(folder: Path, wanted: Path) -> None:
         raise type(error)(f"{wanted}: cannot be written ({error.strerror or error})") from error
 
 
-def kept_folder(variable: str, name: str) -> Path | None:
-    """The folder in which records of one kind are kept for this user.
+def kept_file(variable: str, name: str, *about: str) -> Path | None:
+    """The file in which a record is kept for this user. It is named after the texts that say what the record is about.
 
-    The environment variable `variable` names it. If the variable is empty, it is the folder `name` in `user_cache`.
-    None if the variable is "off", or if the user has no home directory.
+    The environment variable `variable` names its folder. If the variable is empty, it is the folder `name` in
+    `user_cache`. None if the variable is "off", or if the user has no home directory.
     """
     setting = os.environ.get(variable, "")
     if is_off(setting):
         return None
     try:
-        return Path(setting).expanduser() if setting else user_cache() / name
+        folder = Path(setting).expanduser() if setting else user_cache() / name
     except RuntimeError:  # HOME is not set, and the user database has no entry
         return None
+    return folder / f"{sha256(*about)[:16]}.json"
 
 
 def user_cache() -> Path:

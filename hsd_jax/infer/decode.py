@@ -346,7 +346,7 @@ class Decoder:
         """
         if longest + self.lookahead <= state.cache.capacity:
             return state
-        return self.grow(state, larger(state.cache.capacity, most_slots))
+        return self.grow(state, or_most(GROWTH * state.cache.capacity, most_slots))
 
     hold = staticmethod(FlattenedTree.of)
     """`hold(models)`: the weights in the form with which `run` starts fastest."""
@@ -403,9 +403,9 @@ class Pace:
         self.num_rounds = of_first(max(int(fitting), 1))
 
 
-def larger(capacity: int, most_slots: int) -> int:
-    """The number of slots of the next larger caches. `most_slots` is as in `Decoder.with_room`."""
-    return most_slots if 2 * GROWTH * capacity > most_slots else GROWTH * capacity
+def or_most(capacity: int, most_slots: int) -> int:
+    """This number of slots, or the largest one if that is less than twice as large and so not worth a program."""
+    return most_slots if 2 * capacity > most_slots else capacity
 
 
 def traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:

@@ -83,7 +83,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         control, rows = state.control, (state.length, state.done)
         assert control is not None, "a decode with costs starts with a control"
         stop = worth.stop_rule(control, costs, *rows)
-        # `control` learned from rejected drafts, so drafts whose length it decides need new noise in each round.
+        # `control` has seen rejected drafts. If it decides how long a chain is, the chain must not share their noise.
         tree, drafter_state = draft(models, drafter, sampling, state, noise, is_drawn, stop)
         num_made = jnp.sum(tree.valid & (tree.depth > 0), 1)
         with jax.named_scope("worth"):

@@ -20,13 +20,13 @@ from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DraftTree, Stop, Verdic
 DECAY = 0.97
 """The factor by which each round reduces the weight of earlier rounds in every average."""
 PRIOR_DRAFTS = 4.0
-"""The weight of the first estimate, in expected drafts."""
+"""The first estimate counts as much as this number of drafts."""
 STOP_MARGIN = 0.6
-"""Rounds are a sample. Drafting stops if its speed is below plain decoding by more than the fraction STOP_MARGIN /
-sqrt(n), where n is the number of remembered rounds times the number of unfinished rows."""
+"""Drafting stops if it is slower than plain decoding by more than the fraction STOP_MARGIN / sqrt(n), because few
+rounds are a small sample: n is the number of remembered rounds times the number of unfinished rows."""
 PRICE = 0.6
-"""The share of the pass's seconds that the verified nodes have to earn. Drafts are often accepted more often than their
-drafter says: at 1 too many of them were left out."""
+"""The share of the pass's seconds that the verified nodes have to earn. At 1 too many drafts were left out where they
+are accepted more often than their drafter says. No number is best everywhere (docs/history.md, session 32)."""
 FEWEST_ROUNDS = 6
 """The number of rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -169,9 +169,9 @@ def select_nodes(
 
     A second is worth the tokens that the rounds so far gave in one (Dinkelbach 1967). The value of a node is its chance
     to be accepted, less the seconds of its attention. The nodes of all rows are ranked by it. The best ones are kept,
-    as many as give the largest sum of values, less PRICE times the seconds of a pass over them. With a PRICE of 1 the
-    choice approaches the best ratio of tokens to seconds from round to round. A node is never likelier or cheaper than
-    its parent and comes after it, so the kept nodes include all their ancestors.
+    as many as give the largest sum of values, less PRICE times the seconds that they add to the pass. With a PRICE of 1
+    the choice approaches the best ratio of tokens to seconds from round to round. A node is never likelier or cheaper
+    than its parent and comes after it, so the kept nodes include all their ancestors.
 
     Args:
       length: number of committed tokens of each row.

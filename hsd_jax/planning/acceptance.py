@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.planning.tuned import is_warm
 
 UNKNOWN_PROFILE = {True: (0.75,) * 8, False: (0.55,) * 8}
 """The profile of a drafter that has none: greedy (True) and at temperature 1 (False). The values are low. A call learns
@@ -23,17 +22,10 @@ Distribution = Mapping[int, float]
 """The probability of each number of tokens."""
 
 
-def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
-    """A drafter's acceptance probabilities by depth, at a temperature.
-
-    Between 0 and 1 they are interpolated. Temperatures that are not warm (`tuned.is_warm`) count as 0, those above 1 as
-    1.
-    """
-    greedy = getattr(config, "profile", ()) or UNKNOWN_PROFILE[True]
-    sampled = getattr(config, "sampled_profile", ()) or UNKNOWN_PROFILE[False]
-    share = min(temperature, 1.0) if is_warm(temperature) else 0.0
-    most = min(len(greedy), len(sampled))
-    return tuple((1 - share) * g + share * s for g, s in zip(greedy[:most], sampled[:most], strict=True))
+def profile_of(config: Any, is_sampled: bool) -> tuple[float, ...]:
+    """A drafter's acceptance probabilities by depth, greedy or at temperature 1."""
+    name = "sampled_profile" if is_sampled else "profile"
+    return getattr(config, name, ()) or UNKNOWN_PROFILE[not is_sampled]
 
 
 def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
+from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, weights_of_layer
 from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.worth import first_trust, slots_read
 from hsd_jax.kernels.int8 import Int8
@@ -71,14 +71,14 @@ class CostModel:
 
     def drafter_pass(self, config: Any, rows: float) -> float:
         """Seconds of a pass of a language model that drafts."""
-        return float(self.product(language_model(config), rows)) + self.layers(config)
+        return float(self.product(weights_of_language_model(config), rows)) + self.layers(config)
 
     def target_pass(self, rows: float | np.ndarray) -> np.ndarray:
         """Seconds of a pass of the target over `rows` rows, without attention to the cache."""
         rows, rates = np.asarray(rows, float), self.rates
         of_layer = rates.row_operations * rows + rates.several_operations * (rows > 1)
         small = self.layers(self.target) + (self.target.num_layers * of_layer + 10) * rates.operation_seconds
-        return self.product(language_model(self.target), rows, self.itemsize) + small
+        return self.product(weights_of_language_model(self.target), rows, self.itemsize) + small
 
     @property
     def windows(self) -> tuple[float, int]:
@@ -102,7 +102,7 @@ class CostModel:
         return method_of(self.drafter).planning.drafting_seconds(self, self.drafter, batch, tree)
 
     def predicted_speed(self, batch: int, slots: float, tree: TreeConfig | None, profile: Sequence[float]) -> float:
-        """Predicted tokens per second of a batch, at the number of verified nodes that gives the most.
+        """Predicted tokens per second of a batch, if the best number of nodes is verified.
 
         Args:
           slots: filled cache slots of each row.
@@ -134,9 +134,9 @@ class CostModel:
         return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))
 
 
-def language_model(config: Any) -> int:
+def weights_of_language_model(config: Any) -> int:
     """The number of weights that a pass of a language model reads."""
-    return config.num_layers * layer_numbers(config) + config.vocab_size * config.hidden_size
+    return config.num_layers * weights_of_layer(config) + config.vocab_size * config.hidden_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ HOW = ("accept", "draw", "reuse", "lossy", "adaptive")
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way to decode."""
+    """Models and settings under a name, which can be timed."""
 
     name: str
     params: Any

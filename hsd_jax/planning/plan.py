@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 from hsd_jax import settings
-from hsd_jax.config import ReuseConfig, TreeConfig, most_nodes
+from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.rules import RULES
 from hsd_jax.params import Params
-from hsd_jax.planning.acceptance import profile_at
+from hsd_jax.planning.acceptance import profile_of
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.tuned import Choice, Tuned, Way, is_warm, kept
 from hsd_jax.types import Costs
@@ -49,7 +49,7 @@ class Plan(Way):
         return f"{'plain decoding' if self.tree is None else f'trees of {self.name}'}: {self.reason}"
 
 
-def candidates(
+def trees_of(
     config: Any, chains: Sequence[int] = PLANNED_CHAINS, wide: Sequence[tuple[int, int, int]] = PLANNED_WIDE
 ) -> list[TreeConfig]:
     """The trees of two lists that may be chosen for a drafter.
@@ -58,64 +58,67 @@ def candidates(
       chains: drafts of chains. Longer ones than the drafter can make are left out.
       wide: nodes, depth and width of wide trees, each made as small as the drafter needs it.
     """
-    method = method_of(config).planning
-    steps = method.max_depth(config)
+    planning = method_of(config).planning
+    steps = planning.max_depth(config)
     trees = [TreeConfig.chain(depth) for depth in chains if depth <= steps]
-    for nodes, depth, width in wide if method.grows_wide else ():
-        depth, width = min(depth, steps), min(width, config.draft_vocab_size)
-        trees.append(TreeConfig(min(nodes, most_nodes(depth, width)), depth, width))
+    for nodes, depth, width in wide if planning.grows_wide else ():
+        trees.append(TreeConfig.fitting(nodes, min(depth, steps), min(width, config.draft_vocab_size)))
     return list(dict.fromkeys(trees))
 
 
 @functools.lru_cache(maxsize=256)
-def best_plan(model: CostModel, batch: int, capacity: int, temperature: float) -> Plan:
-    """The fastest way to decode, predicted by the cost model and the drafter's profile.
+def best_plan(model: CostModel, rows: int, capacity: int, is_sampled: bool) -> Plan:
+    """The plan by the cost model and the drafter's profile.
+
+    It is the deepest of the trees that are about as fast as the fastest. It is plain decoding if the tree would gain
+    less than LEAST_PROMISE says.
 
     Args:
-      batch: rows of the program.
+      rows: of the program.
       capacity: slots of the caches. All calls of these sizes have one plan.
-      temperature: the highest of all rows.
+      is_sampled: whether the calls are planned as sampled ones, else as greedy ones.
     """
 
-    profile = profile_at(model.drafter, temperature)
+    profile = profile_of(model.drafter, is_sampled)
 
     def speed(tree: TreeConfig | None) -> float:
-        return model.predicted_speed(batch, AVERAGE_FILL * capacity, tree, profile)
+        return model.predicted_speed(rows, AVERAGE_FILL * capacity, tree, profile)
 
-    trees = [tree for tree in candidates(model.drafter) if tree.depth <= len(profile)]
+    trees = [tree for tree in trees_of(model.drafter) if tree.depth <= len(profile)]
     if not trees:
-        return Plan(None, is_adaptive=True, reason="this drafter can grow none of the trees that are considered")
+        return Plan(None, reason="this drafter can grow none of the trees that are considered")
     speeds = {tree: speed(tree) for tree in trees}
     # Of the trees that count as equally good, the deepest: a round can drop drafts that do not pay, but not add levels.
     best = max(
         (tree for tree in trees if speeds[tree] >= EQUALLY_GOOD * max(speeds.values())), key=lambda tree: tree.depth
     )
     gain = speeds[best] / speed(None)
-    what = f"{batch} row{'s' if batch > 1 else ''}, up to {capacity} slots, temperature {temperature:g}"
+    how = "sampled" if is_sampled else "greedy"
+    what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {capacity} slots"
     if gain < LEAST_PROMISE:
         reason = f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"
-        return Plan(None, is_adaptive=True, reason=reason)
+        return Plan(None, reason=reason)
     return Plan(best, is_adaptive=True, reason=f"should be {gain:.2f} times as fast as plain decoding ({what})")
 
 
-def plan_for(params: Params, batch: int, capacity: int, temperature: float, tuned: bool | Tuned = True) -> Plan:
+def plan_for(params: Params, rows: int, capacity: int, temperature: float, tuned: bool | Tuned = True) -> Plan:
     """The plan of a call that names no tree. Calls of the same sizes share a plan and its programs.
 
     Args:
-      batch, capacity: rows and slots of the program.
+      rows, capacity: rows and slots of the program.
       temperature: the highest of all rows.
       tuned: a record, or whether to use the record that was kept for these params.
     """
     record = tuned if isinstance(tuned, Tuned) else kept(params) if tuned else None
-    choice = None if record is None else record.choice(batch, capacity, temperature)
+    choice = None if record is None else record.choice(rows, capacity, temperature)
     if choice is not None and _can_grow(params, choice):
         size = f"for {choice.calls}"
         if choice.tree is None:
             return Plan(None, reason=f"`tune` found nothing faster {size}")
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
         return Plan(choice.tree, choice.reuse, choice.is_adaptive, reason)
-    # Only two temperatures are planned for, greedy and 1, because each tree needs programs of its own.
-    return best_plan(CostModel.of(params), batch, capacity, float(is_warm(temperature)))
+    # All sampled calls are planned as at temperature 1, because each tree needs programs of its own.
+    return best_plan(CostModel.of(params), rows, capacity, is_warm(temperature))
 
 
 def _can_grow(params: Params, choice: Choice) -> bool:
@@ -153,17 +156,18 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
 
 @functools.lru_cache(maxsize=256)
 def costs_of(
-    model: CostModel, batch: int, tree: TreeConfig, ends_early: bool = False, tries_for: int | None = None
+    model: CostModel, rows: int, tree: TreeConfig, ends_early: bool = False, capacity_of_trial: int | None = None
 ) -> Costs:
     """The costs with which the decode loop decides whether drafts pay, on the device.
 
     Args:
       ends_early: whether chains may end early.
-      tries_for: slots of the caches. If given, drafts are tried only while few rows run: a greedy batch of that many
-        rows, and of every smaller number, would get a tree. None: drafts are tried with any number of rows.
+      capacity_of_trial: slots of the caches, for a session that drafts only while few rows run. Drafts are tried with
+        n rows if greedy batches of 1, 2, ... n rows would all get a tree. None: with any number of rows.
     """
-    costs = model.table(batch, tree, ends_early)
-    if tries_for is None:
+    costs = model.table(rows, tree, ends_early)
+    if capacity_of_trial is None:
         return costs
-    has_tree = [best_plan(model, max(rows, 1), tries_for, 0.0).tree is not None for rows in range(batch + 1)]
+    plans = [best_plan(model, max(num, 1), capacity_of_trial, False) for num in range(rows + 1)]
+    has_tree = [plan.tree is not None for plan in plans]
     return dataclasses.replace(costs, worth_trying=jax.device_put(np.logical_and.accumulate(has_tree)))

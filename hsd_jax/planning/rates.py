@@ -1,4 +1,4 @@
-"""The speed of this processor: measured once where one process runs our CPU kernels, else a constant of this file.
+"""The speed of this processor: measured where one process runs our CPU kernels, else the shipped rates of this file.
 
 The cost model (`costs.py`) computes with these rates. The first call that names no tree measures them for a second or
 two and prints a line about it. The result is kept for this user by processor, number of cores and instruction set of
@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax import settings
-from hsd_jax.host.files import kept_folder, read_json, sha256, write_json
+from hsd_jax.host.files import kept_file, read_json, write_json
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.planning.timing import loop_timer
 from hsd_jax.planning.tuned import device_name, num_cores
 from hsd_jax.settings import Flag, NotNegative, Positive
 
 FOLDER_VARIABLE = "HSD_RATES"
-"""Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the default rates."""
+"""Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the shipped rates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def isa_here(has_kernels: bool) -> str | None:
 
 
 def shipped(isa: str) -> Rates:
-    """The default rates of all cores of a processor that was not measured."""
+    """The shipped rates of all cores of a processor that was not measured."""
     rates, cores = CPU_RATES[isa], num_cores() or 1
     return dataclasses.replace(
         rates,
@@ -141,7 +141,8 @@ class MeasuredRates:
     integer: Positive
     """As in `Rates`, like `narrow`."""
     spread: NotNegative
-    """The interquartile range of the timings divided by their median, the largest of all measurements."""
+    """The interquartile range of the timings divided by their median, the largest of the four kinds of
+    timings, in the last measurement."""
     at: NotNegative
     """The time of the last measurement, in seconds since 1970."""
     is_confirmed: Flag = False
@@ -172,7 +173,7 @@ class MeasuredRates:
         )
 
     def rates(self, isa: str) -> Rates:
-        """The measured rates, with the default values of the instruction set for the rest."""
+        """The measured rates, with the shipped values of the instruction set for the rest."""
         names = ("bytes_per_second", "flops_per_second", "narrow", "integer")
         return dataclasses.replace(shipped(isa), **{name: getattr(self, name) for name in names})
 
@@ -238,9 +239,8 @@ def kept_path(isa: str) -> Path | None:
 
     A version of hsd_jax that measures other rates has a file of its own.
     """
-    folder = kept_folder(FOLDER_VARIABLE, "rates")
     fields = [field.name for field in dataclasses.fields(MeasuredRates)]
-    return None if folder is None else folder / f"{sha256(device_name(), isa, *fields)[:16]}.json"
+    return kept_file(FOLDER_VARIABLE, "rates", device_name(), isa, *fields)
 
 
 def renewed(isa: str) -> MeasuredRates:
@@ -262,15 +262,14 @@ def _kept_or_measured(path: Path, isa: str) -> Rates:
             with filelock.FileLock(path.with_suffix(".lock"), timeout=30):
                 found = _read(path)
                 if found is None or found.is_stale:
-                    when = "once" if found is None else "again"
-                    print(f"hsd_jax measures the speed of this processor {when} (2 s)", file=sys.stderr, flush=True)
+                    print("hsd_jax measures the speed of this processor for 2 s", file=sys.stderr, flush=True)
                     now = measure_rates(isa)
                     found = now if found is None else found.confirmed(now)
                     _keep(path, found)
     except (OSError, filelock.Timeout) as error:
-        warnings.warn(f"{path}: rates cannot be kept ({error}); default rates are used", stacklevel=2)
-        return shipped(isa)
-    return found.rates(isa)
+        instead = "shipped" if found is None else "measured"
+        warnings.warn(f"{path}: rates cannot be kept ({error}); the {instead} ones are used", stacklevel=2)
+    return shipped(isa) if found is None else found.rates(isa)
 
 
 def _keep(path: Path, found: MeasuredRates) -> None:

@@ -21,7 +21,7 @@ from hsd_jax.host import sharding
 from hsd_jax.params import Params
 from hsd_jax.planning.costs import RoundCost
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
-from hsd_jax.planning.plan import candidates, plan_for
+from hsd_jax.planning.plan import plan_for, trees_of
 from hsd_jax.planning.simulate import accepted_lengths
 from hsd_jax.planning.texts import Texts
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
@@ -215,7 +215,7 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
 def default_trees(config: Any) -> list[TreeConfig]:
     """The candidates for a drafter: chains, and wide trees unless it drafts only chains."""
     shortest = min(SHORTEST_CHAIN, method_of(config).planning.max_depth(config))
-    return candidates(config, range(shortest, LONGEST_CHAIN + 1), WIDE_CANDIDATES)
+    return trees_of(config, range(shortest, LONGEST_CHAIN + 1), WIDE_CANDIDATES)
 
 
 def _several(value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ import jax
 
 from hsd_jax import settings
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
-from hsd_jax.host.files import check_new_folder, kept_folder, read_json, sha256, write_json
+from hsd_jax.host.files import check_new_folder, kept_file, read_json, write_json
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
 from hsd_jax.settings import Count, NotNegative, Temperature
@@ -49,7 +49,7 @@ class Conditions:
     """
 
     target: str
-    """Fingerprint of the target's weights; `drafter` is that of the drafter's."""
+    """Fingerprint of the target's weights. `drafter` is that of the drafter's weights and configuration."""
     drafter: str
     device: str
     mesh: str | None
@@ -236,8 +236,7 @@ class Tuned:
 
 def kept_path(conditions: Conditions) -> Path | None:
     """The file in which the record for these conditions is kept; None if records are not kept."""
-    folder = kept_folder(FOLDER_VARIABLE, "tuned")
-    return None if folder is None else folder / f"{sha256(repr(conditions))[:16]}.json"
+    return kept_file(FOLDER_VARIABLE, "tuned", repr(conditions))
 
 
 def check_keeping(params: Params) -> None:

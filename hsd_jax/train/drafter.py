@@ -33,7 +33,6 @@ from hsd_jax.config import (
     TreeNodes,
     TrunkConfig,
     check_window,
-    most_nodes,
 )
 from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, kinds_with, method_of
@@ -190,8 +189,7 @@ class EvalConfig(HeldOut):
 
     def tree(self, num_steps: int) -> TreeConfig:
         """The tree of the simulation. It is no deeper than the drafter."""
-        depth = min(self.depth, num_steps)
-        return TreeConfig(min(self.nodes, most_nodes(depth, self.width)), depth, self.width)
+        return TreeConfig.fitting(self.nodes, min(self.depth, num_steps), self.width)
 
 
 @settings.dataclass

@@ -1,6 +1,8 @@
 """Reads a recipe as the user gives it: the YAML file, the changes of --set and the section `paths`.
 
-It also writes the keys of a recipe as help text. Read next: `run.py`.
+It also writes the keys of a recipe as help text. The keys themselves are fields of the records of each section:
+`drafter.py`, `distill.py`, `target.py`, `data.py`, `features.py`, `loop.py`, `own_text.py`, and `HeldOut` here. Read
+next: `run.py`.
 """
 
 from __future__ import annotations

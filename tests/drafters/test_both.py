@@ -27,7 +27,7 @@ from hsd_jax.infer import worth
 from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.planning import costs, plan, rates
-from hsd_jax.planning.acceptance import profile_at
+from hsd_jax.planning.acceptance import profile_of
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, ModelOutput, RoundInputs
 
 BATCH, NODES, DEPTH, VALUES = 300, 9, 4, 3
@@ -390,9 +390,9 @@ def test_plans_are_those_of_the_base():
     setup = setups.setup("llama", "both")
     base = dataclasses.replace(setup.drafter_config.base, profile=(0.9, 0.8), sampled_profile=(0.7, 0.6))
     config = BothConfig(base)
-    for temperature in (0.0, 1.0):
-        assert profile_at(config, temperature) == profile_at(base, temperature)
-    assert plan.candidates(config) == plan.candidates(base)
+    for is_sampled in (False, True):
+        assert profile_of(config, is_sampled) == profile_of(base, is_sampled)
+    assert plan.trees_of(config) == plan.trees_of(base)
     shipped = rates.CPU_RATES["avx2"]
     seconds = [costs.CostModel(setup.config, c, shipped, 4, 4).drafting(1, setups.BEAM) for c in (base, config)]
     assert seconds[0] < seconds[1] < 1.5 * seconds[0] + 1e-3

@@ -8,10 +8,10 @@ import pytest
 from support import setups, toy
 
 import hsd_jax
-from hsd_jax.config import NO_REUSE, TreeConfig
+from hsd_jax.config import TreeConfig
 from hsd_jax.infer.sampling import warp
 from hsd_jax.kernels import native
-from hsd_jax.request import _decoder
+from hsd_jax.request import Drafting, _decoder
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import NO_PARENT, DrawScheme, SamplingParams
 
@@ -63,10 +63,8 @@ def test_lengths_within_a_bucket_compile_nothing():
     _decoder.cache_clear()
     for length, new in ((17, 20), (32, 32), (25, 17), (31, 1)):
         hsd_jax.decode(params, rng.integers(0, 16, length), max_new_tokens=new)
-    configs = (params.target_config, params.drafter_config, params.tree)
-    rule = {"accept": "match", "scheme": DrawScheme.COUPLED, "reuse": NO_REUSE, "lossy": None}
-    decoder = _decoder(
-        native.selected_isa(), *configs, params.matmul_precision, "float32", 1, mesh=None, **rule, drafter_mesh=None
-    )
+    drafting = Drafting(params.drafter_config, params.tree, "match", DrawScheme.COUPLED)
+    static = params.target_config, drafting, params.matmul_precision, "float32", 1, None
+    decoder = _decoder(native.selected_isa(), *static)
     assert _decoder.cache_info().misses == 1
     assert (decoder.prefill._cache_size(), decoder.loop._cache_size()) == (1, 1)

@@ -431,13 +431,13 @@ def model(skips_rows: bool = True, drafter=None, **rates) -> CostModel:
 
 
 def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainly_where_it_computes():
-    alone, crowd = (plan.best_plan(model(), batch, 512, 0.0) for batch in (1, 64))
+    alone, crowd = (plan.best_plan(model(), batch, 512, False) for batch in (1, 64))
     assert alone.tree is not None and crowd.tree is None and alone.is_adaptive
-    assert "1 row" in alone.reason and "plain" in str(crowd)
-    cold, warm = (plan.best_plan(model(), 1, 512, t).tree for t in (0.0, 1.0))
+    assert "1 greedy row" in alone.reason and "plain" in str(crowd)
+    cold, warm = (plan.best_plan(model(), 1, 512, is_sampled).tree for is_sampled in (False, True))
     assert warm.depth < cold.depth
-    assert plan.best_plan(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
-    wide = plan.best_plan(CostModel(**{**vars(model(False)), "rates": Rates(2e12, 3e14, 1e-8)}), 1, 512, 0.0)
+    assert plan.best_plan(model(), 2, 512, False).tree.depth <= alone.tree.depth
+    wide = plan.best_plan(CostModel(**{**vars(model(False)), "rates": Rates(2e12, 3e14, 1e-8)}), 1, 512, False)
     assert wide.tree.width > 1 and wide.tree.nodes >= 8
 
 
@@ -453,7 +453,7 @@ def test_sampled_rows_have_shallower_trees():
     """Their drafts are accepted less often; a deep tree of which most is left out would still have to be drafted."""
     shallower = 0
     for batch, context in itertools.product((1, 2, 4), (512, 4096)):
-        greedy, sampled = (plan.best_plan(model(), batch, context, temperature).tree for temperature in (0.0, 1.0))
+        greedy, sampled = (plan.best_plan(model(), batch, context, is_sampled).tree for is_sampled in (False, True))
         assert sampled is None or sampled.depth <= greedy.depth
         shallower += sampled is not None and sampled.depth < greedy.depth
     assert shallower > 1
@@ -467,15 +467,15 @@ def test_slots_behind_every_window_change_no_plan():
     for some, slots, seen in ((windowed, 200, 200), (windowed, 1000, 300), (mixed, 1000, 650), (model(), 1000, 1000)):
         assert float(some.attention(1, slots)) == pytest.approx(worth.FREE_NODES * seen * some.slot())
     gains = [
-        [some.reason.split(" times")[0] for some in (plan.best_plan(m, 2, c, 0.0) for c in (2048, 65536))]
+        [some.reason.split(" times")[0] for some in (plan.best_plan(m, 2, c, False) for c in (2048, 65536))]
         for m in (windowed, model())
     ]
     assert gains[0][0] == gains[0][1] and gains[1][0] != gains[1][1]
 
 
 def test_a_drafter_without_a_profile_starts_from_a_careful_one():
-    careful = acceptance.profile_at(toy.drafter_config(toy.target_config()), 0.0)
-    assert careful == acceptance.profile_at(LookupConfig(), 0.0) == acceptance.UNKNOWN_PROFILE[True]
+    careful = acceptance.profile_of(toy.drafter_config(toy.target_config()), False)
+    assert careful == acceptance.profile_of(LookupConfig(), False) == acceptance.UNKNOWN_PROFILE[True]
     assert worth.first_trust(False) < worth.first_trust(True) == 1.0
 
 
@@ -499,6 +499,6 @@ def test_a_tree_is_wide_where_drafts_often_fail_and_a_chain_where_they_seldom_do
         known = {"profile": (first, *[first + 0.05] * 6), "sampled_profile": (first,) * 7, "num_steps": 7, "rank": 128}
         drafter = toy.drafter_config(target, intermediate_size=1536, **known)
         tree = plan.best_plan(
-            CostModel(target, drafter, Rates(4e10, 1.8e11, 3e-6, skips_rows=True, narrow=1.8), 2, 2), 1, 512, 0.0
+            CostModel(target, drafter, Rates(4e10, 1.8e11, 3e-6, skips_rows=True, narrow=1.8), 2, 2), 1, 512, False
         ).tree
         assert (tree.width > 1) == is_wide, (first, tree)

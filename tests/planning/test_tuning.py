@@ -223,9 +223,9 @@ def test_default_trees_of_other_drafters():
     assert max(tree.width for tree in found) == 2 and max(tree.nodes for tree in found if tree.width == 1) == 16
     rescored = RescoredConfig(toy.drafter_config(toy.target_config()), arcs=2)
     for num in (1, 2):
-        shallow = plan.candidates(toy.drafter_config(toy.target_config(), num_steps=num))
+        shallow = plan.trees_of(toy.drafter_config(toy.target_config(), num_steps=num))
         assert shallow and max(tree.depth for tree in shallow) == num
-    for trees in (tuning.default_trees(rescored), plan.candidates(rescored)):
+    for trees in (tuning.default_trees(rescored), plan.trees_of(rescored)):
         assert max(tree.width for tree in trees) == 2
     for other in (LookupConfig(), SmallLMConfig(**vars(toy.target_config()))):
         assert {tree.width for tree in tuning.default_trees(other)} == {1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsd_jax.config import TreeConfig, trunk_numbers
+from hsd_jax.config import TreeConfig, weights_of_trunk
 from hsd_jax.drafters.eagle.config import EagleConfig
 from hsd_jax.drafters.eagle.draft import eagle_drafter
 from hsd_jax.drafters.eagle.weights import init_weights
@@ -15,7 +15,7 @@ from hsd_jax.models.unroll import unroll
 def drafting_seconds(costs: Any, config: EagleConfig, batch: int, tree: TreeConfig) -> float:
     """A trunk pass and a product with the head for every level."""
     rows = batch * tree.most_expanded
-    trunk, head = trunk_numbers(config), config.draft_vocab_size * config.hidden_size
+    trunk, head = weights_of_trunk(config), config.draft_vocab_size * config.hidden_size
     level = costs.product(trunk, rows) + costs.product(head, rows)
     return tree.depth * (float(level) + costs.layers(config) + 10 * costs.rates.operation_seconds)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsd_jax.config import RECURRENT, REUSES, TreeConfig, trunk_numbers
+from hsd_jax.config import RECURRENT, REUSES, TreeConfig, weights_of_trunk
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
 from hsd_jax.drafters.hidden.parts import parts
@@ -28,10 +28,10 @@ def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeCon
     small = costs.rates.operation_seconds
     per_pass = costs.layers(config)
     if config.trunk == RECURRENT:
-        states = tree.depth * (float(costs.product(trunk_numbers(config), batch)) + per_pass)
+        states = tree.depth * (float(costs.product(weights_of_trunk(config), batch)) + per_pass)
     else:
         rows = ROWS_PER_STATE * batch * tree.depth
-        states = float(costs.product(trunk_numbers(config), rows)) + per_pass + PARALLEL_OPERATIONS * small
+        states = float(costs.product(weights_of_trunk(config), rows)) + per_pass + PARALLEL_OPERATIONS * small
     logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth))
     bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded)
     level = LEVEL_OPERATIONS * small * (costs.rates.wide_levels if tree.width > 1 else 1.0)

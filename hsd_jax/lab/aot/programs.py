@@ -23,7 +23,7 @@ from hsd_jax.lab.aot.kinds import PLAIN, PREFILL, TRAIN
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, arranged
-from hsd_jax.request import make_decoder
+from hsd_jax.request import Drafting, make_decoder
 from hsd_jax.train.abstract import abstract_step
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.types import Limits, SamplingParams
@@ -112,20 +112,12 @@ def make_program(job: CompileJob, what: str, mesh: Mesh, platform: str) -> Progr
 
 
 def _of_decode(job: CompileJob, what: str, mesh: Mesh) -> Program:
-    params, is_plain = params_of(job, mesh), what == PLAIN
-    decoder = make_decoder(
-        params.target_config,
-        None if is_plain else params.drafter_config,
-        None if is_plain else job.tree,
-        None,
-        cache_lib.cache_dtype(DTYPE).name,
-        pad_rows=1,
-        mesh=_mesh_or_none(mesh),
-        accept="match",
-        scheme=RULES["match"].scheme,
-        reuse=job.reuse,
-    )
-    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
+    params, drafting = params_of(job, mesh), None
+    if what != PLAIN:
+        drafting = Drafting(params.drafter_config, job.tree, "match", RULES["match"].scheme, job.reuse)
+    dtype = cache_lib.cache_dtype(DTYPE).name
+    decoder = make_decoder(params.target_config, drafting, None, dtype, mesh=_mesh_or_none(mesh))
+    models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
     tokens, length, keys, limits, sampling = _rows_of_decode(job, mesh)
     prefilled, sizes = (models, tokens, length, keys, limits), {"capacity": job.slots, "max_tokens": job.slots + 1}
     state = jax.eval_shape(lambda *args: decoder.prefill(*args, **sizes), *prefilled)

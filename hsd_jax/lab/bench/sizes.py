@@ -26,7 +26,7 @@ from hsd_jax.lab.targets import read_target
 from hsd_jax.models.cache import cache_dtype, cache_of
 from hsd_jax.models.target import forward, init_target
 from hsd_jax.planning import rates
-from hsd_jax.planning.costs import language_model
+from hsd_jax.planning.costs import weights_of_language_model
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.types import RoundInputs, SamplingParams
 
@@ -82,7 +82,7 @@ def measure_size(name: str, rows: Sequence[int]) -> Size:
     }
     seconds = interleaved_medians(timers, REPEATS)
     draft = seconds.pop("draft")
-    return Size(name, language_model(config), seconds, draft)
+    return Size(name, weights_of_language_model(config), seconds, draft)
 
 
 def _a_pass(models: dict, config: ModelConfig, num: int) -> tuple[Any, dict, Any]:

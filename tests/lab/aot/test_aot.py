@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from support import toy
 
 from hsd_jax.cli.main import main
-from hsd_jax.config import TreeConfig, layer_numbers
+from hsd_jax.config import TreeConfig, weights_of_layer
 from hsd_jax.lab import targets
 from hsd_jax.lab.aot import devices, hlo, kinds, programs, report, transfers
 from hsd_jax.lab.random_models import usual_drafter
@@ -279,7 +279,7 @@ def test_the_shipped_targets_have_the_sizes_of_their_names():
     for name in targets.known_targets():
         config = targets.read_target(name)
         matrices = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
-        billions[name] = round((matrices + config.num_layers * layer_numbers(config)) / 1e9, 2)
+        billions[name] = round((matrices + config.num_layers * weights_of_layer(config)) / 1e9, 2)
     assert billions == {
         "gemma-3-4b": 3.88,
         "llama-3-70b": 70.55,
