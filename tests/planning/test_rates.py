@@ -21,6 +21,7 @@ from hsd_jax.lab.targets import read_target
 from hsd_jax.models.checkpoint import ASSETS
 from hsd_jax.planning import plan, rates
 from hsd_jax.planning.costs import CostModel
+from hsd_jax.planning.rates import Rates
 
 ISA = "avx2"
 
@@ -236,3 +237,31 @@ def test_the_rates_of_a_gpu_fit_the_rounds_of_an_h200(name, tree, rows, millisec
         shape = TreeConfig(*map(int, tree.split("x")))
         seconds = float(model.target_pass(rows * shape.nodes)) + model.drafting(rows, shape)
     assert 0.8 < 1e3 * seconds / milliseconds < 1.25, 1e3 * seconds
+
+
+ON_ZEN_4 = {  # ms of passes over rows of 128 tokens each (`hsd bench sizes`, session 32)
+    "demo": {1: 1.10, 2: 1.25, 4: 1.35, 6: 1.62, 8: 1.87, 12: 2.78, 16: 3.33},
+    "smollm2": {1: 9.54, 2: 11.09, 4: 11.92, 6: 12.74, 8: 14.21, 12: 19.25, 16: 23.15},
+}
+
+
+@pytest.mark.parametrize("name", ON_ZEN_4)
+def test_what_rows_cost_fits_the_passes_of_a_processor(name):
+    """What decides is a pass over several rows against one over one row."""
+    target = toy.target_config(**SMOLLM2) if name == "smollm2" else read_target(name)
+    drafter = read_drafter_config(ASSETS / name / "drafter")
+    measured = Rates(31.7e9, 160e9, 3e-6, skips_rows=True, narrow=1.7)  # on the same day
+    model = CostModel(target, drafter, measured, itemsize=2, drafter_itemsize=2)
+    seconds = {rows: float(model.target_pass(rows) + rows * model.attention(1, 128)) for rows in ON_ZEN_4[name]}
+    for rows, milliseconds in ON_ZEN_4[name].items():
+        over_one = milliseconds / ON_ZEN_4[name][1]
+        assert 0.84 < seconds[rows] / seconds[1] / over_one < 1.16, rows
+
+
+def test_the_call_of_a_timed_loop_is_not_taken_for_reading(monkeypatch):
+    """It takes 0.3 ms, a tenth of what reading all matrices takes."""
+    monkeypatch.setattr(
+        rates, "loop_timer", lambda run, models, inputs, iterations, *_: lambda: 3e-3 + 3e-4 / iterations
+    )
+    truth = 2 * rates.WEIGHTS * rates.WIDTH**2 / 3e-3
+    assert truth > rates.measure_rates("avx2").bytes_per_second > 0.97 * truth
