@@ -36,8 +36,8 @@ SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """The number of slots of the smallest caches (each next size has GROWTH times as many), and a divisor of the number of
 slots of all caches."""
 MOST_LOOKAHEAD = 16
-"""A round may write this number of slots beyond a row. It is the same for all chosen trees, so their caches have one
-size."""
+"""The number of slots that are reserved beyond a row for what a round writes. It is the same for all chosen trees, so
+their caches have one size."""
 LARGEST_FIRST = 2048
 """Caches of up to this number of slots have room for all tokens of a call from the start. Larger ones have room for the
 prompt and grow when they are full."""

@@ -198,7 +198,7 @@ class Session:
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
         setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
-        may_draft = speculate and params.drafter is not None and adaptive is not False
+        may_draft = speculation.speculate and speculation.adaptive in (None, True) and params.drafter is not None
         if setup.plan.tree is None and may_draft and rates_here(params.mesh is None).skips_rows:
             # Drafts may still pay while few slots are busy.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)

@@ -31,6 +31,7 @@ from hsd_jax.models import placement
 from hsd_jax.params import Params
 from hsd_jax.planning import plan as plan_lib
 from hsd_jax.planning.costs import CostModel
+from hsd_jax.planning.rates import CPU_RATES
 from hsd_jax.session import Session
 from hsd_jax.types import Limits
 
@@ -340,6 +341,23 @@ def test_a_row_without_tokens_ends_a_step(plain):
         none = session.admit([3, 4], 0)
         session.step()
         assert session.take(none).finish_reason == "length" and session.take(long).finish_reason is None
+
+
+@pytest.mark.parametrize(
+    "how, drafts",
+    [({}, True), ({"adaptive": True}, True), ({"adaptive": np.bool_(False)}, False), ({"speculate": False}, False)],
+)
+@pytest.mark.parametrize("skips_rows", [True, False])
+def test_a_session_whose_slots_decode_plainly_drafts_for_few_rows(monkeypatch, how, drafts, skips_rows):
+    params, _ = params_of("beam")
+    alone = plan_lib.Plan(TreeConfig.chain(2), is_adaptive=True, reason="alone")
+    monkeypatch.setattr(request_lib, "plan_for", lambda params, rows, *_: alone if rows == 1 else plan_lib.Plan(None))
+    monkeypatch.setattr(
+        session_lib, "rates_here", lambda has_kernels: dataclasses.replace(CPU_RATES["avx2"], skips_rows=skips_rows)
+    )
+    with Session(params, slots=4, **how) as session:
+        assert (session.plan.tree is not None) == (drafts and skips_rows)
+        assert session.plan.is_adaptive == (drafts and skips_rows)
 
 
 def test_few_rows_draft_where_their_batch_would():

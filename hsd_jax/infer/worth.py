@@ -25,8 +25,9 @@ STOP_MARGIN = 0.6
 """Drafting stops if it is slower than plain decoding by more than the fraction STOP_MARGIN / sqrt(n), because few
 rounds are a small sample: n is the number of remembered rounds times the number of unfinished rows."""
 PRICE = 0.6
-"""The share of the pass's seconds that the verified nodes have to earn. At 1 too many drafts were left out where they
-are accepted more often than their drafter says. No number is best everywhere (docs/history.md, session 32)."""
+"""Verified nodes have to earn this share of the seconds by which they lengthen the pass. At 1 too many drafts were left
+out where they are accepted more often than their drafter says. No number is best everywhere (docs/history.md, session
+32)."""
 FEWEST_ROUNDS = 6
 """The number of rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32

@@ -156,8 +156,8 @@ class MeasuredRates:
 
     @property
     def is_stale(self) -> bool:
-        """Whether to measure again. Other work that slows the memory evenly leaves no spread, so one measurement does
-        not do."""
+        """Whether to measure again. Other work that slows the memory evenly leaves no spread, so one measurement is no
+        proof."""
         return (self.is_busy or not self.is_confirmed) and time.time() - self.at > AGAIN_AFTER
 
     def confirmed(self, now: MeasuredRates) -> MeasuredRates:
@@ -268,8 +268,8 @@ def _kept_or_measured(path: Path, isa: str) -> Rates:
                     found = now if found is None else found.confirmed(now)
                     _keep(path, found)
     except (OSError, filelock.Timeout) as error:
-        instead = "shipped" if found is None else "measured"
-        warnings.warn(f"{path}: rates cannot be kept ({error}); the {instead} ones are used", stacklevel=2)
+        if found is None:
+            warnings.warn(f"{path}: rates cannot be kept ({error}); the shipped ones are used", stacklevel=2)
     return shipped(isa) if found is None else found.rates(isa)
 
 

@@ -1,4 +1,4 @@
-"""The record that `tune` makes: for calls of each size the fastest way to decode, and all candidates.
+"""A way to decode, and the record that `tune` makes: for calls of each size the fastest way, and all candidates.
 
 Records are kept in a folder of this user. `decode` finds them there by the fingerprints of both models and the name of
 the machine. A record may also be saved to a file. `planning/plan.py` reads records. Read next: `planning/tune.py`,
@@ -235,8 +235,12 @@ class Tuned:
 
 
 def kept_path(conditions: Conditions) -> Path | None:
-    """The file in which the record for these conditions is kept; None if records are not kept."""
-    return kept_file(FOLDER_VARIABLE, "tuned", repr(conditions))
+    """The file in which the record for these conditions is kept; None if records are not kept.
+
+    A version of hsd_jax whose choices have other fields has a file of its own.
+    """
+    fields = [field.name for field in dataclasses.fields(Choice)]
+    return kept_file(FOLDER_VARIABLE, "tuned", repr(conditions), *fields)
 
 
 def check_keeping(params: Params) -> None:

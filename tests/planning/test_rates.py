@@ -1,4 +1,4 @@
-"""Rates of the processor: measured once, kept, shared, and given up for the shipped ones where that fails."""
+"""Rates of the processor: measured, kept, shared, measured again, and the shipped ones where that fails."""
 
 from __future__ import annotations
 
@@ -138,8 +138,7 @@ def test_a_folder_that_takes_no_file_any_more_leaves_the_earlier_rates(folder, m
 
     monkeypatch.setattr(rates, "write_json", refuse)
     rates._kept_or_measured.cache_clear()
-    with pytest.warns(UserWarning, match=r"cannot be kept.*the measured ones"):
-        assert rates.rates_here(True).bytes_per_second == 5e10
+    assert rates.rates_here(True).bytes_per_second == 5e10  # and no warning, which would be an error here
 
 
 def test_processes_that_start_together_share_one_measurement(folder, measured, monkeypatch):
@@ -209,7 +208,9 @@ def test_rates_follow_from_the_timings(monkeypatch):
     assert (found.narrow, found.integer, found.spread, found.is_busy) == (2.0, 4.0, 0.3, True)
 
 
-SMOLLM2 = dict(hidden_size=576, num_layers=30, intermediate_size=1536, vocab_size=49152, num_heads=9, num_kv_heads=3)
+SMOLLM2 = dict(
+    hidden_size=576, num_layers=30, intermediate_size=1536, vocab_size=49152, num_heads=9, num_kv_heads=3, head_dim=64
+)
 ON_H200 = [
     # pair, tree, rows, ms of a round or, of Llama, of a pass (docs/accelerators.md)
     ("demo", None, 1, 0.133),
@@ -247,7 +248,7 @@ ON_ZEN_4 = {  # ms of passes over rows of 128 tokens each (`hsd bench sizes`, se
 
 @pytest.mark.parametrize("name", ON_ZEN_4)
 def test_what_rows_cost_fits_the_passes_of_a_processor(name):
-    """What decides is a pass over several rows against one over one row."""
+    """What decides is how much longer a pass over several rows takes than one over one row."""
     target = toy.target_config(**SMOLLM2) if name == "smollm2" else read_target(name)
     drafter = read_drafter_config(ASSETS / name / "drafter")
     measured = Rates(31.7e9, 160e9, 3e-6, skips_rows=True, narrow=1.7)  # on the same day
