@@ -172,18 +172,19 @@ def set_up(
     plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
     lossy, drafting, costs = Lossy.parse(asked.lossy, rule), None, None
     if plan.tree is not None:
-        own, reuse = params.drafter_config, ReuseConfig.parse(plan.reuse)
-        drafting = Drafting(own, plan.tree, rule, scheme, reuse, lossy, params.drafter_mesh)
-        if plan.is_adaptive:
-            ends_early = bool(asked.adaptive) and may_end_early(own, plan.tree)
-            trial = None if plan_rows == num_rows else capacity
-            costs = costs_of(CostModel.of(params), num_rows, plan.tree, ends_early, trial)
+        reuse = ReuseConfig.parse(plan.reuse)
+        drafting = Drafting(params.drafter_config, plan.tree, rule, scheme, reuse, lossy, params.drafter_mesh)
     dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
     pad_rows = asked.pad_rows if drafting is None else 1
     static = params.target_config, drafting, params.matmul_precision, dtype, pad_rows, params.mesh
+    decoder = _decoder(native.selected_isa(), *static)  # first of all, because it refuses what no drafter can grow
+    if plan.tree is not None and plan.is_adaptive:
+        ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
+        trial = None if plan_rows == num_rows else capacity
+        costs = costs_of(CostModel.of(params), num_rows, plan.tree, ends_early, trial)
     models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
     name = None if drafting is None or lossy is None else lossy.name
-    return Setup(_decoder(native.selected_isa(), *static), models, costs, plan, rule, scheme, name)
+    return Setup(decoder, models, costs, plan, rule, scheme, name)
 
 
 def _plan_and_rule(

@@ -166,10 +166,9 @@ class Session:
       max_len: largest length of a row in tokens, prompt included. None: `params.max_len`. It bounds the size of the
         caches, see `most_bytes`.
       tree: tree of every round; all its nodes are verified. None: `params.tree`. If that is None too, a tree is chosen
-        that should pay for greedy rows while all slots are busy. If no tree does, the CPU kernels take one that should
-        pay for a single row, and drafts are made only while few rows are busy; without them decoding is plain. In a
-        chosen tree only the drafts that pay for the current
-        rows are verified.
+        that should pay for greedy rows while all slots are busy. If none does, decoding is plain; with the CPU kernels
+        it is plain only while many rows are busy, and drafts are made in a tree that should pay for a single row. In a
+        chosen tree only the drafts that pay for the current rows are verified.
       accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. A session does not use records of
         `tune`, because they were measured on complete batches.
     Raises:

@@ -182,9 +182,8 @@ def select_nodes(
     # Nodes are counted in their order. Parents come first, so a node costs no less than its parent.
     attention = jnp.diff(_attention(costs, length[:, None], jnp.arange(num_nodes + 1)))
     is_root = tree.depth == 0
-    value = jnp.where(
-        tree.valid & live & ~is_root, survival(tree, control, costs) - speed * attention, -jnp.inf
-    ).ravel()
+    value = survival(tree, control, costs) - speed * attention
+    value = jnp.where(tree.valid & live & ~is_root, value, -jnp.inf).ravel()
     place = jnp.arange(len(value))
     # Compared all with all, because a sort is many launches on a GPU. Of equal nodes the first one is better, so a
     # parent is before its children.
