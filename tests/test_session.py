@@ -364,7 +364,7 @@ def test_few_rows_draft_where_their_batch_would():
     """Of the plans of greedy batches, up to the first without a tree; one row always has one."""
     params, _ = params_of("beam")
     model = CostModel.of(params)
-    costs = plan_lib.costs_of(model, 3, TreeConfig.chain(2), capacity_of_trial=512)
+    costs = plan_lib.costs_of(model, 3, TreeConfig.chain(2), slots_of_trial=512)
     tree_of = [plan_lib.best_plan(model, rows, 512, False).tree for rows in (1, 2, 3)]
     expected = [tree_of[0] is not None] + [all(tree_of[:num]) for num in (1, 2, 3)]
     assert np.asarray(costs.worth_trying).tolist() == expected

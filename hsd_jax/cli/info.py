@@ -63,6 +63,7 @@ def _rates() -> dict[str, str]:
     return {
         "processor": found.device,
         "reads weights": f"{ours.bytes_per_second / 1e9:.0f} GB/s (shipped {theirs.bytes_per_second / 1e9:.0f})",
+        "keeps in its cache": f"{ours.cached_bytes / 1e6:.0f} MB of the weights",
         "multiplies": f"{ours.flops_per_second / 1e9:.0f} GFLOP/s (shipped {theirs.flops_per_second / 1e9:.0f})",
         "with bfloat16 weights": f"{ours.narrow:.2f} times that (shipped {theirs.narrow:.2f})",
         "with int8 weights": f"{ours.integer:.2f} times that (shipped {theirs.integer:.2f})",

@@ -61,9 +61,9 @@ def on_base(
     def made(target_config: Any, config: Any, *args: Any, **options: Any) -> Drafter:
         return make(methods[config.base.kind], target_config, config, *args, **options)
 
-    def drafting_seconds(costs: Any, config: Any, batch: int, tree: TreeConfig) -> float:
-        own = of(config).drafting_seconds(costs, config.base, batch, tree)
-        return own + more_seconds(costs, config, batch, tree)
+    def drafting_seconds(costs: Any, config: Any, rows: int, tree: TreeConfig) -> float:
+        own = of(config).drafting_seconds(costs, config.base, rows, tree)
+        return own + more_seconds(costs, config, rows, tree)
 
     planning = Planning(
         drafting_seconds,

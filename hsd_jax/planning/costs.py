@@ -20,7 +20,7 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.worth import first_trust, slots_read
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.params import Params
-from hsd_jax.planning.acceptance import expected_tokens
+from hsd_jax.planning.acceptance import expected_tokens, profile_of_slowest
 from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
@@ -51,34 +51,39 @@ class CostModel:
             rates = dataclasses.replace(rates, integer=1.0)
         return cls(params.target_config, params.drafter_config, rates, size, drafter_size)
 
-    def product(self, numbers: float, rows: float | np.ndarray, itemsize: int | None = None) -> np.ndarray:
-        """Seconds to multiply rows with weights.
+    def product(
+        self, numbers: float, positions: float | np.ndarray, itemsize: int | None = None, cached_bytes: float = 0.0
+    ) -> np.ndarray:
+        """Seconds to multiply the states of positions with weights.
 
         Args:
           numbers: the number of weights.
-          rows: the number of rows, or an array of such numbers.
+          positions: their number, or an array of such numbers.
           itemsize: bytes of a weight; None: `drafter_itemsize`.
+          cached_bytes: bytes of the weights that need not be read from memory.
         """
-        rows = np.asarray(rows, float)
+        positions = np.asarray(positions, float)
         size = self.drafter_itemsize if itemsize is None else itemsize
-        num_bytes = numbers * size * np.where(rows > 1, self.rates.many_rows, 1.0)
-        flops = 2 * numbers * rows / {1: self.rates.integer, 2: self.rates.narrow}.get(size, 1.0)
-        return np.where(rows > 0, self.rates.seconds(num_bytes, flops), 0.0)
+        num_bytes = max(numbers * size - cached_bytes, 0.0) * np.where(positions > 1, self.rates.many_rows, 1.0)
+        flops = 2 * numbers * positions / {1: self.rates.integer, 2: self.rates.narrow}.get(size, 1.0)
+        return np.where(positions > 0, self.rates.seconds(num_bytes, flops), 0.0)
 
     def layers(self, config: Any) -> float:
         """Seconds of the small operations of one pass through the layers of a model."""
         return self.rates.layer_operations * config.num_layers * self.rates.operation_seconds
 
-    def drafter_pass(self, config: Any, rows: float) -> float:
+    def drafter_pass(self, config: Any, positions: float) -> float:
         """Seconds of a pass of a language model that drafts."""
-        return float(self.product(weights_of_language_model(config), rows)) + self.layers(config)
+        return float(self.product(weights_of_language_model(config), positions)) + self.layers(config)
 
-    def target_pass(self, rows: float | np.ndarray) -> np.ndarray:
-        """Seconds of a pass of the target over `rows` rows, without attention to the cache."""
-        rows, rates = np.asarray(rows, float), self.rates
-        of_layer = rates.row_operations * rows + rates.several_operations * (rows > 1)
+    def target_pass(self, positions: float | np.ndarray) -> np.ndarray:
+        """Seconds of a pass of the target over `positions` positions, without attention to the cache."""
+        positions, rates = np.asarray(positions, float), self.rates
+        of_layer = rates.row_operations * positions + rates.several_operations * (positions > 1)
         small = self.layers(self.target) + (self.target.num_layers * of_layer + 10) * rates.operation_seconds
-        return self.product(weights_of_language_model(self.target), rows, self.itemsize) + small
+        return (
+            self.product(weights_of_language_model(self.target), positions, self.itemsize, rates.cached_bytes) + small
+        )
 
     @property
     def windows(self) -> tuple[float, int]:
@@ -93,30 +98,37 @@ class CostModel:
         flops = 4 * c.num_heads * c.head_dim * c.num_layers
         return flops / (self.rates.attention_share * self.rates.flops_per_second)
 
-    def attention(self, num_nodes: int | np.ndarray, slots: float) -> np.ndarray:
+    def attention(self, num_nodes: int | np.ndarray, filled: float) -> np.ndarray:
         """Seconds of the attention of a row's nodes to the filled slots of its cache."""
-        return np.asarray(self.slot() * slots_read(num_nodes, slots, *self.windows))
+        return np.asarray(self.slot() * slots_read(num_nodes, filled, *self.windows))
 
-    def drafting(self, batch: int, tree: TreeConfig) -> float:
-        """Seconds to draft a tree for every row of a batch."""
-        return method_of(self.drafter).planning.drafting_seconds(self, self.drafter, batch, tree)
+    def drafting(self, rows: int, tree: TreeConfig) -> float:
+        """Seconds to draft a tree for each of `rows` rows."""
+        return method_of(self.drafter).planning.drafting_seconds(self, self.drafter, rows, tree)
 
-    def predicted_speed(self, batch: int, slots: float, tree: TreeConfig | None, profile: Sequence[float]) -> float:
-        """Predicted tokens per second of a batch, if the best number of nodes is verified.
+    def predicted_speed(
+        self, rows: int, filled: float, tree: TreeConfig | None, profile: Sequence[float], is_sampled: bool
+    ) -> float:
+        """Predicted tokens per second of a call, if the best number of nodes is verified.
+
+        The call lasts as long as its slowest row.
 
         Args:
-          slots: filled cache slots of each row.
+          rows: rows that are decoded at once.
+          filled: filled slots of the cache of each row.
           tree: the largest tree; None: plain decoding.
           profile: acceptance probabilities by depth.
+          is_sampled: whether the rows are sampled, else greedy.
         """
-        tokens = np.ones(1) if tree is None else expected_tokens(profile, tree)
-        verified = np.arange(1, len(tokens) + 1)
-        computed = verified if self.rates.skips_rows else np.full(len(verified), 1 if tree is None else tree.nodes)
-        seconds = self.target_pass(batch * computed) + batch * self.attention(verified, slots)
-        drafting = 0.0 if tree is None else self.drafting(batch, tree)
-        return float(np.max(batch * tokens / (seconds + drafting)))
+        tokens = np.ones(1) if tree is None else expected_tokens(profile_of_slowest(profile, rows), tree)
+        nodes = np.arange(1, len(tokens) + 1)
+        computed = nodes if self.rates.skips_rows else np.full(len(nodes), 1 if tree is None else tree.nodes)
+        seconds = self.target_pass(rows * computed) + rows * self.attention(nodes, filled)
+        drafting = 0.0 if tree is None else self.drafting(rows, tree)
+        noise = rows * computed * self.target.vocab_size * self.rates.noise_seconds if is_sampled else 0.0
+        return float(np.max(rows * tokens / (seconds + drafting + noise)))
 
-    def table(self, batch: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
+    def table(self, rows: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
         """The costs that the decode loop needs to decide which drafts to verify.
 
         Args:
@@ -127,8 +139,8 @@ class CostModel:
             """For each number of wanted rows from 0 to `most`: how many rows a pass computes."""
             return np.arange(most + 1) if self.rates.skips_rows else np.full(most + 1, most)
 
-        verify, plain = self.target_pass(computed(batch * tree.nodes)), self.target_pass(computed(batch))
-        draft = np.array([self.drafting(int(num), tree) for num in computed(batch)])
+        verify, plain = self.target_pass(computed(rows * tree.nodes)), self.target_pass(computed(rows))
+        draft = np.array([self.drafting(int(num), tree) for num in computed(rows)])
         trust = first_trust(method_of(self.drafter).planning.has_score)
         numbers = verify, plain, draft, self.slot(), *self.windows, trust, *([draft / tree.depth] if ends_early else [])
         return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +26,9 @@ from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.tuned import Choice, Tuned, Way, is_warm, kept
 from hsd_jax.types import Costs
 
-LEAST_PROMISE = 1.03
-"""The predicted speed of a chosen tree must be at least this many times that of plain decoding, for one row."""
-PROMISE_OF_ROWS = 0.03
-"""The further share for each doubling of the rows. Rows need different numbers of rounds, and a call lasts as long as
-its slowest row. Over 64 tokens that costs more than this, and over long answers less."""
+LEAST_PROMISE = 1.05
+"""The predicted speed of a chosen tree must be at least this many times that of plain decoding. Predicted ratios are
+right within about 5 per cent (docs/history.md, session 33)."""
 EQUALLY_GOOD = 0.98
 """Trees of one row whose predicted speed is at least this fraction of the best one count as equally good. The cost
 model is not more accurate than that."""
@@ -71,22 +68,22 @@ def trees_of(
 
 
 @functools.lru_cache(maxsize=256)
-def best_plan(model: CostModel, rows: int, capacity: int, is_sampled: bool) -> Plan:
+def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan:
     """The plan by the cost model and the drafter's profile.
 
     It is the fastest tree; for one row, the deepest of those that are about as fast. It is plain decoding if that tree
-    gains too little (LEAST_PROMISE, PROMISE_OF_ROWS).
+    gains too little (LEAST_PROMISE).
 
     Args:
       rows: of the program.
-      capacity: slots of the caches. All calls of these sizes have one plan.
+      slots: of the caches, for each row. All calls of these sizes have one plan.
       is_sampled: whether the calls are planned as sampled ones, else as greedy ones.
     """
 
     profile = profile_of(model.drafter, is_sampled)
 
     def speed(tree: TreeConfig | None) -> float:
-        return model.predicted_speed(rows, AVERAGE_FILL * capacity, tree, profile)
+        return model.predicted_speed(rows, AVERAGE_FILL * slots, tree, profile, is_sampled)
 
     trees = [tree for tree in trees_of(model.drafter) if tree.depth <= len(profile)]
     if not trees:
@@ -98,23 +95,23 @@ def best_plan(model: CostModel, rows: int, capacity: int, is_sampled: bool) -> P
     best = max((tree for tree in trees if speeds[tree] >= enough), key=lambda tree: tree.depth)
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
-    what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {capacity} slots"
-    if gain < LEAST_PROMISE * (1 + PROMISE_OF_ROWS * math.log2(rows)):
+    what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"
+    if gain < LEAST_PROMISE:
         reason = f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"
         return Plan(None, reason=reason)
     return Plan(best, is_adaptive=True, reason=f"should be {gain:.2f} times as fast as plain decoding ({what})")
 
 
-def plan_for(params: Params, rows: int, capacity: int, temperature: float, tuned: bool | Tuned = True) -> Plan:
+def plan_for(params: Params, rows: int, slots: int, temperature: float, tuned: bool | Tuned = True) -> Plan:
     """The plan of a call that names no tree. Calls of the same sizes share a plan and its programs.
 
     Args:
-      rows, capacity: rows and slots of the program.
+      rows, slots: of the program.
       temperature: the highest of all rows.
       tuned: a record, or whether to use the record that was kept for these params.
     """
     record = tuned if isinstance(tuned, Tuned) else kept(params) if tuned else None
-    choice = None if record is None else record.choice(rows, capacity, temperature)
+    choice = None if record is None else record.choice(rows, slots, temperature)
     if choice is not None and _can_grow(params, choice):
         size = f"for {choice.calls}"
         if choice.tree is None:
@@ -122,7 +119,7 @@ def plan_for(params: Params, rows: int, capacity: int, temperature: float, tuned
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
         return Plan(choice.tree, choice.reuse, choice.is_adaptive, reason)
     # All sampled calls are planned as at temperature 1, because each tree needs programs of its own.
-    return best_plan(CostModel.of(params), rows, capacity, is_warm(temperature))
+    return best_plan(CostModel.of(params), rows, slots, is_warm(temperature))
 
 
 def _can_grow(params: Params, choice: Choice) -> bool:
@@ -160,18 +157,18 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
 
 @functools.lru_cache(maxsize=256)
 def costs_of(
-    model: CostModel, rows: int, tree: TreeConfig, ends_early: bool = False, capacity_of_trial: int | None = None
+    model: CostModel, rows: int, tree: TreeConfig, ends_early: bool = False, slots_of_trial: int | None = None
 ) -> Costs:
     """The costs with which the decode loop decides whether drafts pay, on the device.
 
     Args:
       ends_early: whether chains may end early.
-      capacity_of_trial: slots of the caches, for a session that drafts only while few rows run. Drafts are tried with
+      slots_of_trial: slots of the caches, for a session that drafts only while few rows run. Drafts are tried with
         n rows if greedy batches of 1, 2, ... n rows would all get a tree. None: with any number of rows.
     """
     costs = model.table(rows, tree, ends_early)
-    if capacity_of_trial is None:
+    if slots_of_trial is None:
         return costs
-    plans = [best_plan(model, max(num, 1), capacity_of_trial, False) for num in range(rows + 1)]
+    plans = [best_plan(model, max(num, 1), slots_of_trial, False) for num in range(rows + 1)]
     has_tree = [plan.tree is not None for plan in plans]
     return dataclasses.replace(costs, worth_trying=jax.device_put(np.logical_and.accumulate(has_tree)))

@@ -20,11 +20,12 @@ import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from hsd_jax import settings
 from hsd_jax.host.files import kept_file, read_json, write_json
 from hsd_jax.kernels import int8, native, ops
-from hsd_jax.planning.timing import loop_timer
+from hsd_jax.planning.timing import interleaved, loop_timer
 from hsd_jax.planning.tuned import device_name, num_cores
 from hsd_jax.settings import Flag, NotNegative, Positive
 
@@ -60,6 +61,10 @@ class Rates:
     """How many times `flops_per_second` products reach if the weights have two bytes."""
     integer: float = 1.0
     """The same if the weights have one byte and the kernels round rows to 8 bits too (`int8.GroupedInt8`)."""
+    cached_bytes: float = 0.0
+    """Bytes of the target's weights that the processor's cache keeps from one pass to the next."""
+    noise_seconds: float = 0.0
+    """Seconds per token of the vocabulary that a sampled position takes longer than a greedy one."""
 
     def seconds(self, num_bytes: Any, flops: Any) -> Any:
         """Seconds to read `num_bytes` and compute `flops` at the same time.
@@ -71,10 +76,10 @@ class Rates:
 
 
 CPU_RATES = {  # of one core, by instruction set
-    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8, integer=4.0),
-    "avx512_vnni": Rates(24e9, 90e9, 3e-6, skips_rows=True, integer=4.0),
-    "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True, integer=1.7),
-    "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True, integer=2.2),
+    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8, integer=4.0, noise_seconds=3.4e-9),
+    "avx512_vnni": Rates(24e9, 90e9, 3e-6, skips_rows=True, integer=4.0, noise_seconds=3.4e-9),
+    "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True, integer=1.7, noise_seconds=3.4e-9),
+    "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True, integer=2.2, noise_seconds=3.4e-9),
     native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
 }
 DEVICE_RATES = {  # GPU: fitted to rounds on an H200 (docs/accelerators.md); TPU: never measured
@@ -115,13 +120,15 @@ def shipped(isa: str) -> Rates:
         rates,
         bytes_per_second=rates.bytes_per_second * min(cores, MOST_CORES),
         flops_per_second=rates.flops_per_second * cores,
+        noise_seconds=rates.noise_seconds / cores,
     )
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
-WEIGHTS, WIDTH = 48, 1024
-"""The number of matrices [WIDTH, WIDTH] that are read one after another: 96 MB in bfloat16, too much for a cache."""
+FEW, MANY, WIDTH = 24, 96, 1024
+"""Numbers of matrices [WIDTH, WIDTH] in bfloat16 that are read one after another: 48 and 192 MB. The difference tells
+the memory's speed, and what the first take less than that is what the cache has kept."""
 SMALL_WIDTH, ROWS = 512, 64
 """Sizes of the products whose weights the processor's cache holds."""
 TIMES = 15
@@ -137,13 +144,14 @@ class MeasuredRates:
 
     device: str
     bytes_per_second: Positive
+    cached_bytes: NotNegative
     flops_per_second: Positive
     narrow: Positive
     integer: Positive
-    """As in `Rates`, like `narrow`."""
+    """As in `Rates`, like all above."""
     spread: NotNegative
-    """The interquartile range of the timings divided by their median, the largest of the four kinds of
-    timings, in the last measurement."""
+    """The interquartile range of the timings divided by their median, the largest of all kinds of timings, in the last
+    measurement."""
     at: NotNegative
     """The time of the last measurement, in seconds since 1970."""
     is_confirmed: Flag = False
@@ -167,6 +175,7 @@ class MeasuredRates:
         return dataclasses.replace(
             now,
             bytes_per_second=max(self.bytes_per_second, now.bytes_per_second),
+            cached_bytes=max(self.cached_bytes, now.cached_bytes),
             flops_per_second=flops,
             narrow=most("narrow") / flops,
             integer=most("integer") / flops,
@@ -175,37 +184,39 @@ class MeasuredRates:
 
     def rates(self, isa: str) -> Rates:
         """The measured rates, with the shipped values of the instruction set for the rest."""
-        names = ("bytes_per_second", "flops_per_second", "narrow", "integer")
+        names = ("bytes_per_second", "cached_bytes", "flops_per_second", "narrow", "integer")
         return dataclasses.replace(shipped(isa), **{name: getattr(self, name) for name in names})
 
 
-def measure_rates(isa: str) -> MeasuredRates:
-    """Times products of the CPU kernels for a second or two.
-
-    Args:
-      isa: the instruction set that this process uses.
-    """
-    reading, spread_of_reading = _seconds(*_reading(), iterations=8)  # one is not long beside the call of the loop
+def measure_rates() -> MeasuredRates:
+    """Times products of the CPU kernels for a second or two."""
     kernel = jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH)
-    wide, spread_of_wide = _seconds(*_computing(kernel), iterations=32)
-    narrow, spread_of_narrow = wide, 0.0
-    if native.ISAS[isa].rounds_rows:
-        narrow, spread_of_narrow = _seconds(*_computing(kernel.astype(jnp.bfloat16)), iterations=32)
-    integer, spread_of_integer = _seconds(*_computing(int8.grouped(int8.quantize(kernel))), iterations=32)
+    weights = [jnp.full((WIDTH, WIDTH), 1e-3, jnp.bfloat16) + i for i in range(MANY)]
+    timers = {
+        "few": _reading(weights[:FEW], 16),  # one call of the loop takes about as long as reading 10 MB
+        "many": _reading(weights, 4),
+        "wide": _computing(kernel),
+        "narrow": _computing(kernel.astype(jnp.bfloat16)),
+        "integer": _computing(int8.grouped(int8.quantize(kernel))),
+    }
+    quartiles = {name: np.percentile(s, (25, 50, 75)) for name, s in interleaved(timers, TIMES).items()}
+    seconds = {name: float(middle) for name, (_, middle, _) in quartiles.items()}
+    of_one = 2 * WIDTH**2
+    bytes_per_second = (MANY - FEW) * of_one / max(seconds["many"] - seconds["few"], seconds["many"] / MANY)
     return MeasuredRates(
         device_name(),
-        bytes_per_second=WEIGHTS * WIDTH**2 * 2 / reading,
-        flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / wide,
-        narrow=wide / narrow,
-        integer=wide / integer,
-        spread=max(spread_of_reading, spread_of_wide, spread_of_narrow, spread_of_integer),
+        bytes_per_second=bytes_per_second,
+        cached_bytes=max(FEW * of_one - bytes_per_second * seconds["few"], 0.0),
+        flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / seconds["wide"],
+        narrow=seconds["wide"] / seconds["narrow"],
+        integer=seconds["wide"] / seconds["integer"],
+        spread=max(float((high - low) / middle) for low, middle, high in quartiles.values()),
         at=time.time(),
     )
 
 
-def _reading() -> tuple[Callable, dict, Any]:
-    """One row through many matrices, each as large as one of a layer."""
-    weights = [jnp.full((WIDTH, WIDTH), 1e-3, jnp.bfloat16) + i for i in range(WEIGHTS)]
+def _reading(weights: list[Array], iterations: int) -> Callable[[], float]:
+    """Times one row through many matrices, each as large as one of a layer."""
 
     def through(models, row):
         out = row
@@ -213,23 +224,14 @@ def _reading() -> tuple[Callable, dict, Any]:
             out = ops.matmul(out, weight) * 1e-3
         return out, row
 
-    return through, {"weights": weights}, jnp.ones((1, WIDTH))
+    return loop_timer(through, {"weights": weights}, jnp.ones((1, WIDTH)), iterations, None, True)
 
 
-def _computing(kernel: int8.Kernel) -> tuple[Callable, dict, Any]:
-    """Many rows through one matrix that the processor's cache holds."""
+def _computing(kernel: int8.Kernel) -> Callable[[], float]:
+    """Times many rows through one matrix that the processor's cache holds."""
     rows = jnp.ones((ROWS, SMALL_WIDTH))
-    return lambda models, rows: (ops.matmul(rows, models["weight"]), rows), {"weight": kernel}, rows
-
-
-def _seconds(run: Callable, models: dict, inputs: Any, iterations: int) -> tuple[float, float]:
-    """The median of TIMES timings, and their interquartile range divided by the median.
-
-    Two timings before them do not count.
-    """
-    timed = loop_timer(run, models, inputs, iterations, None, True)
-    low, middle, high = np.percentile([timed() for _ in range(TIMES + 2)][2:], (25, 50, 75))
-    return float(middle), float((high - low) / middle)
+    run = lambda models, rows: (ops.matmul(rows, models["weight"]), rows)  # noqa: E731
+    return loop_timer(run, {"weight": kernel}, rows, 32, None, True)
 
 
 # --- keeping ----------------------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def kept_path(isa: str) -> Path | None:
 
 def renewed(isa: str) -> MeasuredRates:
     """Measures the rates, and keeps them if rates are kept."""
-    found, path = measure_rates(isa), kept_path(isa)
+    found, path = measure_rates(), kept_path(isa)
     if path is not None:
         _keep(path, found)
     _kept_or_measured.cache_clear()
@@ -264,7 +266,7 @@ def _kept_or_measured(path: Path, isa: str) -> Rates:
                 found = _read(path)
                 if found is None or found.is_stale:
                     print("hsd_jax measures the speed of this processor for 2 s", file=sys.stderr, flush=True)
-                    now = measure_rates(isa)
+                    now = measure_rates()
                     found = now if found is None else found.confirmed(now)
                     _keep(path, found)
     except (OSError, filelock.Timeout) as error:

@@ -33,15 +33,20 @@ def loop_timer(
     return timed
 
 
-def interleaved_medians(timers: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, float]:
-    """The median of `repeats` timings of each timer, after one that compiles.
+def interleaved(timers: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, list[float]]:
+    """`repeats` timings of each timer, after one that compiles.
 
     The timers take turns, so that a change in the machine's speed affects all alike.
     """
     for timer in timers.values():
         timer()
     seconds = [{name: timer() for name, timer in timers.items()} for _ in range(repeats)]
-    return {name: statistics.median(s[name] for s in seconds) for name in timers}
+    return {name: [s[name] for s in seconds] for name in timers}
+
+
+def interleaved_medians(timers: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, float]:
+    """The medians of interleaved timings."""
+    return {name: statistics.median(seconds) for name, seconds in interleaved(timers, repeats).items()}
 
 
 def _repeated(run: Callable, iterations: int) -> Callable:

@@ -1,4 +1,4 @@
-"""Which drafts are verified, when the loop goes on plainly, and how a call is planned."""
+"""Which drafts are verified, and when the loop goes on plainly."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import calls, setups, toy
+from support import calls, setups
 from support.cases import cases
+from support.costs import cost_model
 
-from hsd_jax.config import FULL, SLIDING, TreeConfig
-from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.config import TreeConfig
 from hsd_jax.infer import worth
-from hsd_jax.planning import acceptance, plan
-from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.rates import Rates
 from hsd_jax.types import Costs, DraftTree, RoundInputs, Verdict
 
 CHAIN = TreeConfig(4, 3, 1)
@@ -159,7 +156,7 @@ def test_every_pass_pays_for_the_slots_it_reads():
 @pytest.mark.parametrize("shape", [TreeConfig(8, 7, 1), TreeConfig(8, 3, 3), TreeConfig(16, 3, 4)])
 def test_the_loop_predicts_the_seconds_that_the_plan_predicts(shape):
     """Also of a tree whose nodes are many and not deep: attention costs what the nodes of a row cost."""
-    costs_here, batch, slots = model(), 2, 700
+    costs_here, batch, slots = cost_model(), 2, 700
     num = shape.nodes
     depth = np.sort(np.minimum(np.arange(num), 1 + np.arange(num) % shape.depth))
     parents = np.array([-1, *(np.flatnonzero(depth == d - 1)[0] for d in depth[1:])])
@@ -309,7 +306,7 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
     """3 busy rows of 16 are judged as a batch of 3."""
     found = []
     for batch in (3, 16):
-        busy, priced = jnp.arange(batch) < 3, model().table(batch, TreeConfig.chain(5), True)
+        busy, priced = jnp.arange(batch) < 3, cost_model().table(batch, TreeConfig.chain(5), True)
         tree = DraftTree(
             jnp.zeros((batch, 6), jnp.int32),
             jnp.broadcast_to(jnp.arange(-1, 5), (batch, 6)),
@@ -323,9 +320,9 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
         found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-6)
-    of_all = model(skips_rows=False).table(16, TreeConfig.chain(5))
+    of_all = cost_model(skips_rows=False).table(16, TreeConfig.chain(5))
     assert len(set(of_all.draft_seconds.tolist())) == 1  # XLA computes every row
-    assert (np.diff(model().table(16, TreeConfig.chain(5)).draft_seconds) > 0).all()
+    assert (np.diff(cost_model().table(16, TreeConfig.chain(5)).draft_seconds) > 0).all()
 
 
 def decoded(proposer: str, priced: Costs, call: calls.Call, num_rounds: int = 2**30):
@@ -421,84 +418,3 @@ def test_nothing_compiles_anew_where_drafts_stop_paying():
     for prices in PAYS.values():
         call.run(decoder, setup.models, costs=costs_for("path_chain", call, **prices))
     assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
-
-
-def model(skips_rows: bool = True, drafter=None, **rates) -> CostModel:
-    target = toy.target_config(hidden_size=512, num_layers=6, intermediate_size=1408, vocab_size=4096)
-    known = {"profile": (0.9,) * 7, "sampled_profile": (0.7,) * 7, "num_steps": 7, "rank": 128}
-    drafter = drafter or toy.drafter_config(target, intermediate_size=1024, **known)
-    return CostModel(target, drafter, Rates(5e10, 1.6e11, 3e-6, skips_rows=skips_rows, **rates), 2, 2)
-
-
-def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainly_where_it_computes():
-    alone, crowd = (plan.best_plan(model(), batch, 512, False) for batch in (1, 64))
-    assert alone.tree is not None and crowd.tree is None and alone.is_adaptive
-    assert "1 greedy row" in alone.reason and "plain" in str(crowd)
-    cold, warm = (plan.best_plan(model(), 1, 512, is_sampled).tree for is_sampled in (False, True))
-    assert warm.depth < cold.depth
-    assert plan.best_plan(model(), 2, 512, False).tree.depth <= alone.tree.depth
-    wide = plan.best_plan(CostModel(**{**vars(model(False)), "rates": Rates(2e12, 3e14, 1e-8)}), 1, 512, False)
-    assert wide.tree.width > 1 and wide.tree.nodes >= 8
-
-
-def test_products_of_pairs_are_for_weights_of_two_bytes_alone():
-    """Many rows, so that a pass is bound by what it multiplies."""
-    fast, slow = (CostModel(**{**vars(model(narrow=narrow)), "itemsize": 4}) for narrow in (1.8, 1.0))
-    assert fast.target_pass(64) == slow.target_pass(64)  # float32
-    assert model(narrow=1.8).target_pass(64) < 0.65 * model().target_pass(64)
-    assert fast.product(1e7, 64) < 0.65 * slow.product(1e7, 64)  # a drafter in bfloat16 beside it
-
-
-def test_sampled_rows_have_shallower_trees():
-    """Their drafts are accepted less often; a deep tree of which most is left out would still have to be drafted."""
-    shallower = 0
-    for batch, context in itertools.product((1, 2, 4), (512, 4096)):
-        greedy, sampled = (plan.best_plan(model(), batch, context, is_sampled).tree for is_sampled in (False, True))
-        assert sampled is None or sampled.depth <= greedy.depth
-        shallower += sampled is not None and sampled.depth < greedy.depth
-    assert shallower > 1
-
-
-def test_slots_behind_every_window_change_no_plan():
-    known = vars(model())
-    target = dataclasses.replace(known["target"], sliding_window=300, layer_types=(SLIDING,) * 6)
-    windowed = CostModel(**known | {"target": target})
-    mixed = CostModel(**known | {"target": dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)})
-    for some, slots, seen in ((windowed, 200, 200), (windowed, 1000, 300), (mixed, 1000, 650), (model(), 1000, 1000)):
-        assert float(some.attention(1, slots)) == pytest.approx(worth.FREE_NODES * seen * some.slot())
-    gains = [
-        [some.reason.split(" times")[0] for some in (plan.best_plan(m, 2, c, False) for c in (2048, 65536))]
-        for m in (windowed, model())
-    ]
-    assert gains[0][0] == gains[0][1] and gains[1][0] != gains[1][1]
-
-
-def test_a_drafter_without_a_profile_starts_from_a_careful_one():
-    careful = acceptance.profile_of(toy.drafter_config(toy.target_config()), False)
-    assert careful == acceptance.profile_of(LookupConfig(), False) == acceptance.UNKNOWN_PROFILE[True]
-    assert worth.first_trust(False) < worth.first_trust(True) == 1.0
-
-
-def test_expected_tokens_are_those_of_a_chain():
-    found = acceptance.expected_tokens((0.5, 0.5, 0.5), CHAIN)
-    np.testing.assert_allclose(found, [1, 1.5, 1.75, 1.875])
-
-
-def test_expected_tokens_of_a_tree():
-    """Half of the likeliest children are right, 1 - 0.5^1.5 of two; below the second one both shares shrink."""
-    second = 0.5 - 0.5**1.5
-    found = acceptance.expected_tokens((0.5, 0.5), TreeConfig(7, 2, 2))
-    np.testing.assert_allclose(np.diff(found), [0.5, 0.25, second, second / 2, second / 2, second**2])
-    assert acceptance.expected_tokens((0.5,), TreeConfig(2, 1, 1)).tolist() == [1.0, 1.5]
-
-
-def test_a_tree_is_wide_where_drafts_often_fail_and_a_chain_where_they_seldom_do():
-    """Sizes of SmolLM2 and its drafter, which is right in half of its places, on kernels where rows are cheap."""
-    target = toy.target_config(hidden_size=576, num_layers=30, intermediate_size=1536, vocab_size=49152)
-    for first, is_wide in ((0.45, True), (0.9, False)):
-        known = {"profile": (first, *[first + 0.05] * 6), "sampled_profile": (first,) * 7, "num_steps": 7, "rank": 128}
-        drafter = toy.drafter_config(target, intermediate_size=1536, **known)
-        tree = plan.best_plan(
-            CostModel(target, drafter, Rates(4e10, 1.8e11, 3e-6, skips_rows=True, narrow=1.8), 2, 2), 1, 512, False
-        ).tree
-        assert (tree.width > 1) == is_wide, (first, tree)

@@ -9,7 +9,7 @@ import pytest
 from oracles import hierarchy as oracle
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.planning.acceptance import acceptance_giving, accumulated, chain_distribution, expected_tokens, mean, mixed
+from hsd_jax.planning.acceptance import accumulated, chain_distribution
 from hsd_jax.planning.hierarchy import (
     Hierarchy,
     RoundParts,
@@ -195,20 +195,6 @@ def test_a_replay_is_a_simulation_where_places_differ(lengths):
         count = rng.choice(list(law), p=list(law.values()))
         spent, written = spent + seconds[1](have) + 0.3 * (count == have + 1), written + count
     assert abs(found.latency / (spent / written) - 1) < 0.02
-
-
-def test_the_tokens_of_a_chain():
-    """By its law as by its tree; and the acceptance from them, the same everywhere."""
-    assert chain_distribution([1.0] * 3) == {1: 0.0, 2: 0.0, 3: 0.0, 4: 1.0}
-    profile = [0.9, 0.5, 0.7]
-    assert mean(chain_distribution(profile)) == pytest.approx(expected_tokens(profile, TreeConfig.chain(3))[-1])
-    assert mean(chain_distribution(profile)) == pytest.approx(1 + 0.9 + 0.9 * 0.5 + 0.9 * 0.5 * 0.7)
-    tokens = [mean(chain_distribution([0.6] * n)) for n in (2, 3, 5)]
-    assert tokens[2] == pytest.approx((1 - 0.6**6) / 0.4)
-    assert acceptance_giving(tokens[2], 5) == pytest.approx(0.6)
-    assert acceptance_giving(6.0, 5) == pytest.approx(1.0) and acceptance_giving(1.0, 5) == pytest.approx(0.0)
-    either = mixed({2: 0.5, 3: 0.5}, lambda drafts: chain_distribution([0.6] * drafts))
-    assert mean(either) == pytest.approx((tokens[0] + tokens[1]) / 2)
 
 
 def test_a_replay_is_made_of_parts():

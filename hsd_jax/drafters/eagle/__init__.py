@@ -12,11 +12,11 @@ from hsd_jax.drafters.method import DraftingMethod, Training, planning_of_traine
 from hsd_jax.models.unroll import unroll
 
 
-def drafting_seconds(costs: Any, config: EagleConfig, batch: int, tree: TreeConfig) -> float:
+def drafting_seconds(costs: Any, config: EagleConfig, rows: int, tree: TreeConfig) -> float:
     """A trunk pass and a product with the head for every level."""
-    rows = batch * tree.most_expanded
+    positions = rows * tree.most_expanded
     trunk, head = weights_of_trunk(config), config.draft_vocab_size * config.hidden_size
-    level = costs.product(trunk, rows) + costs.product(head, rows)
+    level = costs.product(trunk, positions) + costs.product(head, positions)
     return tree.depth * (float(level) + costs.layers(config) + 10 * costs.rates.operation_seconds)
 
 

@@ -14,10 +14,10 @@ from hsd_jax.drafters.rescored.draft import rescored_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 
 
-def scoring_seconds(costs: Any, config: RescoredConfig, batch: int, tree: TreeConfig) -> float:
+def scoring_seconds(costs: Any, config: RescoredConfig, rows: int, tree: TreeConfig) -> float:
     """Seconds of scoring: for a small language model those of drafting such a tree, else a few operations per level."""
     if isinstance(config.scorer, SmallLMConfig):
-        return small_lm.drafting_seconds(costs, config.scorer, batch, tree)
+        return small_lm.drafting_seconds(costs, config.scorer, rows, tree)
     return 40 * tree.depth * costs.rates.operation_seconds
 
 

@@ -127,7 +127,7 @@ def run(names: Sequence[str], rows: Sequence[int], taus: Sequence[float], path: 
     for name in names:
         read_target(name)
     isa = rates.isa_here(True)
-    machine = None if isa is None else dataclasses.asdict(rates.measure_rates(isa))
+    machine = None if isa is None else dataclasses.asdict(rates.measure_rates())
     record: dict[str, Any] = {"hardware": hardware(), "level": isa, "machine": machine, "rows": list(rows)}
     record |= {"taus": list(taus), "tree": TREE.name, "sizes": []}
     for name in names:
