@@ -34,14 +34,17 @@ def test_figures_follow_from_the_timings():
 def test_the_command_measures_and_writes(shape, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sizes, "ITERATIONS", 1)
     monkeypatch.setattr(sizes, "REPEATS", 1)
-    monkeypatch.setattr(rates, "isa_here", lambda has_kernels: None)
+    monkeypatch.setattr(rates, "isa_here", lambda has_kernels: "avx2")
+    found = rates.MeasuredRates("a processor", 5e10, 9e6, 3e11, 1.5, 4.5, 0.01, 0.0)
+    monkeypatch.setattr(rates, "measure_rates", lambda: found)
     out = tmp_path / "sizes"
     assert hsd("bench", "sizes", "--shapes", shape, "--rows", "1,2", "--taus", "2", "--out", out) == 0
     record = json.loads((out / "sizes.json").read_text())
     (size,) = record["sizes"]
     assert set(size["pass_seconds"]) == {"1", "2", "8"} and all(x > 0 for x in size["pass_seconds"].values())
     assert size["tokens_per_second"]["2"] == pytest.approx(2 / (size["draft_seconds"] + size["pass_seconds"]["8"]))
-    assert "| 2 rows over 1 |" in (out / "sizes.md").read_text() and "tau 2" in capsys.readouterr().out
+    text = (out / "sizes.md").read_text()
+    assert "| 2 rows over 1 |" in text and "50 GB/s, 450 GFLOP/s in bfloat16" in text and "tau 2" in capsys.readouterr().out
 
 
 def test_a_shape_that_is_none_is_named_before_anything_is_measured(shape, tmp_path, monkeypatch, capsys):
