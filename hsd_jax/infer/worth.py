@@ -24,10 +24,9 @@ PRIOR_DRAFTS = 4.0
 STOP_MARGIN = 0.6
 """Drafting stops if it is slower than plain decoding by more than the fraction STOP_MARGIN / sqrt(n), because few
 rounds are a small sample: n is the number of remembered rounds times the number of unfinished rows."""
-PRICE = 0.6
-"""Verified nodes have to earn this share of the seconds by which they lengthen the pass. At 1 too many drafts were left
-out where they are accepted more often than their drafter says. No number is best everywhere (docs/history.md, session
-32)."""
+SHARE_OF_PRICE = 0.6
+"""Verified nodes have to earn this share of the price of a longer pass. At 1 too many drafts were left out where they
+are accepted more often than their drafter says. No number is best everywhere (docs/history.md, session 32)."""
 FEWEST_ROUNDS = 6
 """The number of rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -170,7 +169,7 @@ def select_nodes(
 
     A second is worth the tokens that the rounds so far gave in one (Dinkelbach 1967). The value of a node is its chance
     to be accepted, less the seconds of its attention. The nodes of all rows are ranked by it. The best ones are kept,
-    as many as give the largest sum of values, less PRICE times the seconds that they add to the pass. With a PRICE of 1
+    as many as give the largest sum of values, less SHARE_OF_PRICE times the price of a longer pass. With a share of 1
     the choice approaches the best ratio of tokens to seconds from round to round. A node is never likelier or cheaper
     than its parent and comes after it, so the kept nodes include all their ancestors.
 
@@ -191,7 +190,7 @@ def select_nodes(
     rank = jnp.sum(is_before, 0)
     up_to_here = jnp.sum(jnp.where(is_before, value[:, None], 0.0), 0) + value
     seconds = costs.pass_seconds[jnp.minimum(num_live + rank + 1, len(value))]
-    gain = up_to_here - PRICE * speed * (seconds - costs.pass_seconds[num_live])
+    gain = up_to_here - SHARE_OF_PRICE * speed * (seconds - costs.pass_seconds[num_live])
     best = jnp.maximum(jnp.max(gain), 0.0)
     # Of equally good numbers the largest. A compiler may compute `gain` twice and round it in two ways.
     pays = (rank <= jnp.max(jnp.where(gain >= best - 1e-5, rank, -1))).reshape(tree.valid.shape)

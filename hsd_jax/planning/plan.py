@@ -29,9 +29,9 @@ from hsd_jax.types import Costs
 LEAST_PROMISE = 1.05
 """The predicted speed of a chosen tree must be at least this many times that of plain decoding. Predicted ratios are
 right within about 5 per cent (docs/history.md, session 33)."""
-EQUALLY_GOOD = 0.98
-"""Trees of one row whose predicted speed is at least this fraction of the best one count as equally good. The cost
-model is not more accurate than that."""
+EQUALLY_GOOD = 0.985
+"""Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest is
+chosen, because a round can drop drafts that do not pay, but not add levels."""
 AVERAGE_FILL = 1 / 4
 """The share of the slots of a cache that is filled on average during a call. Caches grow by a factor of four."""
 PLANNED_CHAINS = range(1, 8)
@@ -71,7 +71,7 @@ def trees_of(
 def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan:
     """The plan by the cost model and the drafter's profile.
 
-    It is the fastest tree; for one row, the deepest of those that are about as fast. It is plain decoding if that tree
+    It is the deepest of the trees that are about as fast as the fastest (EQUALLY_GOOD), or plain decoding if that tree
     gains too little (LEAST_PROMISE).
 
     Args:
@@ -89,9 +89,7 @@ def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan
     if not trees:
         return Plan(None, reason="this drafter can grow none of the trees that are considered")
     speeds = {tree: speed(tree) for tree in trees}
-    # Of the trees that count as equally good, the deepest: a round can drop drafts that do not pay, but not add levels.
-    # For several rows deeper trees were slower, so theirs is the fastest.
-    enough = max(speeds.values()) * (EQUALLY_GOOD if rows == 1 else 1.0)
+    enough = EQUALLY_GOOD * max(speeds.values())
     best = max((tree for tree in trees if speeds[tree] >= enough), key=lambda tree: tree.depth)
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"

@@ -125,13 +125,6 @@ class Calls:
     seed: int
     report: Callable[[str], None]
 
-    def mode(self, way: Candidate) -> Mode:
-        """A candidate as a `Mode`, which can be timed."""
-        if way.tree is None:
-            return Mode(way.name, self.params)
-        tuned = way.is_adaptive and Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
-        return Mode(way.name, self.params, Speculation(way.tree, reuse=way.reuse, tuned=tuned))
-
     def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
         size = {"rows": self.rows, "slots": self.slots, "temperature": self.temperature}
         return Choice(way.tree, way.reuse, way.is_adaptive, **size, speedup=speedup, table=tuple(table))
@@ -143,7 +136,7 @@ class Calls:
           The runs, and the candidates with their measurements, plain decoding first.
         """
         ways = [Candidate(None), *ways]
-        modes = [self.mode(way) for way in ways]
+        modes = [Mode.of_choice(way.name, self.params, self.choice(way, 1.0)) for way in ways]
         self.report(f"measuring {', '.join(mode.name for mode in modes)}")
         runs = time_modes(
             modes,

@@ -179,10 +179,6 @@ class Tuned:
     def __str__(self) -> str:
         return "\n".join(map(str, self.choices))
 
-    def only(self, choice: Choice) -> Tuned:
-        """A record with this choice alone."""
-        return dataclasses.replace(self, choices=(choice,))
-
     def joined(self, older: Tuned | None) -> Tuned:
         """This record, with the choices of an older record for other sizes added."""
         if older is None:

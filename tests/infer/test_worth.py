@@ -35,7 +35,7 @@ def selecting(price: float):
 def select_nodes(*args):
     """`worth.select_nodes` as one program at the price of the test: operation by operation it takes several times as
     long."""
-    return selecting(worth.PRICE)(*args)
+    return selecting(worth.SHARE_OF_PRICE)(*args)
 
 
 after_round = jax.jit(worth.after_round)
@@ -55,7 +55,7 @@ def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
 
 @pytest.fixture
 def full_price(monkeypatch):
-    monkeypatch.setattr(worth, "PRICE", 1.0)
+    monkeypatch.setattr(worth, "SHARE_OF_PRICE", 1.0)
 
 
 @pytest.mark.parametrize("tile", [1, 4])
@@ -106,7 +106,7 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
     assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
     assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
     before = counts(poor, priced, short)
-    monkeypatch.setattr(worth, "PRICE", 0.1)  # the same drafts, had they to reach a tenth of their price
+    monkeypatch.setattr(worth, "SHARE_OF_PRICE", 0.1)  # the same drafts, had they to reach a tenth of their price
     assert counts(poor, priced, short)[1] > before[1]
 
 

@@ -570,14 +570,15 @@ def test_bench_measures_the_ways_of_a_record(folders, record, monkeypatch):
     found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
     whole, adaptive = methods.tuned_modes(params, found, 0.0, "x.json")
     assert (whole.name, whole.how) == ("tree 3x2x1 skip:2", Speculation(SMALL, reuse="skip:2", tuned=False))
-    assert (adaptive.name, adaptive.how) == ("tree up to 5x4x1", Speculation(CHAIN, tuned=found.only(part)))
+    alone = make_record(params, part)
+    assert (adaptive.name, adaptive.how) == ("tree up to 5x4x1", Speculation(CHAIN, tuned=alone))
     asked = []
     monkeypatch.setattr(
         measure.api, "decode", lambda *_, **settings: asked.append((settings["tree"], settings["tuned"]))
     )
     for mode in (whole, adaptive):
         mode.decode([[1, 2]], [0], 4, 0.0)
-    assert asked == [(SMALL, False), (None, found.only(part))]  # a tree that was named would be verified whole
+    assert asked == [(SMALL, False), (None, alone)]  # a tree that was named would be verified whole
     with pytest.raises(ValueError, match=r"x\.json.*temperature"):
         methods.tuned_modes(params, found, 1.0, "x.json")
 

@@ -153,21 +153,18 @@ def without_token_info(params: Params) -> Params:
     return dataclasses.replace(params, drafter=drafter | {"injector": injector})
 
 
-def tuned_modes(params: Params, record: Any, temperature: float, name: str) -> list[Mode]:
+def tuned_modes(params: Params, record: Any, temperature: float, path: str) -> list[Mode]:
     """The modes that a record of `hsd tune` chose for single rows at this temperature, with caches of any length.
 
     Raises:
-      ValueError: with the `name` of the record, if it chose no drafting.
+      ValueError: with the `path` of the record, if it chose no drafting.
     """
     found = record.alike(1, temperature)
     drafting = {choice.name: choice for choice in found if choice.tree is not None}
     if not drafting:
         what = "plain decoding was the fastest" if found else "it has no record of single rows at this temperature"
-        raise ValueError(f"--tuned {name}: {what}; there is nothing to compare plain decoding with")
-    return [
-        Mode(f"tree {way}", params, Speculation(c.tree, reuse=c.reuse, tuned=c.is_adaptive and record.only(c)))
-        for way, c in drafting.items()
-    ]
+        raise ValueError(f"--tuned {path}: {what}; there is nothing to compare plain decoding with")
+    return [Mode.of_choice(f"tree {name}", params, choice) for name, choice in drafting.items()]
 
 
 def plain_variants(params: Params, load: Callable[[str], Any]) -> list[Mode]:
