@@ -216,17 +216,17 @@ def _attention(costs: Costs, length: Int[Array, "..."], num_nodes: Array) -> Flo
     return costs.slot_seconds * slots_read(nodes, slots, costs.windowed_share, costs.window)
 
 
-def slots_read(num_nodes: Any, slots: Any, windowed_share: Any, window: Any) -> Any:
+def slots_read(num_nodes: Any, filled: Any, windowed_share: Any, window: Any) -> Any:
     """The number of cache slots that attention reads for all nodes of a row, on average over the layers.
 
     Both the plan and the loop use it, so the arguments are numbers, NumPy arrays or arrays of a program.
 
     Args:
       num_nodes: nodes of the row, the root included.
-      slots: filled slots of its cache.
+      filled: filled slots of its cache.
       windowed_share, window: as in `Costs`.
     """
-    seen_by_a_node = slots - windowed_share * _positive(slots - window)
+    seen_by_a_node = filled - windowed_share * _positive(filled - window)
     return (FREE_NODES + _positive(num_nodes - FREE_NODES)) * seen_by_a_node
 
 

@@ -37,7 +37,8 @@ def profile_of(config: Any, is_sampled: bool) -> tuple[float, ...]:
 def profile_of_slowest(profile: Sequence[float], rows: int) -> tuple[float, ...]:
     """The profile of that one of `rows` texts which accepts least.
 
-    A call lasts as long as its slowest row. The least of several normal numbers is given by Blom's formula.
+    A call lasts as long as its slowest row. Blom's formula (1958) gives about the mean of the least of several normal
+    numbers.
     """
     factor = math.exp(-SPREAD_OF_TEXTS * NormalDist().inv_cdf((rows - 3 / 8) / (rows + 1 / 4)))
     return tuple(a * factor / (1 - a + a * factor) for a in profile)

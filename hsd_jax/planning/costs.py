@@ -114,7 +114,7 @@ class CostModel:
         The call lasts as long as its slowest row.
 
         Args:
-          rows: rows that are decoded at once.
+          rows: rows of the program. Padding rows count as texts, so a call of five rows is planned like one of eight.
           filled: filled slots of the cache of each row.
           tree: the largest tree; None: plain decoding.
           profile: acceptance probabilities by depth.
@@ -125,18 +125,20 @@ class CostModel:
         computed = nodes if self.rates.skips_rows else np.full(len(nodes), 1 if tree is None else tree.nodes)
         seconds = self.target_pass(rows * computed) + rows * self.attention(nodes, filled)
         drafting = 0.0 if tree is None else self.drafting(rows, tree)
-        noise = rows * computed * self.target.vocab_size * self.rates.noise_seconds if is_sampled else 0.0
+        positions = rows * (1 if tree is None else tree.depth + 1)  # all have noise, whatever is verified
+        noise = positions * self.target.vocab_size * self.rates.noise_seconds if is_sampled else 0.0
         return float(np.max(rows * tokens / (seconds + drafting + noise)))
 
     def table(self, rows: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
-        """The costs that the decode loop needs to decide which drafts to verify.
+        """The costs that the decode loop needs to decide which drafts to verify. They are those of greedy rows: the
+        noise of sampled ones is left out.
 
         Args:
           ends_early: whether chains may end early.
         """
 
         def computed(most: int) -> np.ndarray:
-            """For each number of wanted rows from 0 to `most`: how many rows a pass computes."""
+            """For each number of wanted positions or rows from 0 to `most`: how many are computed."""
             return np.arange(most + 1) if self.rates.skips_rows else np.full(most + 1, most)
 
         verify, plain = self.target_pass(computed(rows * tree.nodes)), self.target_pass(computed(rows))

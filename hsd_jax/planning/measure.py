@@ -50,7 +50,7 @@ class Mode:
 
     @classmethod
     def of_choice(cls, name: str, params: Any, choice: Choice) -> Mode:
-        """The calls that `decode` makes where `tune` made this choice."""
+        """The mode that decodes as `decode` does with this choice of `tune`."""
         if choice.tree is None:
             return cls(name, params)
         tuned = choice.is_adaptive and Tuned(Conditions.of(params), (choice,))

@@ -27,8 +27,8 @@ from hsd_jax.planning.tuned import Choice, Tuned, Way, is_warm, kept
 from hsd_jax.types import Costs
 
 LEAST_PROMISE = 1.05
-"""The predicted speed of a chosen tree must be at least this many times that of plain decoding. Predicted ratios are
-right within about 5 per cent (docs/history.md, session 33)."""
+"""The predicted speed of a chosen tree must be at least this many times that of plain decoding. The ratios
+of short chains were predicted within about 5 per cent on one kind of processor (docs/history.md, session 33)."""
 EQUALLY_GOOD = 0.985
 """Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest is
 chosen, because a round can drop drafts that do not pay, but not add levels."""
@@ -90,7 +90,7 @@ def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan
         return Plan(None, reason="this drafter can grow none of the trees that are considered")
     speeds = {tree: speed(tree) for tree in trees}
     enough = EQUALLY_GOOD * max(speeds.values())
-    best = max((tree for tree in trees if speeds[tree] >= enough), key=lambda tree: tree.depth)
+    best = max((tree for tree in trees if speeds[tree] >= enough), key=lambda tree: (tree.depth, speeds[tree]))
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"

@@ -44,17 +44,17 @@ class Rates:
     layer_operations: float = 8
     """The number of small operations of a pass in each layer."""
     row_operations: float = 1.5
-    """Small operations per row of a pass, in each layer. On a GPU a launch takes almost as long for many rows as for
-    one."""
+    """Small operations per position of a pass, in each layer. On a GPU a launch takes almost as long for many positions
+    as for one."""
     several_operations: float = 0.0
-    """The number of further small operations in each layer if a pass has several rows."""
+    """The number of further small operations in each layer if a pass has several positions."""
     wide_levels: float = 1.0
     """The time of a wide tree's level divided by that of a chain's, small operations only. Only the hidden drafter's
     cost has it; of the others no wide tree was measured on a GPU."""
     attention_share: float = 0.6
     """The fraction of `flops_per_second` that attention to a cache reaches."""
     many_rows: float = 1.0
-    """How many times as long the weights take to read for several rows as for one. XLA on CPU packs them first."""
+    """How many times as long the weights take to read for several positions as for one. XLA on CPU packs them first."""
     skips_rows: bool = False
     """Whether nodes that are not verified cost nothing."""
     narrow: float = 1.0
@@ -62,9 +62,11 @@ class Rates:
     integer: float = 1.0
     """The same if the weights have one byte and the kernels round rows to 8 bits too (`int8.GroupedInt8`)."""
     cached_bytes: float = 0.0
-    """Bytes of the target's weights that the processor's cache keeps from one pass to the next."""
+    """Bytes of the target's weights that the processor's cache keeps from one pass to the next. A drafter's weights
+    displace some of them, which is neglected."""
     noise_seconds: float = 0.0
-    """Seconds per token of the vocabulary that a sampled position takes longer than a greedy one."""
+    """Seconds per token of the vocabulary that a sampled position takes longer than a greedy one: noise, temperature
+    and the choice of the best token. Measured on two cores only."""
 
     def seconds(self, num_bytes: Any, flops: Any) -> Any:
         """Seconds to read `num_bytes` and compute `flops` at the same time.
@@ -127,8 +129,10 @@ def shipped(isa: str) -> Rates:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 FEW, MANY, WIDTH = 24, 96, 1024
-"""Numbers of matrices [WIDTH, WIDTH] in bfloat16 that are read one after another: 48 and 192 MB. The difference tells
-the memory's speed, and what the first take less than that is what the cache has kept."""
+"""Numbers of matrices [WIDTH, WIDTH] in bfloat16 that are read one after another: 50 and 201 MB. The further matrices
+give the speed of the memory. What the first ones would take longer at that speed, the cache has kept."""
+OF_ONE = 2 * WIDTH**2
+"""Bytes of one of these matrices."""
 SMALL_WIDTH, ROWS = 512, 64
 """Sizes of the products whose weights the processor's cache holds."""
 TIMES = 15
@@ -170,12 +174,13 @@ class MeasuredRates:
 
     def confirmed(self, now: MeasuredRates) -> MeasuredRates:
         """The best of these rates and those of a later measurement: other work on a machine only makes it slower."""
+        reading = min(self, now, key=lambda x: (MANY * OF_ONE - x.cached_bytes) / x.bytes_per_second)
         flops = max(self.flops_per_second, now.flops_per_second)
         most = lambda name: max(x.flops_per_second * getattr(x, name) for x in (self, now))  # noqa: E731
         return dataclasses.replace(
             now,
-            bytes_per_second=max(self.bytes_per_second, now.bytes_per_second),
-            cached_bytes=max(self.cached_bytes, now.cached_bytes),
+            bytes_per_second=reading.bytes_per_second,
+            cached_bytes=reading.cached_bytes,
             flops_per_second=flops,
             narrow=most("narrow") / flops,
             integer=most("integer") / flops,
@@ -193,20 +198,21 @@ def measure_rates() -> MeasuredRates:
     kernel = jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH)
     weights = [jnp.full((WIDTH, WIDTH), 1e-3, jnp.bfloat16) + i for i in range(MANY)]
     timers = {
-        "few": _reading(weights[:FEW], 16),  # one call of the loop takes about as long as reading 10 MB
-        "many": _reading(weights, 4),
+        "few": _reading(weights[:FEW], 8),  # a call of the loop takes as long as reading 10 MB
+        "many": _reading(weights, 2),
         "wide": _computing(kernel),
         "narrow": _computing(kernel.astype(jnp.bfloat16)),
         "integer": _computing(int8.grouped(int8.quantize(kernel))),
     }
     quartiles = {name: np.percentile(s, (25, 50, 75)) for name, s in interleaved(timers, TIMES).items()}
     seconds = {name: float(middle) for name, (_, middle, _) in quartiles.items()}
-    of_one = 2 * WIDTH**2
-    bytes_per_second = (MANY - FEW) * of_one / max(seconds["many"] - seconds["few"], seconds["many"] / MANY)
+    # All matrices are never read faster than the further ones. Where it seems so, the cache has kept nothing.
+    further = max(seconds["many"] - seconds["few"], seconds["many"] * (MANY - FEW) / MANY)
+    bytes_per_second = (MANY - FEW) * OF_ONE / further
     return MeasuredRates(
         device_name(),
         bytes_per_second=bytes_per_second,
-        cached_bytes=max(FEW * of_one - bytes_per_second * seconds["few"], 0.0),
+        cached_bytes=max(FEW * OF_ONE - bytes_per_second * seconds["few"], 0.0),
         flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / seconds["wide"],
         narrow=seconds["wide"] / seconds["narrow"],
         integer=seconds["wide"] / seconds["integer"],

@@ -22,13 +22,15 @@ class Predicted:
     """A cost model that predicts the gains of chains of 1, 2, 3 drafts over plain decoding."""
 
     gains: tuple[float, float, float]
+    wide: float = 0.1
+    """The gain of wide trees."""
 
     @property
     def drafter(self):
         return toy.drafter_config(toy.target_config(), num_steps=3, profile=(0.9,) * 3, sampled_profile=(0.9,) * 3)
 
     def predicted_speed(self, rows, filled, tree, profile, is_sampled):
-        return 1.0 if tree is None else self.gains[tree.depth - 1] if tree.width == 1 else 0.1
+        return 1.0 if tree is None else self.gains[tree.depth - 1] if tree.width == 1 else self.wide
 
 
 @pytest.mark.parametrize(
@@ -123,9 +125,9 @@ def test_a_call_lasts_as_long_as_its_slowest_row():
 
 
 def test_sampled_positions_pay_for_their_noise():
-    """All positions of a pass, also those of plain decoding."""
+    """Every position that a round may reach, whatever is verified; also those of plain decoding."""
     quiet, noisy = (cost_model(skips_rows=False, noise_seconds=seconds) for seconds in (0.0, 2e-9))
-    for rows, tree, positions in ((1, None, 1), (3, None, 3), (3, TreeConfig.chain(2), 9)):
+    for rows, tree, positions in ((1, None, 1), (3, None, 3), (3, TreeConfig.chain(2), 9), (2, TreeConfig(8, 3, 3), 8)):
         spent = [
             1 / model.predicted_speed(rows, 100, tree, (0.6, 0.6), is_sampled)
             for model, is_sampled in ((quiet, False), (quiet, True), (noisy, False), (noisy, True))
@@ -133,3 +135,15 @@ def test_sampled_positions_pay_for_their_noise():
         assert spent[0] == spent[1] == spent[2]
         share = rows * (1 if tree is None else float(expected_tokens(profile_of_slowest((0.6, 0.6), rows), tree)[-1]))
         assert spent[3] - spent[0] == pytest.approx(positions * 4096 * 2e-9 / share)
+
+
+def test_noise_decides_plans_of_sampled_rows_alone():
+    """So much noise that every further position costs more than a pass."""
+    loud = cost_model(noise_seconds=1e-6)
+    assert plan.best_plan(loud, 1, 512, True).tree is None
+    assert plan.best_plan(loud, 1, 512, False) == plan.best_plan(cost_model(), 1, 512, False)
+
+
+def test_of_equally_deep_trees_the_faster_one_is_chosen():
+    found = plan.best_plan(Predicted((1.0, 1.0, 1.49), wide=1.5), 1, 512, False).tree
+    assert (found.depth, found.width) == (3, 2)
