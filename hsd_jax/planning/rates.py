@@ -198,8 +198,8 @@ def measure_rates() -> MeasuredRates:
     kernel = jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH)
     weights = [jnp.full((WIDTH, WIDTH), 1e-3, jnp.bfloat16) + i for i in range(MANY)]
     timers = {
-        "few": _reading(weights[:FEW], 8),  # a call of the loop takes as long as reading 10 MB
-        "many": _reading(weights, 2),
+        "few": _reading(weights[:FEW], 16),  # the call of the loop takes as long as reading 10 MB
+        "many": _reading(weights, 4),
         "wide": _computing(kernel),
         "narrow": _computing(kernel.astype(jnp.bfloat16)),
         "integer": _computing(int8.grouped(int8.quantize(kernel))),
