@@ -205,7 +205,7 @@ def measure_rates() -> MeasuredRates:
         "integer": _computing(int8.grouped(int8.quantize(kernel))),
     }
     quartiles = {name: np.percentile(s, (25, 50, 75)) for name, s in interleaved(timers, TIMES).items()}
-    seconds = {name: float(middle) for name, (_, middle, _) in quartiles.items()}
+    seconds = {name: float(low) for name, (low, _, _) in quartiles.items()}  # other work only makes it slower
     # All matrices are never read faster than the further ones. Where it seems so, the cache has kept nothing.
     further = max(seconds["many"] - seconds["few"], seconds["many"] * (MANY - FEW) / MANY)
     bytes_per_second = (MANY - FEW) * OF_ONE / further
