@@ -27,7 +27,7 @@ from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
+from hsd_jax.planning.plan import Plan, check_adaptive, loop_costs, may_end_early, plan_for
 from hsd_jax.planning.tuned import Tuned
 from hsd_jax.settings import Flag, OneOf, dataclass, take
 from hsd_jax.types import AcceptRule, Costs, DrawScheme
@@ -181,7 +181,7 @@ def set_up(
     if plan.tree is not None and plan.is_adaptive:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
         trial = None if plan_rows == num_rows else capacity
-        costs = costs_of(CostModel.of(params), num_rows, plan.tree, ends_early, trial)
+        costs = loop_costs(CostModel.of(params), num_rows, plan.tree, ends_early, trial)
     models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
     name = None if drafting is None or lossy is None else lossy.name
     return Setup(decoder, models, costs, plan, rule, scheme, name)

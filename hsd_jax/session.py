@@ -198,7 +198,7 @@ class Session:
         num_rows = -(-slots // multiple) * multiple
         setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
         may_draft = speculation.speculate and speculation.adaptive in (None, True) and params.drafter is not None
-        if setup.plan.tree is None and may_draft and rates_here(params.mesh is None).skips_rows:
+        if setup.plan.tree is None and may_draft and rates_here(params.mesh is None).skips_positions:
             # Drafts may still pay while few slots are busy.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
         known = params.fingerprint_pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan

@@ -347,28 +347,30 @@ def test_a_row_without_tokens_ends_a_step(plain):
     "how, drafts",
     [({}, True), ({"adaptive": True}, True), ({"adaptive": np.bool_(False)}, False), ({"speculate": False}, False)],
 )
-@pytest.mark.parametrize("skips_rows", [True, False])
-def test_a_session_whose_slots_decode_plainly_drafts_for_few_rows(monkeypatch, how, drafts, skips_rows):
+@pytest.mark.parametrize("skips_positions", [True, False])
+def test_a_session_whose_slots_decode_plainly_drafts_for_few_rows(monkeypatch, how, drafts, skips_positions):
     params, _ = params_of("beam")
     alone = plan_lib.Plan(TreeConfig.chain(2), is_adaptive=True, reason="alone")
     monkeypatch.setattr(request_lib, "plan_for", lambda params, rows, *_: alone if rows == 1 else plan_lib.Plan(None))
     monkeypatch.setattr(
-        session_lib, "rates_here", lambda has_kernels: dataclasses.replace(CPU_RATES["avx2"], skips_rows=skips_rows)
+        session_lib,
+        "rates_here",
+        lambda has_kernels: dataclasses.replace(CPU_RATES["avx2"], skips_positions=skips_positions),
     )
     with Session(params, slots=4, **how) as session:
-        assert (session.plan.tree is not None) == (drafts and skips_rows)
-        assert session.plan.is_adaptive == (drafts and skips_rows)
+        assert (session.plan.tree is not None) == (drafts and skips_positions)
+        assert session.plan.is_adaptive == (drafts and skips_positions)
 
 
 def test_few_rows_draft_where_their_batch_would():
     """Of the plans of greedy batches, up to the first without a tree; one row always has one."""
     params, _ = params_of("beam")
     model = CostModel.of(params)
-    costs = plan_lib.costs_of(model, 3, TreeConfig.chain(2), slots_of_trial=512)
+    costs = plan_lib.loop_costs(model, 3, TreeConfig.chain(2), slots_of_trial=512)
     tree_of = [plan_lib.best_plan(model, rows, 512, False).tree for rows in (1, 2, 3)]
     expected = [tree_of[0] is not None] + [all(tree_of[:num]) for num in (1, 2, 3)]
     assert np.asarray(costs.worth_trying).tolist() == expected
-    assert plan_lib.costs_of(model, 3, TreeConfig.chain(2)).worth_trying is None
+    assert plan_lib.loop_costs(model, 3, TreeConfig.chain(2)).worth_trying is None
 
 
 WRONG = [

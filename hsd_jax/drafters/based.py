@@ -61,9 +61,9 @@ def on_base(
     def made(target_config: Any, config: Any, *args: Any, **options: Any) -> Drafter:
         return make(methods[config.base.kind], target_config, config, *args, **options)
 
-    def drafting_seconds(costs: Any, config: Any, rows: int, tree: TreeConfig) -> float:
-        own = of(config).drafting_seconds(costs, config.base, rows, tree)
-        return own + more_seconds(costs, config, rows, tree)
+    def drafting_seconds(model: Any, config: Any, rows: int, tree: TreeConfig) -> float:
+        own = of(config).drafting_seconds(model, config.base, rows, tree)
+        return own + more_seconds(model, config, rows, tree)
 
     planning = Planning(
         drafting_seconds,

@@ -61,10 +61,10 @@ class Distilled(NamedTuple):
 class Planning(NamedTuple):
     """Properties of a drafter that decide its tree. The defaults are for chains that cost almost nothing."""
 
-    drafting_seconds: Callable[..., float] = lambda costs, config, rows, tree: (
-        CHEAP_OPERATIONS * costs.rates.operation_seconds
+    drafting_seconds: Callable[..., float] = lambda model, config, rows, tree: (
+        CHEAP_OPERATIONS * model.rates.operation_seconds
     )
-    """`drafting_seconds(costs, config, rows, tree)`: seconds to draft a tree for each of `rows` rows. `costs` is a
+    """`drafting_seconds(model, config, rows, tree)`: seconds to draft a tree for each of `rows` rows. `model` is a
     `planning.costs.CostModel`."""
     default_tree: Callable[[Any], TreeConfig] = lambda config: TreeConfig.chain(7)
     """`default_tree(config)`: for calls that neither name a tree nor let `planning/plan.py` choose."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from hsd_jax.config import TreeConfig
 
-UNKNOWN_PROFILE = {True: (0.75,) * 8, False: (0.55,) * 8}
-"""The profile of a drafter that has none: greedy (True) and at temperature 1 (False). The values are low. A call learns
+UNKNOWN_PROFILE = {False: (0.75,) * 8, True: (0.55,) * 8}
+"""The profile of a drafter that has none: greedy (False) and at temperature 1 (True). The values are low. A call learns
 the real ones while it decodes."""
 
 SPREAD_OF_TEXTS = 0.4
@@ -31,7 +31,7 @@ Distribution = Mapping[int, float]
 def profile_of(config: Any, is_sampled: bool) -> tuple[float, ...]:
     """A drafter's acceptance probabilities by depth, greedy or at temperature 1."""
     name = "sampled_profile" if is_sampled else "profile"
-    return getattr(config, name, ()) or UNKNOWN_PROFILE[not is_sampled]
+    return getattr(config, name, ()) or UNKNOWN_PROFILE[is_sampled]
 
 
 def profile_of_slowest(profile: Sequence[float], rows: int) -> tuple[float, ...]:

@@ -64,7 +64,7 @@ class CostModel:
         """
         positions = np.asarray(positions, float)
         size = self.drafter_itemsize if itemsize is None else itemsize
-        num_bytes = max(numbers * size - cached_bytes, 0.0) * np.where(positions > 1, self.rates.many_rows, 1.0)
+        num_bytes = max(numbers * size - cached_bytes, 0.0) * np.where(positions > 1, self.rates.many_positions, 1.0)
         flops = 2 * numbers * positions / {1: self.rates.integer, 2: self.rates.narrow}.get(size, 1.0)
         return np.where(positions > 0, self.rates.seconds(num_bytes, flops), 0.0)
 
@@ -79,7 +79,7 @@ class CostModel:
     def target_pass(self, positions: float | np.ndarray) -> np.ndarray:
         """Seconds of a pass of the target over `positions` positions, without attention to the cache."""
         positions, rates = np.asarray(positions, float), self.rates
-        of_layer = rates.row_operations * positions + rates.several_operations * (positions > 1)
+        of_layer = rates.position_operations * positions + rates.several_operations * (positions > 1)
         small = self.layers(self.target) + (self.target.num_layers * of_layer + 10) * rates.operation_seconds
         return (
             self.product(weights_of_language_model(self.target), positions, self.itemsize, rates.cached_bytes) + small
@@ -122,7 +122,7 @@ class CostModel:
         """
         tokens = np.ones(1) if tree is None else expected_tokens(profile_of_slowest(profile, rows), tree)
         nodes = np.arange(1, len(tokens) + 1)
-        computed = nodes if self.rates.skips_rows else np.full(len(nodes), 1 if tree is None else tree.nodes)
+        computed = nodes if self.rates.skips_positions else np.full(len(nodes), 1 if tree is None else tree.nodes)
         seconds = self.target_pass(rows * computed) + rows * self.attention(nodes, filled)
         drafting = 0.0 if tree is None else self.drafting(rows, tree)
         positions = rows * (1 if tree is None else tree.depth + 1)  # all have noise, whatever is verified
@@ -139,7 +139,7 @@ class CostModel:
 
         def computed(most: int) -> np.ndarray:
             """For each number of wanted positions or rows from 0 to `most`: how many are computed."""
-            return np.arange(most + 1) if self.rates.skips_rows else np.full(most + 1, most)
+            return np.arange(most + 1) if self.rates.skips_positions else np.full(most + 1, most)
 
         verify, plain = self.target_pass(computed(rows * tree.nodes)), self.target_pass(computed(rows))
         draft = np.array([self.drafting(int(num), tree) for num in computed(rows)])

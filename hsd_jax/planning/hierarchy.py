@@ -171,17 +171,21 @@ def plan_hierarchy(
     best: list[dict[int, list[Hierarchy]]] = []
     for model, cost in enumerate(seconds):
         found = {1: [Hierarchy((model,), (), cost(0))]}
-        for below, ways in enumerate(best):
+        for below, hierarchies in enumerate(best):
             for length in range(1, int(longest.get((below, model), 0)) + 1):
                 tokens = mean(chain_distribution([float(accept[below, model])] * length))
-                for size, some in ways.items():
+                for size, some in hierarchies.items():
                     found.setdefault(size + 1, []).extend(
                         Hierarchy(
-                            (*way.chain, model), (*way.lengths, length), (cost(length) + length * way.latency) / tokens
+                            (*hierarchy.chain, model),
+                            (*hierarchy.lengths, length),
+                            (cost(length) + length * hierarchy.latency) / tokens,
                         )
-                        for way in some
+                        for hierarchy in some
                     )
-        best.append({size: heapq.nsmallest(keep, some, key=lambda way: way.latency) for size, some in found.items()})
+        best.append(
+            {size: heapq.nsmallest(keep, some, key=lambda hierarchy: hierarchy.latency) for size, some in found.items()}
+        )
     return best[-1]
 
 
@@ -200,23 +204,23 @@ class RoundParts(NamedTuple):
     another model can be stacked."""
 
 
-def replayed(parts: RoundParts, way: Hierarchy) -> HierarchyCost:
+def replayed(parts: RoundParts, hierarchy: Hierarchy) -> HierarchyCost:
     """The predicted cost of a hierarchy, whose rounds are put together from measured parts (methods.md 4.3)."""
-    if not way.lengths:
-        return HierarchyCost(parts.passes[way.chain[-1]][0], 1.0, ())
-    return expected_cost(rounds_of(parts, way), way.lengths)
+    if not hierarchy.lengths:
+        return HierarchyCost(parts.passes[hierarchy.chain[-1]][0], 1.0, ())
+    return expected_cost(rounds_of(parts, hierarchy), hierarchy.lengths)
 
 
-def rounds_of(parts: RoundParts, way: Hierarchy) -> list[Rounds]:
+def rounds_of(parts: RoundParts, hierarchy: Hierarchy) -> list[Rounds]:
     """The tokens and the seconds of a round at every level of a hierarchy."""
-    found, edges = [], list(itertools.pairwise(way.chain))
+    found, edges = [], list(itertools.pairwise(hierarchy.chain))
     for level, (i, j) in enumerate(edges):
-        laws = parts.laws[i, j][: way.most(level)]
+        laws = parts.laws[i, j][: hierarchy.most(level)]
         passes, one = parts.passes[j], parts.passes[i][0]
         if level == 0:
             again, preparing = 0.0, [n * one for n in range(len(laws) + 1)]
         else:
-            drafts = way.most(level - 1)
+            drafts = hierarchy.most(level - 1)
             follow = parts.follow[edges[level - 1]][drafts]
             again, preparing = one + follow, [follow * num_follows(law, n, drafts) for n, law in enumerate([{}, *laws])]
         seconds = [passes[n] + parts.besides[i, j] + preparing[n] for n in range(len(laws) + 1)]
@@ -237,7 +241,7 @@ def num_follows(law: Distribution, drafts: int, length: int) -> float:
 
 def fastest(candidates: Iterable[Hierarchy], parts: RoundParts) -> Hierarchy:
     """The hierarchy with the least replayed latency."""
-    return min(candidates, key=lambda way: replayed(parts, way).latency)
+    return min(candidates, key=lambda hierarchy: replayed(parts, hierarchy).latency)
 
 
 def _checked(costs: PassCosts, acceptance: Any) -> tuple[list[Callable[[int], float]], np.ndarray]:

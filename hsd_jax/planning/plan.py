@@ -26,14 +26,14 @@ from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.tuned import Choice, Tuned, Way, is_warm, kept
 from hsd_jax.types import Costs
 
-LEAST_PROMISE = 1.05
+LEAST_GAIN = 1.05
 """The predicted speed of a chosen tree must be at least this many times that of plain decoding. The ratios
 of short chains were predicted within about 5 per cent on one kind of processor (docs/history.md, session 33)."""
 EQUALLY_GOOD = 0.985
 """Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest is
 chosen, because a round can drop drafts that do not pay, but not add levels."""
 AVERAGE_FILL = 1 / 4
-"""The share of the slots of a cache that is filled on average during a call. Caches grow by a factor of four."""
+"""The share of the slots of a cache that counts as filled during a call. It was set by hand."""
 PLANNED_CHAINS = range(1, 8)
 """Drafts of the chains that are considered."""
 PLANNED_WIDE = ((6, 3, 2), (8, 4, 2), (16, 7, 3))
@@ -72,7 +72,7 @@ def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan
     """The plan by the cost model and the drafter's profile.
 
     It is the deepest of the trees that are about as fast as the fastest (EQUALLY_GOOD), or plain decoding if that tree
-    gains too little (LEAST_PROMISE).
+    gains too little (LEAST_GAIN).
 
     Args:
       rows: of the program.
@@ -94,7 +94,7 @@ def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"
-    if gain < LEAST_PROMISE:
+    if gain < LEAST_GAIN:
         reason = f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"
         return Plan(None, reason=reason)
     return Plan(best, is_adaptive=True, reason=f"should be {gain:.2f} times as fast as plain decoding ({what})")
@@ -154,7 +154,7 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def costs_of(
+def loop_costs(
     model: CostModel, rows: int, tree: TreeConfig, ends_early: bool = False, slots_of_trial: int | None = None
 ) -> Costs:
     """The costs with which the decode loop decides whether drafts pay, on the device.

@@ -1,8 +1,10 @@
 """The speed of this processor: measured where one process runs our CPU kernels, else the shipped rates of this file.
 
-The cost model (`costs.py`) computes with these rates. The first call that names no tree measures them for a second or
-two and prints a line about it. The result is kept for this user by processor, number of cores and instruction set of
-the kernels. It is measured once more an hour or more later, and the faster rates count. `hsd info --rates` starts anew.
+The cost model (`costs.py`) computes with these rates. The first call that leaves a choice to the cost model measures
+five of them for a second or two and prints a line about it: what the memory gives, what the cache keeps, and products
+with weights of four, two and one bytes. The others are the shipped ones. The result is kept for this user by processor,
+number of cores and instruction set of the kernels. It is measured once more an hour or more later, and the faster rates
+count. `hsd info --rates` starts anew.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Rates:
     """Seconds of one small operation, whatever it computes."""
     layer_operations: float = 8
     """The number of small operations of a pass in each layer."""
-    row_operations: float = 1.5
+    position_operations: float = 1.5
     """Small operations per position of a pass, in each layer. On a GPU a launch takes almost as long for many positions
     as for one."""
     several_operations: float = 0.0
@@ -53,9 +55,9 @@ class Rates:
     cost has it; of the others no wide tree was measured on a GPU."""
     attention_share: float = 0.6
     """The fraction of `flops_per_second` that attention to a cache reaches."""
-    many_rows: float = 1.0
+    many_positions: float = 1.0
     """How many times as long the weights take to read for several positions as for one. XLA on CPU packs them first."""
-    skips_rows: bool = False
+    skips_positions: bool = False
     """Whether nodes that are not verified cost nothing."""
     narrow: float = 1.0
     """How many times `flops_per_second` products reach if the weights have two bytes."""
@@ -78,14 +80,16 @@ class Rates:
 
 
 CPU_RATES = {  # of one core, by instruction set
-    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8, integer=4.0, noise_seconds=3.4e-9),
-    "avx512_vnni": Rates(24e9, 90e9, 3e-6, skips_rows=True, integer=4.0, noise_seconds=3.4e-9),
-    "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True, integer=1.7, noise_seconds=3.4e-9),
-    "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True, integer=2.2, noise_seconds=3.4e-9),
-    native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
+    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_positions=True, narrow=1.8, integer=4.0, noise_seconds=3.4e-9),
+    "avx512_vnni": Rates(24e9, 90e9, 3e-6, skips_positions=True, integer=4.0, noise_seconds=3.4e-9),
+    "avx512": Rates(24e9, 90e9, 3e-6, skips_positions=True, integer=1.7, noise_seconds=3.4e-9),
+    "avx2": Rates(20e9, 55e9, 3e-6, skips_positions=True, integer=2.2, noise_seconds=3.4e-9),
+    native.OFF: Rates(12e9, 40e9, 5e-6, many_positions=2.2),
 }
 DEVICE_RATES = {  # GPU: fitted to rounds on an H200 (docs/accelerators.md); TPU: never measured
-    "gpu": Rates(3e12, 3e14, 1.4e-6, layer_operations=13, row_operations=0.08, several_operations=4, wide_levels=3),
+    "gpu": Rates(
+        3e12, 3e14, 1.4e-6, layer_operations=13, position_operations=0.08, several_operations=4, wide_levels=3
+    ),
     "tpu": Rates(6e11, 1.2e14, 1e-6),
 }
 MOST_CORES = 8

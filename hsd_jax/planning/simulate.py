@@ -40,8 +40,8 @@ from hsd_jax.planning.acceptance import Distribution
 from hsd_jax.planning.texts import Texts
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 
-Draft = tuple[TreeConfig, ReuseConfig]
-"""One way to draft: the shape of the trees and the form of reuse."""
+Shape = tuple[TreeConfig, ReuseConfig]
+"""The shape of the trees and the form of reuse."""
 
 
 class AcceptedByAge(NamedTuple):
@@ -71,7 +71,7 @@ def accepted_by_age(
     target: Weights,
     target_config: ModelConfig,
     config: Any,
-    drafts: tuple[Draft, ...],
+    drafts: tuple[Shape, ...],
     num_roots: int,
     tokens: Int[Array, "texts T"],
     length: Int[Array, "texts"],
@@ -115,7 +115,7 @@ def accepted_by_age(
             tree, after = drafter.draft(models, state, RoundInputs(text[roots], roots, own_keys, as_drawn, noise))
             return accepted_nodes(tree, texts, roots, ends, drafter.max_depth), after
 
-        def followed(drafter: Drafter, draft: Draft) -> AcceptedByAge:
+        def followed(drafter: Drafter, draft: Shape) -> AcceptedByAge:
             (tree, reuse), state = draft, state_of(drafter)
             if reuse == NO_REUSE:
                 return AcceptedByAge(counted(drafter, state)[0][None], none[:1])
@@ -210,7 +210,7 @@ def accepted_lengths(
     target: Weights,
     target_config: ModelConfig,
     texts: Texts,
-    drafts: Sequence[Draft],
+    drafts: Sequence[Shape],
     temperature: float,
 ) -> tuple[list[AcceptedLengths], float | None]:
     """Simulates each of `drafts` on `texts`, which the target wrote at `temperature`.
@@ -223,7 +223,7 @@ def accepted_lengths(
       that is not trained on its target's features.
     """
 
-    def is_chain(draft: Draft) -> bool:
+    def is_chain(draft: Shape) -> bool:
         return draft[0].width == 1 and draft[1] == NO_REUSE and method_of(config).planning.chains_nest
 
     longest = max(filter(is_chain, drafts), key=lambda draft: draft[0].depth, default=None)
@@ -236,7 +236,7 @@ def accepted_lengths(
     found, overlap = accepted_by_age(*models, asked, int(written.max()), *rows)
     of = dict(zip(asked, jax.tree.map(fetch, found), strict=True))
 
-    def lengths_of(draft: Draft) -> AcceptedLengths:
+    def lengths_of(draft: Shape) -> AcceptedLengths:
         (tree, reuse), (counts, age) = draft, of[source[draft]]
         starts_fresh = reuse.form in (
             NO_REUSE_FORM,

@@ -160,7 +160,7 @@ class Calls:
     def predicted(self, ways: Sequence[Candidate], texts: Texts, cost: RoundCost) -> list[Candidate]:
         """Some candidates with their predictions: tau from a simulated decode of `texts`, and seconds from `cost`."""
         self.report(f"simulating {len(ways)} ways to draft on text of the target")
-        drafts, models = [way.draft for way in ways], _models(self.params)
+        drafts, models = [way.shape for way in ways], _models(self.params)
         lengths, _ = accepted_lengths(*models, texts, drafts, self.temperature)
         found = []
         for way, (tree, reuse), found_lengths in zip(ways, drafts, lengths, strict=True):
@@ -170,11 +170,11 @@ class Calls:
         return found
 
 
-def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, finalists: int, repeats: int) -> Choice:
+def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_planned: bool, finalists: int, repeats: int) -> Choice:
     """The fastest candidate for calls of one size.
 
     Args:
-      may_be_default: whether the tree that `decode` chooses by itself is a candidate too.
+      may_be_planned: whether the tree that `decode` chooses by itself is a candidate too.
     """
     trees = list(dict.fromkeys(way.tree for way in ways if way.tree is not None))
     runs, sample = calls.measured([Candidate(tree) for tree in sample_of(trees)], 1)
@@ -192,7 +192,7 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
     final = best_of(guesses, finalists)
     # Trees of which a round verifies only the drafts that pay: the one with the best prediction, and that of `decode`.
     in_part = [next((way.tree for way in final if way.reuse == NO_REUSE_FORM), None)]
-    if may_be_default:
+    if may_be_planned:
         in_part.append(plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree)
     final += [Candidate(tree, is_adaptive=True) for tree in dict.fromkeys(in_part) if tree is not None]
     runs, of_final = calls.measured(final, repeats)
@@ -205,7 +205,7 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
     return calls.choice(chosen, gain, rows) if gain >= LEAST_SPEEDUP else calls.choice(Candidate(None), 1.0, rows)
 
 
-def default_trees(config: Any) -> list[TreeConfig]:
+def candidate_trees(config: Any) -> list[TreeConfig]:
     """The candidates for a drafter: chains, and wide trees unless it drafts only chains."""
     shortest = min(SHORTEST_CHAIN, method_of(config).planning.max_depth(config))
     return trees_of(config, range(shortest, LONGEST_CHAIN + 1), WIDE_CANDIDATES)
@@ -231,7 +231,7 @@ def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequenc
     _, config, *_ = _models(params)
     if (trees is not None and not trees) or (reuses is not None and not reuses):
         raise ValueError("trees and reuses: give at least one, or None for the usual ones")
-    shapes = list(dict.fromkeys(default_trees(config) if trees is None else trees))
+    shapes = list(dict.fromkeys(candidate_trees(config) if trees is None else trees))
     for tree in shapes:
         if not isinstance(tree, TreeConfig):
             raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")

@@ -98,8 +98,8 @@ class Candidate(Way):
     """Its speed divided by that of plain decoding. Both were timed in turns."""
 
     @property
-    def draft(self) -> tuple[Any, ReuseConfig]:
-        """Tree and form of reuse, as `simulate.Draft`."""
+    def shape(self) -> tuple[Any, ReuseConfig]:
+        """As `simulate.Shape`."""
         return self.tree, ReuseConfig.parse(self.reuse)
 
     @property

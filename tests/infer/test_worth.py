@@ -320,7 +320,7 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
         found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-6)
-    of_all = cost_model(skips_rows=False).table(16, TreeConfig.chain(5))
+    of_all = cost_model(skips_positions=False).table(16, TreeConfig.chain(5))
     assert len(set(of_all.draft_seconds.tolist())) == 1  # XLA computes every row
     assert (np.diff(cost_model().table(16, TreeConfig.chain(5)).draft_seconds) > 0).all()
 

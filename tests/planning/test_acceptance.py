@@ -18,7 +18,7 @@ from hsd_jax.planning.acceptance import acceptance_giving, chain_distribution, e
 
 def test_a_drafter_without_a_profile_starts_from_a_careful_one():
     careful = acceptance.profile_of(toy.drafter_config(toy.target_config()), False)
-    assert careful == acceptance.profile_of(LookupConfig(), False) == acceptance.UNKNOWN_PROFILE[True]
+    assert careful == acceptance.profile_of(LookupConfig(), False) == acceptance.UNKNOWN_PROFILE[False]
     assert worth.first_trust(False) < worth.first_trust(True) == 1.0
 
 

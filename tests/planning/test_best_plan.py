@@ -109,14 +109,14 @@ def test_a_tree_is_wide_where_drafts_often_fail_and_a_chain_where_they_seldom_do
         known = {"profile": (first, *[first + 0.05] * 6), "sampled_profile": (first,) * 7, "num_steps": 7, "rank": 128}
         drafter = toy.drafter_config(target, intermediate_size=1536, **known)
         tree = plan.best_plan(
-            CostModel(target, drafter, Rates(4e10, 1.8e11, 3e-6, skips_rows=True, narrow=1.8), 2, 2), 1, 512, False
+            CostModel(target, drafter, Rates(4e10, 1.8e11, 3e-6, skips_positions=True, narrow=1.8), 2, 2), 1, 512, False
         ).tree
         assert (tree.width > 1) == is_wide, (first, tree)
 
 
 def test_a_call_lasts_as_long_as_its_slowest_row():
     """Four rows, chains of 3 nodes, all verified; by hand. A round takes as long as it does for equal rows."""
-    model, tree, profile = cost_model(skips_rows=False), TreeConfig.chain(2), (0.6, 0.6)
+    model, tree, profile = cost_model(skips_positions=False), TreeConfig.chain(2), (0.6, 0.6)
     seconds = model.target_pass(12) + 4 * model.attention(3, 100) + model.drafting(4, tree)
     first, second = profile_of_slowest(profile, 4)
     found = model.predicted_speed(4, 100, tree, profile, False)
@@ -126,7 +126,7 @@ def test_a_call_lasts_as_long_as_its_slowest_row():
 
 def test_sampled_positions_pay_for_their_noise():
     """Every position that a round may reach, whatever is verified; also those of plain decoding."""
-    quiet, noisy = (cost_model(skips_rows=False, noise_seconds=seconds) for seconds in (0.0, 2e-9))
+    quiet, noisy = (cost_model(skips_positions=False, noise_seconds=seconds) for seconds in (0.0, 2e-9))
     for rows, tree, positions in ((1, None, 1), (3, None, 3), (3, TreeConfig.chain(2), 9), (2, TreeConfig(8, 3, 3), 8)):
         spent = [
             1 / model.predicted_speed(rows, 100, tree, (0.6, 0.6), is_sampled)

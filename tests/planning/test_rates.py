@@ -51,7 +51,7 @@ def test_the_first_use_measures_and_all_others_read(folder, measured, capsys):
     found, calls = measured
     for _ in range(3):
         here = rates.rates_here(True)
-        assert (here.bytes_per_second, here.flops_per_second) == (5e10, 3e11) and here.skips_rows
+        assert (here.bytes_per_second, here.flops_per_second) == (5e10, 3e11) and here.skips_positions
         assert (here.narrow, here.integer) == (1.5, 4.5)
         rates._kept_or_measured.cache_clear()  # as another process
     assert len(calls) == 1 and capsys.readouterr().err.count("measures the speed") == 1
@@ -188,7 +188,7 @@ def test_what_is_measured_is_in_the_range_of_processors(monkeypatch):
     found = rates.measure_rates()
     assert 1e8 < found.bytes_per_second < 1e12 and 5e8 < found.flops_per_second < 1e13
     assert 0.2 < found.narrow < 10 and 0.2 < found.integer < 50
-    assert found.rates(native.selected_isa()).skips_rows
+    assert found.rates(native.selected_isa()).skips_positions
 
 
 def test_info_measures_and_shows(folder, measured, capsys):
@@ -314,7 +314,7 @@ def test_what_rows_cost_fits_the_passes_of_a_processor(name):
     """What decides is how much longer a pass over several rows takes than one over one row."""
     target = toy.target_config(**SMOLLM2) if name == "smollm2" else read_target(name)
     drafter = read_drafter_config(ASSETS / name / "drafter")
-    measured = Rates(31.7e9, 160e9, 3e-6, skips_rows=True, narrow=1.7)  # on the same day
+    measured = Rates(31.7e9, 160e9, 3e-6, skips_positions=True, narrow=1.7)  # on the same day
     model = CostModel(target, drafter, measured, itemsize=2, drafter_itemsize=2)
     seconds = {rows: float(model.target_pass(rows) + rows * model.attention(1, 128)) for rows in ON_ZEN_4[name]}
     for rows, milliseconds in ON_ZEN_4[name].items():

@@ -211,28 +211,28 @@ def test_reuse_must_gain_something():
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 6])
-def test_default_trees_are_those_a_drafter_can_grow(num_steps):
-    trees = tuning.default_trees(toy.drafter_config(toy.target_config(), num_steps=num_steps))
+def test_candidate_trees_are_those_a_drafter_can_grow(num_steps):
+    trees = tuning.candidate_trees(toy.drafter_config(toy.target_config(), num_steps=num_steps))
     assert max(tree.depth for tree in trees) == num_steps and len(trees) == len(set(trees)) > 3
     assert any(tree.width == 1 for tree in trees) and any(tree.width > 1 for tree in trees)
 
 
-def test_default_trees_of_other_drafters():
+def test_candidate_trees_of_other_drafters():
     hot = toy.drafter_config(toy.target_config(), reduced_vocab_size=2, num_steps=30)
-    found = tuning.default_trees(hot)
+    found = tuning.candidate_trees(hot)
     assert max(tree.width for tree in found) == 2 and max(tree.nodes for tree in found if tree.width == 1) == 16
     rescored = RescoredConfig(toy.drafter_config(toy.target_config()), arcs=2)
     for num in (1, 2):
         shallow = plan.trees_of(toy.drafter_config(toy.target_config(), num_steps=num))
         assert shallow and max(tree.depth for tree in shallow) == num
-    for trees in (tuning.default_trees(rescored), plan.trees_of(rescored)):
+    for trees in (tuning.candidate_trees(rescored), plan.trees_of(rescored)):
         assert max(tree.width for tree in trees) == 2
     for other in (LookupConfig(), SmallLMConfig(**vars(toy.target_config()))):
-        assert {tree.width for tree in tuning.default_trees(other)} == {1}
+        assert {tree.width for tree in tuning.candidate_trees(other)} == {1}
 
 
 def test_three_trees_tell_what_nodes_and_depth_cost():
-    trees = tuning.default_trees(toy.drafter_config(toy.target_config(), num_steps=6))
+    trees = tuning.candidate_trees(toy.drafter_config(toy.target_config(), num_steps=6))
     assert [tree.name for tree in tuning.sample_of(trees)] == ["4x3x1", "7x6x1", "16x6x4"]
     assert tuning.sample_of([WIDE]) == [WIDE]
 

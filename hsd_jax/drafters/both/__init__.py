@@ -16,9 +16,9 @@ from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.method import DraftingMethod
 
 
-def copying_seconds(costs: Any, config: BothConfig, rows: int, tree: TreeConfig) -> float:
+def copying_seconds(model: Any, config: BothConfig, rows: int, tree: TreeConfig) -> float:
     """Seconds of lookup, and as much again to merge the two drafts and to update their record."""
-    return 2 * LOOKUP.planning.drafting_seconds(costs, config.lookup, rows, tree)
+    return 2 * LOOKUP.planning.drafting_seconds(model, config.lookup, rows, tree)
 
 
 def both(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:

@@ -12,12 +12,12 @@ from hsd_jax.drafters.method import DraftingMethod, Training, planning_of_traine
 from hsd_jax.models.unroll import unroll
 
 
-def drafting_seconds(costs: Any, config: EagleConfig, rows: int, tree: TreeConfig) -> float:
+def drafting_seconds(model: Any, config: EagleConfig, rows: int, tree: TreeConfig) -> float:
     """A trunk pass and a product with the head for every level."""
     positions = rows * tree.most_expanded
     trunk, head = weights_of_trunk(config), config.draft_vocab_size * config.hidden_size
-    level = costs.product(trunk, positions) + costs.product(head, positions)
-    return tree.depth * (float(level) + costs.layers(config) + 10 * costs.rates.operation_seconds)
+    level = model.product(trunk, positions) + model.product(head, positions)
+    return tree.depth * (float(level) + model.layers(config) + 10 * model.rates.operation_seconds)
 
 
 EAGLE = DraftingMethod(

@@ -23,18 +23,18 @@ LEVEL_OPERATIONS = 12
 """Small operations of each level of a chain."""
 
 
-def drafting_seconds(costs: Any, config: HiddenConfig, rows: int, tree: TreeConfig) -> float:
+def drafting_seconds(model: Any, config: HiddenConfig, rows: int, tree: TreeConfig) -> float:
     """Seconds of the trunk, of one product of all states with the head, and of token information level by level."""
-    small = costs.rates.operation_seconds
-    per_pass = costs.layers(config)
+    small = model.rates.operation_seconds
+    per_pass = model.layers(config)
     if config.trunk == RECURRENT:
-        states = tree.depth * (float(costs.product(weights_of_trunk(config), rows)) + per_pass)
+        states = tree.depth * (float(model.product(weights_of_trunk(config), rows)) + per_pass)
     else:
         positions = ROWS_PER_STATE * rows * tree.depth
-        states = float(costs.product(weights_of_trunk(config), positions)) + per_pass + PARALLEL_OPERATIONS * small
-    logits = float(costs.product(config.draft_vocab_size * config.hidden_size, rows * tree.depth))
-    bias = costs.product(config.rank * config.draft_vocab_size, rows * tree.most_expanded)
-    level = LEVEL_OPERATIONS * small * (costs.rates.wide_levels if tree.width > 1 else 1.0)
+        states = float(model.product(weights_of_trunk(config), positions)) + per_pass + PARALLEL_OPERATIONS * small
+    logits = float(model.product(config.draft_vocab_size * config.hidden_size, rows * tree.depth))
+    bias = model.product(config.rank * config.draft_vocab_size, rows * tree.most_expanded)
+    level = LEVEL_OPERATIONS * small * (model.rates.wide_levels if tree.width > 1 else 1.0)
     return states + logits + tree.depth * float(bias + level)
 
 

@@ -11,11 +11,11 @@ from hsd_jax.drafters.medusa.weights import init_weights, unroll
 from hsd_jax.drafters.method import DraftingMethod, Inspection, Training, planning_of_trained
 
 
-def drafting_seconds(costs: Any, config: MedusaConfig, rows: int, tree: TreeConfig) -> float:
+def drafting_seconds(model: Any, config: MedusaConfig, rows: int, tree: TreeConfig) -> float:
     """One product for all heads, and one with the LM head."""
-    heads = costs.product(tree.depth * config.hidden_size**2, rows)
-    logits = costs.product(config.draft_vocab_size * config.hidden_size, rows * tree.depth)
-    return float(heads + logits) + 20 * costs.rates.operation_seconds
+    heads = model.product(tree.depth * config.hidden_size**2, rows)
+    logits = model.product(config.draft_vocab_size * config.hidden_size, rows * tree.depth)
+    return float(heads + logits) + 20 * model.rates.operation_seconds
 
 
 MEDUSA = DraftingMethod(

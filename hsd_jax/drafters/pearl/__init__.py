@@ -12,9 +12,9 @@ from hsd_jax.drafters.pearl.draft import pearl_drafter
 from hsd_jax.drafters.pearl.overlap import Overlapped
 
 
-def drafting_seconds(costs: Any, config: PearlConfig, rows: int, tree: TreeConfig) -> float:
+def drafting_seconds(model: Any, config: PearlConfig, rows: int, tree: TreeConfig) -> float:
     """The same as for the small model alone, because nothing overlaps on one device."""
-    return small_lm.drafting_seconds(costs, config.base, rows, tree)
+    return small_lm.drafting_seconds(model, config.base, rows, tree)
 
 
 PEARL = DraftingMethod(

@@ -14,11 +14,11 @@ from hsd_jax.drafters.rescored.draft import rescored_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 
 
-def scoring_seconds(costs: Any, config: RescoredConfig, rows: int, tree: TreeConfig) -> float:
+def scoring_seconds(model: Any, config: RescoredConfig, rows: int, tree: TreeConfig) -> float:
     """Seconds of scoring: for a small language model those of drafting such a tree, else a few operations per level."""
     if isinstance(config.scorer, SmallLMConfig):
-        return small_lm.drafting_seconds(costs, config.scorer, rows, tree)
-    return 40 * tree.depth * costs.rates.operation_seconds
+        return small_lm.drafting_seconds(model, config.scorer, rows, tree)
+    return 40 * tree.depth * model.rates.operation_seconds
 
 
 def rescored(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:

@@ -20,9 +20,9 @@ DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
 """Short, because a small model needs one pass for each token of its chain."""
 
 
-def drafting_seconds(costs: Any, config: ModelConfig, rows: int, tree: TreeConfig) -> float:
+def drafting_seconds(model: Any, config: ModelConfig, rows: int, tree: TreeConfig) -> float:
     """Seconds of one pass of the model for each level, over the nodes that the level expands."""
-    return tree.depth * costs.drafter_pass(config, rows * tree.most_expanded)
+    return tree.depth * model.drafter_pass(config, rows * tree.most_expanded)
 
 
 def load_model(

@@ -26,11 +26,11 @@ def stack(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
     def make(target_config: Any, config: StackConfig, *args: Any, **options: Any) -> Any:
         return stack_drafter(of(config), target_config, config, *args, **options)
 
-    def drafting_seconds(costs: Any, config: StackConfig, rows: int, tree: TreeConfig) -> float:
+    def drafting_seconds(model: Any, config: StackConfig, rows: int, tree: TreeConfig) -> float:
         """Seconds of the middle model's rounds: each has a pass and the inner drafter's drafting."""
         middle, chain = config.middle, TreeConfig.chain(min(config.length, max(tree.depth - 1, 1)))
-        one = costs.drafter_pass(middle, rows * chain.nodes)
-        one += of(config).planning.drafting_seconds(costs, config.inner, rows, chain)
+        one = model.drafter_pass(middle, rows * chain.nodes)
+        one += of(config).planning.drafting_seconds(model, config.inner, rows, chain)
         return max(tree.depth - chain.depth, 1) / TOKENS_A_ROUND * one
 
     planning = Planning(

@@ -17,12 +17,12 @@ from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_fe
 from hsd_jax.types import Weights
 
 
-def drafting_seconds(costs: Any, config: SteeredConfig, rows: int, tree: TreeConfig) -> float:
+def drafting_seconds(model: Any, config: SteeredConfig, rows: int, tree: TreeConfig) -> float:
     """Seconds of the small model, and of computing the steering bias once per round."""
     width = config.target_hidden_size
     numbers = width * (config.num_layers * config.intermediate_size + len(config.steering_layers) * width)
-    once = float(costs.product(numbers, rows))
-    return once + small_lm.drafting_seconds(costs, config, rows, tree)
+    once = float(model.product(numbers, rows))
+    return once + small_lm.drafting_seconds(model, config, rows, tree)
 
 
 def config_of(
