@@ -27,8 +27,8 @@ from jaxtyping import Array
 from hsd_jax import settings
 from hsd_jax.host.files import kept_file, read_json, write_json
 from hsd_jax.kernels import int8, native, ops
+from hsd_jax.planning.device import device_name, num_cores
 from hsd_jax.planning.timing import interleaved, loop_timer
-from hsd_jax.planning.tuned import device_name, num_cores
 from hsd_jax.settings import Flag, NotNegative, Positive
 
 FOLDER_VARIABLE = "HSD_RATES"

@@ -8,9 +8,6 @@ which makes them.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
-import platform
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +18,8 @@ import jax
 from hsd_jax import settings
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.host.files import check_new_folder, kept_file, read_json, write_json
-from hsd_jax.kernels import native
 from hsd_jax.params import Params
+from hsd_jax.planning.device import device_name
 from hsd_jax.settings import Count, NotNegative, Temperature
 
 PLAIN = "plain"
@@ -287,26 +284,3 @@ def _read(path: Path) -> Tuned:
         return settings.read(Tuned, read_json(path), str(path))
     except ValueError as error:  # also for a file that is no JSON
         raise ValueError(f"{error}; this is no record of `hsd tune`") from error
-
-
-def device_name() -> str:
-    """The name of the processor or accelerator. Two machines with the same name are about equally fast."""
-    if jax.default_backend() != "cpu":
-        return jax.devices()[0].device_kind
-    return f"{cpu_model()}, {num_cores()} cores, {native.selected_isa() if native.available() else 'no'} kernels"
-
-
-def num_cores() -> int | None:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-@functools.cache
-def cpu_model() -> str:
-    """The processor's name, or its architecture if the system gives no name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -12,7 +12,7 @@ def hardware() -> dict[str, Any]:
     import jax
 
     from hsd_jax.kernels import native
-    from hsd_jax.planning.tuned import cpu_model, num_cores
+    from hsd_jax.planning.device import cpu_model, num_cores
 
     return {
         "cpu": cpu_model(),
