@@ -31,7 +31,7 @@ LEAST_GAIN = 1.05
 of short chains were predicted within about 5 per cent on one kind of processor (docs/history.md, session 33)."""
 EQUALLY_GOOD = 0.985
 """Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest is
-chosen, because a round can drop drafts that do not pay, but not add levels."""
+chosen, because a round can drop drafts that do not pay, but not add levels; of several that deep, the smallest."""
 AVERAGE_FILL = 1 / 4
 """The share of the slots of a cache that counts as filled during a call. It was set by hand."""
 PLANNED_CHAINS = range(1, 8)
@@ -90,7 +90,7 @@ def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan
         return Plan(None, reason="this drafter can grow none of the trees that are considered")
     speeds = {tree: speed(tree) for tree in trees}
     enough = EQUALLY_GOOD * max(speeds.values())
-    best = max((tree for tree in trees if speeds[tree] >= enough), key=lambda tree: (tree.depth, speeds[tree]))
+    best = max((tree for tree in trees if speeds[tree] >= enough), key=lambda tree: (tree.depth, -tree.nodes))
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"

@@ -144,6 +144,7 @@ def test_noise_decides_plans_of_sampled_rows_alone():
     assert plan.best_plan(loud, 1, 512, False) == plan.best_plan(cost_model(), 1, 512, False)
 
 
-def test_of_equally_deep_trees_the_faster_one_is_chosen():
-    found = plan.best_plan(Predicted((1.0, 1.0, 1.49), wide=1.5), 1, 512, False).tree
-    assert (found.depth, found.width) == (3, 2)
+def test_of_good_trees_that_are_equally_deep_the_smallest_is_chosen():
+    for chain, wide, width in ((1.49, 1.5, 1), (1.5, 1.49, 1), (1.4, 1.5, 2)):
+        found = plan.best_plan(Predicted((1.0, 1.0, chain), wide), 1, 512, False).tree
+        assert (found.depth, found.width) == (3, width)
