@@ -1,8 +1,9 @@
 """What a round costs: the seconds of its passes and of drafting.
 
-`CostModel` computes them from the sizes of the models and the rates of a processor. `types.Costs` is its table for the
-decode loop. `RoundCost` fits seconds to timed rounds, for `tune`. Read first: `rates.py`. What a round yields is in
-`acceptance.py`. Read next: `plan.py`, which compares trees by `CostModel.predicted_speed`.
+`CostModel` computes them from the sizes of the models and the rates of a processor; the seconds of drafting are in each
+drafter's folder (`Planning.drafting_seconds`). `types.Costs` is its table for the decode loop, which adds up a round's
+seconds in `infer/worth.py`. `RoundCost` fits seconds to timed rounds, for `tune`. Read first: `rates.py`. What a round
+yields is in `acceptance.py`. Read next: `plan.py`, which compares trees by `CostModel.predicted_speed`.
 """
 
 from __future__ import annotations
