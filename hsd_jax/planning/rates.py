@@ -156,7 +156,7 @@ class MeasuredRates:
     flops_per_second: Positive
     narrow: Positive
     integer: Positive
-    """As in `Rates`, like all above."""
+    """As in `Rates`, like the four fields above."""
     spread: NotNegative
     """The interquartile range of the timings divided by their median, the largest of all kinds of timings, in the last
     measurement."""
@@ -210,7 +210,7 @@ def measure_rates() -> MeasuredRates:
     }
     quartiles = {name: np.percentile(s, (25, 50, 75)) for name, s in interleaved(timers, TIMES).items()}
     seconds = {name: float(low) for name, (low, _, _) in quartiles.items()}  # other work only makes it slower
-    # All matrices are never read faster than the further ones. Where it seems so, the cache has kept nothing.
+    # The further matrices are read no faster than all on average. Where it seems so, the cache has kept nothing.
     further = max(seconds["many"] - seconds["few"], seconds["many"] * (MANY - FEW) / MANY)
     bytes_per_second = (MANY - FEW) * OF_ONE / further
     return MeasuredRates(
