@@ -136,6 +136,7 @@ def load(
     tree: TreeConfig | None = None,
     revision: str | None = None,
     tokenizer: Source | None = None,
+    parse_special: bool = False,
     strict: bool = False,
 ) -> Params:
     """Loads a target and, if given, its drafter.
@@ -174,6 +175,9 @@ def load(
       revision: branch, tag or commit of a target on the hub. None: its main branch.
       tokenizer: a checkpoint, named like a target, whose tokenizer and chat template are used instead. This is for GGUF
         files whose own tokenizer cannot be read.
+      parse_special: whether control tokens that a message of a conversation spells out, such as "<|im_end|>", are read
+        as control tokens. False reads them as text, so no message can begin another turn. A prompt that is a text is
+        always read with its control tokens.
       strict: True refuses a drafter that was trained for other weights of the same sizes. False accepts it with a
         warning. No text depends on it, but fewer drafts are accepted the more the two targets differ.
     Raises:
@@ -191,6 +195,7 @@ def load(
     take(Precision, precision, "precision")
     take(Quantized | None, quantize, "quantize")
     take(TreeConfig | None, tree, "tree")
+    take(bool, parse_special, "parse_special")
     take(bool, strict, "strict")
     mesh = sharding_lib.make_mesh(mesh)
     check_mesh(mesh)
@@ -202,7 +207,8 @@ def load(
     take(int | None, max_len, "max_len", ge=2, le=longest)
     drafter = checkpoint.drafter if drafter is None else drafter
     # The drafter is read first, because it is smaller and more often refused.
-    owner = DraftedFor(config, checkpoint.hash(weights_dtype), checkpoint.tokenizer)
+    words = checkpoint.tokenizer
+    owner = DraftedFor(config, checkpoint.hash(weights_dtype), words)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
         may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
@@ -221,7 +227,7 @@ def load(
         drafter_weights,
         config,
         drafter_config,
-        checkpoint.tokenizer,
+        words and dataclasses.replace(words, parse_special=parse_special),
         eos,
         max_len or longest,
         precision,

@@ -1,25 +1,33 @@
-"""Converts between text and tokens: a Hugging Face tokenizer, its chat template, and incremental decoding for streams.
+"""Converts between text and tokens: the tokenizer of a checkpoint, its chat template, and decoding for streams.
 
-A checkpoint without a tokenizer works with token ids. Only this module checks and renders conversations. It never
-imports torch. Read next: `arguments.py`, which encodes the prompts of a call.
+The ids are those of the library `tokenizers` for the folder's `tokenizer.json`, in decoding and in training. A
+checkpoint without a tokenizer works with token ids. Only this module checks and renders conversations. It never imports
+torch. Read next: `arguments.py`, which encodes the prompts of a call.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import os
+import re
+import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from hsd_jax.host.deadline import within
-from hsd_jax.host.files import sha256
+from hsd_jax.host.files import read_json, sha256, write_json
 from hsd_jax.settings import shown
 
 Tokens = Sequence[int] | np.ndarray
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_FILES = (TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP, "chat_template.jinja", "chat_template.json")
 """The files of a tokenizer that are copied from one folder to another."""
 Messages = Sequence[Mapping[str, str]]
 """A conversation: a list of messages with the keys `role` and `content`."""
@@ -31,6 +39,9 @@ UNFINISHED = "\ufffd"
 """The character that a byte-level decoder prints for an incomplete UTF-8 character."""
 
 
+_IN_BRACKETS = re.compile(r"[^\w\s].*\w.*[^\w\s]")
+"""What a control token looks like: `<|user|>` or `[INST]`. Other added tokens are words or white space."""
+
 TEMPLATE_SECONDS = 20.0
 """The time limit of a chat template. It is a program that comes with a checkpoint, and it may loop for ever."""
 
@@ -40,12 +51,39 @@ def hash_of(vocabulary: Mapping[str, int]) -> str:
     return sha256(*(f"{number} {token}\n" for token, number in sorted(vocabulary.items(), key=lambda item: item[1])))
 
 
-def read_pretrained(folder: str | Path) -> Any:
-    """Reads the tokenizer files in `folder` with transformers, which raises many kinds of error for bad files."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install torch
-    from transformers import AutoTokenizer  # imported here because it takes seconds, and token ids do not need it
+def read_template(folder: Path) -> str | None:
+    """The chat template of a checkpoint folder, None if it has none.
 
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    Raises:
+      ValueError: naming the file, if it cannot be read or its template is no text.
+    """
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    for name in (_SETTINGS, "chat_template.json"):
+        found = _object(folder / name).get("chat_template")
+        if isinstance(found, list):  # several templates, each with its name
+            found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+        if found and not isinstance(found, str):
+            raise ValueError(f"{folder / name}: chat_template={shown(found)}: expected a text")
+        if found:
+            return found
+    return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, {} if there is no such file."""
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that the files name, as `bos_token`, `eos_token` and others. Templates read them."""
+    named = _object(folder / _TOKENS_MAP) | _object(folder / _SETTINGS)
+    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in named.items()}
+    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
 
 def check_messages(messages: Messages, where: str) -> None:
@@ -99,80 +137,116 @@ def check_unicode(text: str, where: str) -> None:
         raise ValueError(f"{where} is not UTF-8 text (lone surrogate at character {error.start})") from error
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Tokenizer:
     """Encodes prompts and decodes tokens.
 
-    Two tokenizers are equal if their fingerprints are. A tokenizer can therefore be a static field of a pytree:
-    programs compiled for one load of a folder also serve the next load.
-
-    Args:
-      inner: a tokenizer of transformers.
-      fingerprint: hash of all files from which `inner` was read.
+    Two tokenizers are equal if they were read from equal files. A tokenizer can therefore be a static field of a
+    pytree: programs compiled for one load of a folder also serve the next load.
     """
 
-    def __init__(self, inner: Any, fingerprint: str):
-        self._inner = inner
-        self._fingerprint = fingerprint
+    raw: tokenizers.Tokenizer
+    """The tokenizer itself. It neither truncates nor pads."""
+    fingerprint: str
+    """Hash of all files from which it was read."""
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Special tokens by the names that chat templates use, such as `bos_token`."""
+    template: str | None = None
+    """The chat template."""
+    parse_special: bool = False
+    """As in `load`."""
+
+    def __post_init__(self) -> None:
+        self.raw.no_truncation()
+        self.raw.no_padding()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tokenizer) and self._fingerprint == other._fingerprint
+        return isinstance(other, Tokenizer) and hash(self) == hash(other)
 
     def __hash__(self) -> int:
-        return hash(self._fingerprint)
+        return hash((self.fingerprint, self.parse_special))
 
     @classmethod
-    def read(cls, folder: str | Path) -> Tokenizer:
-        """Reads the tokenizer of a folder that has one. For unreadable files it raises what transformers raises."""
-        return cls(read_pretrained(folder), _fingerprint(Path(folder)))
-
-    @staticmethod
-    def find(folder: str | Path) -> Tokenizer | None:
+    def find(cls, folder: str | Path) -> Tokenizer | None:
         """The tokenizer of a checkpoint folder, or None if it has none.
+
+        `tokenizer.json` is read as it is, because it is the one file that holds the whole tokenizer. The class that
+        `tokenizer_config.json` names does not count: it means different rules in different versions of transformers.
+        Only a folder without `tokenizer.json` is read by transformers.
 
         Raises:
           ValueError: if the folder has tokenizer files that cannot be read.
         """
         folder = Path(folder)
-        if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if not any((folder / name).exists() for name in (TOKENIZER_JSON, "tokenizer.model", "vocab.json")):
             return None
+        special = _special_tokens(folder)
         try:
-            return Tokenizer.read(folder)
-        except Exception as error:  # transformers raises many kinds of error for a file that it cannot read
+            if (folder / TOKENIZER_JSON).exists():
+                raw = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+            else:
+                inner = _read_by_transformers(folder)
+                raw, special = inner.backend_tokenizer, {**inner.special_tokens_map, **special}
+        except Exception as error:  # both libraries raise many kinds of error for a file that they cannot read
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"{folder}: the tokenizer cannot be read ({reason}); restore tokenizer.json") from error
+            raise ValueError(
+                f"{folder}: the tokenizer cannot be read ({reason}); restore {TOKENIZER_JSON}, or name another"
+                " tokenizer with tokenizer= (--tokenizer)"
+            ) from error
+        return cls(raw, _fingerprint(folder), special, read_template(folder))
 
     def save(self, folder: str | Path) -> None:
-        """Writes the files that `read` reads."""
-        self._inner.save_pretrained(str(folder))
+        """Writes the files that `find` and transformers read."""
+        folder = Path(folder)
+        self.raw.save(str(folder / TOKENIZER_JSON))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.special}
+        write_json(folder / _SETTINGS, settings | ({} if self.template is None else {"chat_template": self.template}))
 
     @property
     def eos_id(self) -> int | None:
-        return self._inner.eos_token_id
+        return self.raw.token_to_id(self.special.get("eos_token", ""))
+
+    @functools.cached_property
+    def start(self) -> int | None:
+        """The token that it puts before a text, None if it puts none."""
+        ids = self.raw.encode("").ids
+        return ids[0] if ids and not self.raw.encode("", add_special_tokens=False).ids else None
 
     def has_vocabulary_of(self, other: Tokenizer) -> bool:
         """Whether both tokenizers have the same tokens with the same numbers."""
-        return self._inner.get_vocab() == other._inner.get_vocab()
+        return self.raw.get_vocab() == other.raw.get_vocab()
 
     @property
     def vocabulary_hash(self) -> str:
         """`hash_of` its vocabulary."""
-        return hash_of(self._inner.get_vocab())
+        return hash_of(self.raw.get_vocab())
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the checkpoint adds to a text."""
-        return list(self._inner(text)["input_ids"])
+        """Token ids, with the special tokens that the checkpoint adds to a text.
+
+        A text that begins with the start token already gets no second one, but a warning.
+        """
+        ids = self.raw.encode(text).ids
+        if self.start is None or ids[:2] != [self.start] * 2:
+            return ids
+        warnings.warn(
+            f"a prompt begins with the start token {self.spelling(self.start)!r}, which the tokenizer adds by itself:"
+            " it is read as one start token",
+            stacklevel=2,
+        )
+        return ids[1:]
 
     def decode(self, tokens: Tokens) -> str:
-        return self._inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.raw.decode(list(tokens), skip_special_tokens=True)
 
     def spelling(self, token: int) -> str:
         """One token as the vocabulary writes it, special tokens included."""
-        return str(self._inner.convert_ids_to_tokens(int(token)))
+        return str(self.raw.id_to_token(int(token)))
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return bool(getattr(self._inner, "chat_template", None))
+        return bool(self.template)
 
     def render(self, messages: Messages, is_open: bool = True) -> str:
         """Renders a conversation with the checkpoint's chat template, start token included.
@@ -190,28 +264,52 @@ class Tokenizer:
                 " (chat_template in tokenizer_config.json, or chat_template.jinja)"
             )
         plain = [dict(message) for message in messages]
-        apply = functools.partial(self._inner.apply_chat_template, plain, add_generation_prompt=is_open, tokenize=False)
         try:
-            return within(TEMPLATE_SECONDS, apply)
+            return within(TEMPLATE_SECONDS, lambda: _render(plain, self.template, is_open, self.special))
         except Exception as error:  # a template is a program in jinja's sandbox: it raises jinja's and Python's errors
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"the chat template refuses this conversation ({reason})") from error
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a text from `render`, which already contains its special tokens."""
-        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+        return self.raw.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: Messages, where: str = "the conversation") -> list[int]:
         """Token ids of a conversation, up to where the answer begins.
+
+        Control tokens that a message spells out are read as text, unless `parse_special`. So no message can end its
+        own turn and begin another one.
 
         Raises:
           ValueError: as `check_messages` and `render`. The message begins with `where`.
         """
         check_messages(messages, where)
         try:
-            return self.encode_rendered(self.render(messages))
+            if self.parse_special or not any(self._control.is_in(message["content"]) for message in messages):
+                return self.encode_rendered(self.render(messages))
+            swap = self._control.swap
+            hidden = [{**message, "content": swap(message["content"])} for message in messages]
+            return self._control.tokenizer.encode(swap(self.render(hidden)), add_special_tokens=False).ids
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+
+    @functools.cached_property
+    def _control(self) -> _ControlTokens:
+        added = self.raw.get_added_tokens_decoder().values()
+        control = [token.content for token in added if token.special]
+        others = [token.content for token in added if not token.special and _IN_BRACKETS.fullmatch(token.content)]
+        if others:  # some checkpoints mark turns with added tokens that are not special
+            turns = self._sample([{"role": "system", "content": "Yes."}]) or self._sample([])
+            control += [content for content in others if content in turns]
+        return _ControlTokens(self.raw, control)
+
+    def _sample(self, before: list[dict[str, str]]) -> str:
+        """A short conversation as the template writes it; empty if the template refuses it, or if there is none."""
+        now, yes = {"role": "user", "content": "Now?"}, {"role": "assistant", "content": "Yes."}
+        try:
+            return self.render([*before, now, yes, now])
+        except ValueError:
+            return ""
 
     @functools.cached_property
     def turn_ends(self) -> tuple[int, ...]:
@@ -229,7 +327,66 @@ class Tokenizer:
             return ()
         _, found, after = text.rpartition(said)
         ids = self.encode_rendered(after.lstrip()) if found else []
-        return (ids[0],) if ids and ids[0] in self._inner.added_tokens_decoder else ()
+        return (ids[0],) if ids and ids[0] in self.raw.get_added_tokens_decoder() else ()
+
+
+def _render(messages: list[dict[str, str]], template: str | None, is_open: bool, special: Mapping[str, str]) -> str:
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install torch
+    from transformers.utils.chat_template_utils import render_jinja_template  # token ids and texts do not need it
+
+    names: dict[str, Any] = dict(special)
+    [text], _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=is_open, **names)
+    return text
+
+
+def _read_by_transformers(folder: Path) -> Any:
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+class _ControlTokens:
+    """Tells control tokens that a chat template wrote from those that a message spells out.
+
+    `swap` exchanges each control token with a second name, which nobody can guess. The contents are swapped before the
+    template sees them, and its whole text afterwards. Then the contents are as they were, and the template's own
+    control tokens have their second names. `tokenizer` knows only the second names. So it reads what stood in the
+    contents as text, and all else as before: splitting, merging and trimming see one text.
+    """
+
+    def __init__(self, raw: tokenizers.Tokenizer, control: Sequence[str]):
+        self._raw = raw
+        key = secrets.token_hex(12)
+        second = {content: f"x{key}x{i}x" for i, content in enumerate(control)}
+        self._names = second | {name: content for content, name in second.items()}
+        longest_first = sorted(self._names, key=len, reverse=True)  # as the tokenizer finds them
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._found = re.compile(self._pattern.pattern, re.IGNORECASE)  # a tokenizer may ignore capitals
+
+    def is_in(self, content: str) -> bool:
+        return self._found.search(content) is not None
+
+    def swap(self, text: str) -> str:
+        return self._pattern.sub(lambda found: self._names[found.group()], text)
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer, in which every control token has its second name and the same number."""
+        values = json.loads(self._raw.to_str())
+        values["post_processor"] = None  # it names control tokens, and a rendered text needs none
+        for token in values["added_tokens"]:
+            token["content"] = self._names.get(token["content"], token["content"])
+        model = values["model"]
+        if isinstance(model.get("vocab"), dict):
+            model["vocab"] = {self._names.get(piece, piece): number for piece, number in model["vocab"].items()}
+        else:  # Unigram: pieces with their scores
+            model["vocab"] = [(self._names.get(piece, piece), score) for piece, score in model["vocab"]]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = self._names.get(model["unk_token"], model["unk_token"])
+        if "merges" in model:  # a merge that would spell out a control token
+            model["merges"] = [pair for pair in model["merges"] if not self._names.keys() & {*pair, "".join(pair)}]
+        return tokenizers.Tokenizer.from_str(json.dumps(values))
 
 
 def _fingerprint(folder: Path) -> str:
@@ -241,39 +398,86 @@ def _fingerprint(folder: Path) -> str:
 
 
 class IncrementalDecoder:
-    """Turns a growing list of tokens into pieces of text. The joined pieces are the text of all tokens.
+    """Turns a growing list of tokens into pieces of text. The pieces do not depend on how the tokens arrive.
 
     The text continues the prompt. Decoded alone it could lose its first space: a SentencePiece decoder, as in Llama 2,
-    drops the space before the first word of a text.
+    drops the space before the first word of a text. So the last tokens that make whole characters are decoded again as
+    context.
 
-    A piece is held back while it ends inside a UTF-8 character. Some tokenizers write a token differently at the start
-    of a text, so the last pieces are decoded again as context. The context consists of complete pieces, because a
-    byte-fallback decoder garbles bytes that begin inside a character.
+    A piece is held back while it may end inside a UTF-8 character. What cannot become a character any more is released
+    as U+FFFD, so the cost of a token does not grow with the text.
     """
 
-    CONTEXT = 4
-    """The number of pieces of context."""
+    CHARACTER = 4
+    """The most bytes of a UTF-8 character. A token has at least one, so fewer tokens than this hold an open one."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Tokens = ()):
-        self._tokenizer = tokenizer
-        self._tokens = [int(t) for t in prompt]
-        if tokenizer.decode(self._tokens).endswith(UNFINISHED):
-            self._tokens = []  # the prompt ends inside a character, and the text of its rest is not the continuation's
-        self._borders = list(range(len(self._tokens) + 1))
-        """The positions, in tokens, where pieces end. Each token of the prompt is a piece."""
+        self._decode = tokenizer.decode
+        self._context: list[int] = []
+        self._before = ""
+        """The text of the context."""
+        self._held: list[int] = []
+        """Tokens of which some text may be held back."""
+        self._released = ""
+        """The part of their text that is not."""
+        tokens = [int(token) for token in prompt]
+        for end in range(len(tokens), max(len(tokens) - 2 * self.CHARACTER, 0), -1):
+            if self._follow(tokens[:end]):  # else the prompt ends inside a character
+                break
 
     def push(self, tokens: Tokens, is_last: bool = False) -> str:
         """Adds tokens and returns the text that they complete. With `is_last` it also returns what is held back."""
-        self._tokens.extend(int(t) for t in tokens)
-        back = min(self.CONTEXT, len(self._borders) - 1)
-        while True:
-            start = self._borders[-1 - back]
-            before = self._tokenizer.decode(self._tokens[start : self._borders[-1]])
-            if start == 0 or (before and UNFINISHED not in before):
-                break
-            back = min(2 * back, len(self._borders) - 1)
-        text = self._tokenizer.decode(self._tokens[start:])
-        if text.endswith(UNFINISHED) and not is_last:
-            return ""
-        self._borders.append(len(self._tokens))
-        return text[len(before) :]
+        new = [int(token) for token in tokens]
+        whole = self._text(self._held + new)
+        if UNFINISHED in whole:
+            pieces = [self._push([token], self._text([*self._held, token])) for token in new]
+        else:
+            pieces = [self._push(new, whole)]
+        if is_last:
+            pieces.append(self._rest())
+        return "".join(pieces)
+
+    def _push(self, new: list[int], whole: str) -> str:
+        """Adds tokens. `whole` is the text of all held ones and them."""
+        given_up = ""
+        if not whole.startswith(self._released):
+            # A byte-fallback decoder reads a run of bytes in another way when one more comes. What is out stays.
+            given_up, self._held, self._released, whole = self._rest(), [], "", self._text(new)
+        self._held = self._held + new
+        # An open character is one U+FFFD, or one for each of its bytes.
+        num_open = min(len(whole) - len(whole.rstrip(UNFINISHED)), self.CHARACTER - 1)
+        piece = whole[len(self._released) : max(len(whole) - num_open, len(self._released))]
+        self._released += piece
+        if not num_open:
+            self._follow(self._context + self._held)
+            self._held, self._released = [], ""
+        elif len(self._held) > 3 * self.CHARACTER:
+            self._forget(whole[len(self._released) :])
+        return given_up + piece
+
+    def _rest(self) -> str:
+        """The text that is held back."""
+        return self._text(self._held)[len(self._released) :]
+
+    def _forget(self, rest: str) -> None:
+        """Drops the oldest held tokens. `rest`, the text that is held back, stays what it is without them."""
+        for num in range(2 * self.CHARACTER, 3 * self.CHARACTER):
+            text = self._text(self._held[-num:])
+            if text.endswith(rest):
+                self._held, self._released = self._held[-num:], text[: len(text) - len(rest)]
+                return
+
+    def _text(self, tokens: list[int]) -> str:
+        """The text that tokens add to the context."""
+        whole = self._decode(self._context + tokens)
+        return whole[len(self._before) :] if whole.startswith(self._before) else self._decode(tokens)
+
+    def _follow(self, tokens: list[int]) -> bool:
+        """Takes the last tokens as context, if they begin and end with a character. Returns whether they do."""
+        for num in range(self.CHARACTER, 2 * self.CHARACTER):
+            context = tokens[-num:]
+            before = self._decode(context)
+            if before and UNFINISHED not in before:
+                self._context, self._before = context, before
+                return True
+        return False

@@ -6,6 +6,7 @@ decoded behind it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -16,7 +17,9 @@ from support import toy
 
 import hsd_jax
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.tokenizer import IncrementalDecoder, Tokenizer
+from hsd_jax.train import data
 
 WORDS = ["▁once", "▁upon", "▁a", "▁time", ",", "▁"]
 FIRST_BYTE = 3
@@ -112,3 +115,212 @@ def test_two_loads_of_a_folder_are_the_same_to_jit(folder, tmp_path):
     other = hsd_jax.load(target=tmp_path / "copy", dtype="float32")
     assert other.tokenizer != first.tokenizer and other.tokenizer != "text"
     assert jax.tree.structure(other) != jax.tree.structure(first)
+
+
+# --- whose tokenizer --------------------------------------------------------------------------------------------------
+
+
+def write_bpe(folder, tokenizer_class: str | None, split: str | None = None, **changes):
+    """A byte-level BPE with merges across digits; `split` is its own rule for the splitting of text."""
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Inner
+
+    merges = [("2", "0"), ("2", "4"), ("20", "24"), ("1", "0"), ("0", "0"), ("10", "00"), ("Ġ", "2024")]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["<s>", "</s>", *letters, *(a + b for a, b in merges)]
+    inner = Inner(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    blank = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    rule = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*rule, blank]), decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(name, special=True) for name in pieces[:2]])
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save(str(folder / "tokenizer.json"))
+    if changes:
+        values = json.loads((folder / "tokenizer.json").read_text()) | changes
+        (folder / "tokenizer.json").write_text(json.dumps(values))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "model_max_length": 4}
+    settings |= {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": 1}))
+    return folder
+
+
+STARTS = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+}
+CUTS = {"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}}
+PADS = {
+    "padding": {
+        "strategy": {"Fixed": 40},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 1,
+        "pad_type_id": 0,
+        "pad_token": "</s>",
+    }
+}
+
+
+@pytest.mark.parametrize(
+    "tokenizer_class",
+    ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "LlamaTokenizer", "TokenizersBackend", "Qwen2Tokenizer", None],
+)
+@pytest.mark.parametrize("split", [r"\p{N}{1,4}| ?\p{L}+|[^\p{L}\p{N}]", r"\p{N}|\D+", None])
+@pytest.mark.parametrize("changes", [{}, {"post_processor": STARTS}, CUTS | PADS], ids=["plain", "start", "cut"])
+def test_ids_are_those_of_the_file(tmp_path, tokenizer_class, split, changes):
+    """Decoding and training read the tokenizer that `tokenizer.json` holds, and only the whole of a text."""
+    from tokenizers import Tokenizer as Inner
+
+    folder, text = write_bpe(tmp_path, tokenizer_class, split, **changes), "In 2024 it's 1000 km"
+    plain = Inner.from_file(str(folder / "tokenizer.json"))
+    plain.no_truncation(), plain.no_padding()
+    tokenizer = Tokenizer.find(folder)
+    assert tokenizer.encode(text) == plain.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    raw, start, end = data.read_tokenizer(folder)
+    words = raw.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text) == (words if start is None else [start, *words])
+    assert (start, end, tokenizer.eos_id) == (0 if changes.get("post_processor") else None, 1, 1)
+
+
+def test_a_folder_without_the_file_is_read_by_transformers(tmp_path):
+    folder = write_bpe(tmp_path, "Qwen2Tokenizer")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
+    (folder / "tokenizer.json").unlink()
+    tokenizer = Tokenizer.find(folder)
+    assert tokenizer.decode(tokenizer.encode("In 2024 it's")) == "In 2024 it's" and tokenizer.eos_id == 1
+    assert data.read_tokenizer(folder)[0].encode("1000").ids == tokenizer.encode("1000")
+    (folder / "merges.txt").write_text("#version: 0.2\nzz zz\n")
+    with pytest.raises(ValueError, match=f"{folder.name}: the tokenizer cannot be read .*tokenizer.json.*--tokenizer"):
+        Tokenizer.find(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "a"}}, "a"),
+        ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.jinja": "b"}, "b"),
+        ({"chat_template.json": {"chat_template": "c"}}, "c"),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "tool_use", "template": "t"}]}}, None),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "x"}, {"name": "default", "template": "d"}]}}, "d"),
+        ({"tokenizer_config.json": {}}, None),
+    ],
+)
+def test_where_chat_templates_lie(tmp_path, files, template):
+    folder = write_bpe(tmp_path, None)
+    for name, content in files.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    assert Tokenizer.find(folder).template == template
+    assert find(folder).has_chat_template == (template is not None)
+
+
+def test_a_text_that_begins_with_the_start_token_gets_no_second_one(tmp_path):
+    tokenizer = Tokenizer.find(write_bpe(tmp_path, None, post_processor=STARTS))
+    with pytest.warns(UserWarning, match="'<s>'"):
+        assert tokenizer.encode("<s>10") == tokenizer.encode("10")
+    with pytest.warns(UserWarning, match="'<s>'"):
+        assert tokenizer.encode("<s><s>10") == [0, *tokenizer.encode("10")]
+    assert tokenizer.encode("1<s>0").count(0) == 2
+
+
+# --- characters that are none -----------------------------------------------------------------------------------------
+
+
+class Counting(Tokenizer):
+    """Counts the tokens that are decoded."""
+
+    num_decoded = 0
+
+    def decode(self, tokens):
+        Counting.num_decoded += len(tokens)
+        return super().decode(tokens)
+
+
+def pieces_of(tokenizer, prompt, tokens, sizes) -> list[str]:
+    """The pieces of a text whose tokens come in groups of these sizes, in turn."""
+    decoder, start, pieces = IncrementalDecoder(tokenizer, prompt), 0, []
+    for size in itertools.cycle(sizes):
+        pieces.append(decoder.push(tokens[start : start + size], is_last=start + size >= len(tokens)))
+        start += size
+        if start >= len(tokens):
+            return pieces
+
+
+def bytes_of(*parts: bytes | str) -> list[bytes]:
+    return [part.encode() if isinstance(part, str) else part for part in parts]
+
+
+HOSTILE = bytes_of(
+    b"\xff", "\ufffd", "a", " b", "é", "€", "😀", b"\xe2\x82", b"\xf0\x9f", b"\x80", b"\xc3", "語語", b"\xed\xa0\x80"
+)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    folder = write_bpe(tmp_path_factory.mktemp("bytes"), None)
+    found = Tokenizer.find(folder)
+    return Counting(found.raw, found.fingerprint)
+
+
+def test_joined_pieces_are_the_text_whatever_the_bytes(byte_level, tokenizer):
+    """Also the whole of it, decoded at once, if the tokenizer's tokens are bytes of one text."""
+    glyphs = bytes_to_glyphs()
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        text = b"".join(HOSTILE[i] for i in rng.integers(len(HOSTILE), size=40))
+        tokens = [byte_level.raw.token_to_id(glyphs[byte]) for byte in text]
+        one_by_one = pieces_of(byte_level, [], tokens, [1])
+        assert "".join(one_by_one) == text.decode(errors="replace") == byte_level.decode(tokens)
+        assert "".join(pieces_of(byte_level, tokens[:9], tokens, [3, 1, 7])) == "".join(one_by_one)
+        text = text.replace("\ufffd".encode(), b"")
+        tokens = [FIRST_BYTE + byte for byte in text] + [UPON, *byte_tokens("é")]
+        several = ["".join(pieces_of(tokenizer, [ONCE], tokens, sizes)) for sizes in ([1], [3, 1, 7], [len(tokens)])]
+        assert len({*several}) == 1 and several[0].endswith(" uponé")
+        read = several[0].removesuffix(" uponé")
+        assert sum(1 if one == "\ufffd" else len(one.encode()) for one in read) == len(text)  # none is lost
+
+
+@pytest.mark.parametrize("unit", [b"\xff", "\ufffd".encode(), b"\xe2\x82", b"a\xf0\x9f"], ids=repr)
+def test_what_cannot_become_a_character_is_not_held_back(byte_level, unit):
+    """Three characters at most are held back, and the cost is linear."""
+    glyphs, costs = bytes_to_glyphs(), []
+    for num in (100, 200):
+        tokens = [byte_level.raw.token_to_id(glyphs[byte]) for byte in unit * num]
+        whole, decoder, text, Counting.num_decoded = byte_level.decode(tokens), IncrementalDecoder(byte_level), "", 0
+        for at, token in enumerate(tokens, 1):
+            text += decoder.push([token])
+            assert len(text) >= len(byte_level.raw.decode(tokens[:at])) - 3
+        costs.append(Counting.num_decoded)
+        assert text + decoder.push([], is_last=True) == whole
+    assert costs[1] < 2.2 * costs[0]
+
+
+def test_tokens_that_straddle_characters(byte_level):
+    """Every token ends inside a character, as in scripts that a byte-level BPE has seldom seen."""
+    from tokenizers import Tokenizer as Inner
+
+    values = json.loads(byte_level.raw.to_str())
+    glyphs = bytes_to_glyphs()
+    straddling = "".join(glyphs[byte] for byte in b"\x82\xac\xe2")
+    values["model"]["vocab"][straddling] = max(values["model"]["vocab"].values()) + 1
+    found = Counting(Inner.from_str(json.dumps(values)), "")
+    first, middle = (found.raw.token_to_id(name) for name in (glyphs[0xE2], straddling))
+    costs = []
+    for num in (100, 200):
+        Counting.num_decoded = 0
+        pieces = pieces_of(found, [], [first] + [middle] * num, [1])
+        assert pieces[1:-1] == ["€"] * (num - 1) and "".join(pieces) == "€" * num + "\ufffd"
+        costs.append(Counting.num_decoded)
+    assert costs[1] < 2.2 * costs[0]
+
+
+def bytes_to_glyphs() -> dict[int, str]:
+    """The character that a byte-level tokenizer writes for each byte."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {byte: chr(byte) for byte in own} | {byte: chr(256 + i) for i, byte in enumerate(others)}

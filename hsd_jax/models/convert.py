@@ -42,7 +42,6 @@ from hsd_jax.types import Weights
 
 __all__ = [
     "check_num_layers",
-    "has_chat_template",
     "read_bos",
     "read_config",
     "read_eos",
@@ -210,13 +209,6 @@ def read_bos(folder: str | Path, tokenizer: Any = None) -> int | None:
     """
     found = _special_tokens(Path(folder), "bos_token", tokenizer)
     return found[0] if found else None
-
-
-def has_chat_template(folder: Path) -> bool:
-    """Whether a folder has a chat template. Raises a ValueError if its settings are not a JSON object."""
-    path = folder / "tokenizer_config.json"
-    in_settings = path.exists() and bool(read_json(path).get("chat_template"))
-    return in_settings or any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json"))
 
 
 def weights_hash(weights: Weights) -> str:

@@ -28,8 +28,6 @@ from hsd_jax.models.tensor_files import StoredTensor, check_tensors, checked_dty
 from hsd_jax.types import Weights
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from hsd_jax.tokenizer import Tokenizer
 
 _METADATA = "its metadata"
@@ -193,10 +191,6 @@ class GgufFile:
     @property
     def has_chat_template(self) -> bool:
         return bool(self.chat_template)
-
-    def raw_tokenizer(self) -> tokenizers.Tokenizer:
-        """`gguf_tokenizer.build` for this file."""
-        return gguf_tokenizer.build(self._header)
 
     def tokenizer(self) -> Tokenizer:
         """`gguf_tokenizer.wrapped` for this file."""

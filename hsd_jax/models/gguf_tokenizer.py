@@ -8,16 +8,15 @@ A GGUF file has the tokens and the merges. For the splitting of text before merg
 from __future__ import annotations
 
 import dataclasses
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from hsd_jax.host.files import sha256
 from hsd_jax.models.gguf_header import Header
 from hsd_jax.settings import shown, take
 from hsd_jax.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import tokenizers
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -96,9 +95,6 @@ def build(header: Header) -> tokenizers.Tokenizer:
       ValueError: naming the key, for a tokenizer of another kind, an unknown splitting of text, or lists that do not
         belong together.
     """
-    # Imported here, because it takes seconds and token ids do not need it.
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
     splitting, path = _splitting(header), header.path
     tokens, merges = (_texts(header, _KEY + name) for name in ("tokens", "merges"))
     kinds = header.get(_KEY + "token_type", [_NORMAL] * len(tokens))
@@ -112,7 +108,7 @@ def build(header: Header) -> tokenizers.Tokenizer:
             raise ValueError(f"{path}: {_KEY}merges: {merge!r}: expected two parts with a space between them")
         pairs.append((first, second))
     try:
-        tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignores_merges))
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignores_merges))
     except Exception as error:  # tokenizers raises bare Exception
         raise ValueError(f"{path}: {_KEY}tokens and {_KEY}merges do not belong together ({error})") from error
     if splitting.composes:
@@ -148,13 +144,8 @@ def wrapped(header: Header) -> Tokenizer:
     inner = build(header)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: _token(header, f"{_KEY}{key}_token_id") for name, key in names.items()}
-    special = {f"{name}_token": inner.id_to_token(token) for name, token in ids.items() if token is not None}
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install torch
-    import transformers  # it takes seconds, so it comes after the checks
-
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **special)
-    fast.chat_template = chat_template(header)
-    return Tokenizer(fast, sha256(header.tokenizer_bytes))
+    special = {f"{name}_token": str(inner.id_to_token(token)) for name, token in ids.items() if token is not None}
+    return Tokenizer(inner, sha256(header.tokenizer_bytes), special, chat_template(header))
 
 
 def _splitting(header: Header) -> _Splitting:

@@ -54,18 +54,15 @@ def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
     """The tokenizer of a checkpoint, the start token it puts before a text (None if it puts none), and the end token.
 
     Raises:
-      FileNotFoundError: if there is no tokenizer in this form.
+      FileNotFoundError: if the checkpoint has no tokenizer.
       ValueError: if it cannot be read, or the checkpoint names no end token.
     """
     checkpoint = find(source)
-    tokenizer = checkpoint.raw_tokenizer()
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    eos, bos = checkpoint.named_eos, checkpoint.bos
-    if not eos:
+    if checkpoint.tokenizer is None:
+        raise FileNotFoundError(f"{checkpoint}: has no tokenizer.json, and training needs the target's tokenizer")
+    if not checkpoint.named_eos:
         raise ValueError(f"{checkpoint}: names no end token; set eos_token_id in config.json")
-    starts = tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos]
-    return tokenizer, bos if starts else None, eos[0]
+    return checkpoint.tokenizer.raw, checkpoint.tokenizer.start, checkpoint.named_eos[0]
 
 
 def template_of(source: Source) -> ChatTemplate | None:

@@ -232,7 +232,7 @@ def test_faulty_chat_templates(folders, tmp_path, template):
     values = json.loads((changed / "tokenizer_config.json").read_text()) | {"chat_template": template}
     (changed / "tokenizer_config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="template"):
-        Tokenizer.read(changed).encode_chat([{"role": "user", "content": "hi"}])
+        Tokenizer.find(changed).encode_chat([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="template"):
         data.template_of(changed)([("User", "hi")], True)
 
@@ -246,7 +246,7 @@ def test_chat_templates_without_end(folders, tmp_path, monkeypatch):
     values = json.loads((changed / "tokenizer_config.json").read_text()) | {"chat_template": forever}
     (changed / "tokenizer_config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r" 0.3 seconds"):
-        Tokenizer.read(changed).encode_chat([{"role": "user", "content": "hi"}])
+        Tokenizer.find(changed).encode_chat([{"role": "user", "content": "hi"}])
 
 
 def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folders):

@@ -111,7 +111,7 @@ def smollm() -> dict[str, Any]:
 @pytest.mark.parametrize("pre", REFERENCES)
 def test_texts_are_split_as_in_the_tokenizers_of_the_models(pre, tmp_path):
     wanted = reference(pre)
-    found = write(tmp_path / "t.gguf", metadata_of(wanted, pre)).raw_tokenizer()
+    found = write(tmp_path / "t.gguf", metadata_of(wanted, pre)).tokenizer().raw
     assert found.get_vocab() == wanted.get_vocab()
     for text in TEXTS:
         ids = found.encode(text).ids
@@ -127,7 +127,7 @@ def test_the_ways_to_split_differ(tmp_path):
     for pre in ("smollm", "llama-bpe", "qwen2", "gpt-2", "default"):
         file = write(tmp_path / f"{pre}.gguf", metadata_of(reference("gpt-2"), pre))
         pieces[pre] = tuple(
-            piece for piece, _ in file.raw_tokenizer().pre_tokenizer.pre_tokenize_str("I'D pay $12345=>")
+            piece for piece, _ in file.tokenizer().raw.pre_tokenizer.pre_tokenize_str("I'D pay $12345=>")
         )
     assert pieces == {
         "smollm": ("I", "'", "D", "Ġpay", "Ġ$", "1", "2", "3", "4", "5", "=>"),
@@ -142,9 +142,9 @@ def test_a_word_that_is_a_token_needs_no_merges_in_llama3(tmp_path):
     metadata = metadata_of(reference("gpt-2"), "llama-bpe")
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "zq"]
     metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 1]
-    assert write(tmp_path / "a.gguf", metadata).raw_tokenizer().encode("zq", add_special_tokens=False).tokens == ["zq"]
+    assert write(tmp_path / "a.gguf", metadata).tokenizer().raw.encode("zq", add_special_tokens=False).tokens == ["zq"]
     metadata["tokenizer.ggml.pre"] = "qwen2"
-    assert write(tmp_path / "b.gguf", metadata).raw_tokenizer().encode("zq").tokens == ["z", "q"]
+    assert write(tmp_path / "b.gguf", metadata).tokenizer().raw.encode("zq").tokens == ["z", "q"]
 
 
 def test_kinds_of_tokens(smollm, tmp_path):
@@ -154,7 +154,7 @@ def test_kinds_of_tokens(smollm, tmp_path):
         "tokenizer.ggml.tokens": [*tokens, "[PAD]"],
         "tokenizer.ggml.token_type": [*smollm["tokenizer.ggml.token_type"], 5],
     }
-    tokenizer = write(tmp_path / "t.gguf", changed).raw_tokenizer()
+    tokenizer = write(tmp_path / "t.gguf", changed).tokenizer().raw
     assert tokenizer.token_to_id("[PAD]") is None and tokenizer.get_vocab_size() == len(tokens)
     added = tokenizer.get_added_tokens_decoder()
     assert {token.content: token.special for token in added.values()} == dict.fromkeys(SPECIAL, True) | dict.fromkeys(
@@ -163,7 +163,7 @@ def test_kinds_of_tokens(smollm, tmp_path):
     ids = tokenizer.encode("<|im_start|>a<tool>").ids
     assert tokenizer.decode(ids) == "a<tool>"
     plain = dict(smollm) | {"tokenizer.ggml.token_type": None}
-    assert write(tmp_path / "p.gguf", plain).raw_tokenizer().get_added_tokens_decoder() == {}
+    assert write(tmp_path / "p.gguf", plain).tokenizer().raw.get_added_tokens_decoder() == {}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_texts_begin_with_the_start_token_where_the_file_says_so(pre, says, star
     tokenizer = file.tokenizer()
     assert (tokenizer.encode("the cat")[0] == 1) == starts
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-    raw = file.raw_tokenizer()
+    raw = file.tokenizer().raw
     assert (raw.encode("the", "cat").ids.count(1), raw.encode("the", add_special_tokens=False).ids.count(1)) == (
         2 * starts,
         0,
@@ -205,13 +205,13 @@ def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     file = write(tmp_path / "a.gguf", smollm | {"tokenizer.chat_template": template})
     assert file.chat_template == template
-    tokenizer, raw = file.tokenizer(), file.raw_tokenizer()
+    tokenizer, raw = file.tokenizer(), file.tokenizer().raw
     assert tokenizer.eos_id == 2
     for text in TEXTS:
         assert tokenizer.encode(text) == raw.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text)) == raw.decode(raw.encode(text).ids)
     spaced = "Well , this is n't it ."  # which transformers would clean up
-    assert tokenizer.decode(tokenizer.encode(spaced)) == tokenizer._inner.decode(tokenizer.encode(spaced)) == spaced
+    assert tokenizer.decode(tokenizer.encode(spaced)) == tokenizer.raw.decode(tokenizer.encode(spaced)) == spaced
     chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
     assert chat == raw.encode("<|im_start|>user\nhi<|im_end|>\n").ids
     assert (
@@ -267,7 +267,7 @@ def test_a_real_tokenizer():
     file = GgufFile(path)
     tokenizer = file.tokenizer()
     for text in TEXTS:
-        raw = tokenizer._inner.decode(tokenizer.encode(text), skip_special_tokens=False)
+        raw = tokenizer.raw.decode(tokenizer.encode(text), skip_special_tokens=False)
         assert raw == text
     assert tokenizer.encode("Hello world 12") == [19556, 905, 216, 33, 34]
     chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])

@@ -30,6 +30,12 @@ LINES = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+SPLITTING = (  # drops what stands before the last answer, as Qwen3's and DeepSeek's do
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }} {% if '</think>' in m['content'] %}"
+    "{{ m['content'].split('</think>')[-1].lstrip() }}{% else %}{{ m['content'] }}{% endif %}<|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+TOJSON = "{{ bos_token }}{{ messages | tojson }}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 

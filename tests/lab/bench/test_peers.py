@@ -444,7 +444,7 @@ def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(fold
         assert peers.main(["--target", folders.target, "--assistant", assistant]) == 2
         assert message in capsys.readouterr().err
     vocab_size = peers.find(folders.target).config.vocab_size
-    peers.check_assistant(folders.target, vocab_size, peers.Tokenizer.read(folders.target))
+    peers.check_assistant(folders.target, vocab_size, peers.Tokenizer.find(folders.target))
 
 
 @pytest.mark.slow
