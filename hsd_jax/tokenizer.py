@@ -145,8 +145,8 @@ class Tokenizer:
     pytree: programs compiled for one load of a folder also serve the next load.
     """
 
-    raw: tokenizers.Tokenizer
-    """The tokenizer itself. It neither truncates nor pads."""
+    _inner: tokenizers.Tokenizer
+    """It neither truncates nor pads."""
     fingerprint: str
     """Hash of all files from which it was read."""
     special: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -157,8 +157,8 @@ class Tokenizer:
     """As in `load`."""
 
     def __post_init__(self) -> None:
-        self.raw.no_truncation()
-        self.raw.no_padding()
+        self._inner.no_truncation()
+        self._inner.no_padding()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tokenizer) and hash(self) == hash(other)
@@ -198,35 +198,40 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Writes the files that `find` and transformers read."""
         folder = Path(folder)
-        self.raw.save(str(folder / TOKENIZER_JSON))
+        self._inner.save(str(folder / TOKENIZER_JSON))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.special}
         write_json(folder / _SETTINGS, settings | ({} if self.template is None else {"chat_template": self.template}))
 
     @property
+    def raw(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the library `tokenizers`, for what needs offsets or batches."""
+        return self._inner
+
+    @property
     def eos_id(self) -> int | None:
-        return self.raw.token_to_id(self.special.get("eos_token", ""))
+        return self._inner.token_to_id(self.special.get("eos_token", ""))
 
     @functools.cached_property
     def start(self) -> int | None:
         """The token that it puts before a text, None if it puts none."""
-        ids = self.raw.encode("").ids
-        return ids[0] if ids and not self.raw.encode("", add_special_tokens=False).ids else None
+        ids = self._inner.encode("").ids
+        return ids[0] if ids and not self._inner.encode("", add_special_tokens=False).ids else None
 
     def has_vocabulary_of(self, other: Tokenizer) -> bool:
         """Whether both tokenizers have the same tokens with the same numbers."""
-        return self.raw.get_vocab() == other.raw.get_vocab()
+        return self._inner.get_vocab() == other._inner.get_vocab()
 
     @property
     def vocabulary_hash(self) -> str:
         """`hash_of` its vocabulary."""
-        return hash_of(self.raw.get_vocab())
+        return hash_of(self._inner.get_vocab())
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the checkpoint adds to a text.
 
         A text that begins with the start token already gets no second one, but a warning.
         """
-        ids = self.raw.encode(text).ids
+        ids = self._inner.encode(text).ids
         if self.start is None or ids[:2] != [self.start] * 2:
             return ids
         warnings.warn(
@@ -237,11 +242,11 @@ class Tokenizer:
         return ids[1:]
 
     def decode(self, tokens: Tokens) -> str:
-        return self.raw.decode(list(tokens), skip_special_tokens=True)
+        return self._inner.decode(list(tokens), skip_special_tokens=True)
 
     def spelling(self, token: int) -> str:
         """One token as the vocabulary writes it, special tokens included."""
-        return str(self.raw.id_to_token(int(token)))
+        return str(self._inner.id_to_token(int(token)))
 
     @property
     def has_chat_template(self) -> bool:
@@ -272,7 +277,7 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a text from `render`, which already contains its special tokens."""
-        return self.raw.encode(text, add_special_tokens=False).ids
+        return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: Messages, where: str = "the conversation") -> list[int]:
         """Token ids of a conversation, up to where the answer begins.
@@ -295,13 +300,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _control(self) -> _ControlTokens:
-        added = self.raw.get_added_tokens_decoder().values()
+        added = self._inner.get_added_tokens_decoder().values()
         control = [token.content for token in added if token.special]
         others = [token.content for token in added if not token.special and _IN_BRACKETS.fullmatch(token.content)]
         if others:  # some checkpoints mark turns with added tokens that are not special
             turns = self._sample([{"role": "system", "content": "Yes."}]) or self._sample([])
             control += [content for content in others if content in turns]
-        return _ControlTokens(self.raw, control)
+        return _ControlTokens(self._inner, control)
 
     def _sample(self, before: list[dict[str, str]]) -> str:
         """A short conversation as the template writes it; empty if the template refuses it, or if there is none."""
@@ -327,7 +332,7 @@ class Tokenizer:
             return ()
         _, found, after = text.rpartition(said)
         ids = self.encode_rendered(after.lstrip()) if found else []
-        return (ids[0],) if ids and ids[0] in self.raw.get_added_tokens_decoder() else ()
+        return (ids[0],) if ids and ids[0] in self._inner.get_added_tokens_decoder() else ()
 
 
 def _render(messages: list[dict[str, str]], template: str | None, is_open: bool, special: Mapping[str, str]) -> str:

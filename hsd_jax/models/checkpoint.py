@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tokenizers
+
 from hsd_jax.config import ModelConfig
 from hsd_jax.models import convert, hub
 from hsd_jax.models.gguf_file import GgufFile
@@ -196,6 +198,16 @@ class Checkpoint:
         if self.tokenizer is None:
             raise ValueError(f"{self}: has no tokenizer, and so no chat template")
         return self.tokenizer.render(messages, is_open)
+
+    def raw_tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the library `tokenizers`, with which training reads texts.
+
+        Raises:
+          FileNotFoundError, ValueError: if the checkpoint has no tokenizer, or if it cannot be read.
+        """
+        if self.tokenizer is None:
+            raise FileNotFoundError(f"{self}: has no tokenizer.json, and training needs the target's tokenizer")
+        return self.tokenizer.raw
 
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer's files into another folder."""

@@ -58,11 +58,10 @@ def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
       ValueError: if it cannot be read, or the checkpoint names no end token.
     """
     checkpoint = find(source)
-    if checkpoint.tokenizer is None:
-        raise FileNotFoundError(f"{checkpoint}: has no tokenizer.json, and training needs the target's tokenizer")
-    if not checkpoint.named_eos:
+    raw = checkpoint.raw_tokenizer()
+    if checkpoint.tokenizer is None or not checkpoint.named_eos:
         raise ValueError(f"{checkpoint}: names no end token; set eos_token_id in config.json")
-    return checkpoint.tokenizer.raw, checkpoint.tokenizer.start, checkpoint.named_eos[0]
+    return raw, checkpoint.tokenizer.start, checkpoint.named_eos[0]
 
 
 def template_of(source: Source) -> ChatTemplate | None:
