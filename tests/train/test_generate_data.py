@@ -186,6 +186,8 @@ def test_prompts_of_a_json_array(folder, tokenizer):
     ]
     many, bad, said = [{"conversations": turns}] * 9, [{"conversations": []}], []
     whole = prompts_of(folder, tokenizer, many)
+    lengths = [3 if responses.draw(0, index).integers(2) else 1 for index in range(9)]
+    assert [p.text.count(":") - 1 for p in whole] == lengths
     path = folder / "some.json"
     path.write_text(json.dumps([*many[:4], *bad, *many[5:]], indent=1))
     config = GenerateConfig(max_new_tokens=4)
