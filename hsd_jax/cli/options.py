@@ -267,7 +267,7 @@ def add_chat_argument(group: Group, what: str = "conversations and questions") -
 
 def add_skip_argument(group: Group) -> None:
     """Declares --skip-bad-lines."""
-    what = "leave out records that cannot be used, count them and name the first three (default: the first one is an error)"
+    what = "leave out records that cannot be used, count them and name three (default: the first one is an error)"
     group.add_argument("--skip-bad-lines", action="store_true", help=what)
 
 
