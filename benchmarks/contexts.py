@@ -20,7 +20,6 @@ from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import FULL, SLIDING, TreeConfig
 from hsd_jax.lab.bench import quality
-from hsd_jax.lab.bench.prompts import for_checkpoint
 from hsd_jax.params import Params
 
 BEGINNING, LAST, NEAR, AHEAD = 48, 100, 256, 64
@@ -95,8 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     chain = TreeConfig.chain(args.nodes - 1)
     params = hsd_jax.load(args.demo, target=args.target, drafter=args.drafter, tree=chain)
     params = with_windows(params, args.window, args.target_window)
-    size = args.limit, args.max_new_tokens, args.chat_template
-    found = for_checkpoint(params, args.prompts, args.half, *size)
+    found = options.prompts_of(args, params)
     dialogues = [prompt.tokens(params.tokenizer, with_rest=True) for prompt in found]
     length = max(args.contexts) + AHEAD
     for name, texts in (

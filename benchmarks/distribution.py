@@ -15,7 +15,6 @@ from hsd_jax import TreeConfig
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.lab.bench import distribution, identity
-from hsd_jax.lab.bench.prompts import for_checkpoint
 
 CASES = {
     "plain": ("match", None, None),
@@ -40,8 +39,7 @@ def main() -> None:
     parser.set_defaults(half="report")
     args = parser.parse_args()
     params = hsd_jax.load("demo")
-    size = args.limit, args.max_new_tokens, args.chat_template
-    found = for_checkpoint(params, args.prompts, args.half, *size)
+    found = options.prompts_of(args, params)
     prompts = [(one.text, one.tokens(params.tokenizer)) for one in found]
     for name in args.cases:
         accept, draw, tree = CASES[name]

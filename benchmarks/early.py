@@ -21,7 +21,6 @@ from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
-from hsd_jax.lab.bench.prompts import for_checkpoint
 from hsd_jax.lab.bench.replay import watched_rounds
 from hsd_jax.request import Speculation
 from hsd_jax.session import prepare
@@ -93,7 +92,7 @@ def main() -> None:
     params = hsd_jax.load("demo", drafter=args.drafter)
     for file in args.prompts or [None]:
         files = None if file is None else [file]
-        prompts = for_checkpoint(params, files, args.half, args.limit, args.max_new_tokens, args.chat_template)
+        prompts = options.prompts_of(args, params, files)
         texts = [p.tokens(params.tokenizer) for p in prompts]
         for temperature, accept in ((0.0, "match"), (1.0, "match"), (1.0, "recursive")):
             found = rounds_of(params, texts, temperature, accept, args.max_new_tokens)

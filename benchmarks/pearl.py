@@ -29,7 +29,6 @@ from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab import theory
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.prompts import for_checkpoint
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.pearl import measured_c
 from hsd_jax.request import Speculation
@@ -95,7 +94,7 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 8)
     small = hsd_jax.load(args.target, drafter=args.drafter)
     new = args.max_new_tokens
-    prompts = for_checkpoint(small, args.prompts, args.half, args.limit, new, args.chat_template)
+    prompts = options.prompts_of(args, small)
     texts = [list(map(int, p.tokens(small.tokenizer))) for p in prompts]
     print(f"{hardware()}; devices {args.devices or 'shared'}, accept {args.accept}")
     found = [hsd_jax.pearl(small, gamma, args.devices) for gamma in args.gammas]

@@ -62,7 +62,7 @@ import hsd_jax
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import ModelConfig
-from hsd_jax.lab.bench import prompts, tables
+from hsd_jax.lab.bench import tables
 from hsd_jax.lab.bench import tasks as tasks_lib
 from hsd_jax.lab.bench.identity import first_difference
 from hsd_jax.lab.bench.prompts import BenchPrompt
@@ -619,13 +619,12 @@ def run(args: argparse.Namespace) -> int:
     sizes = None
     if files := {name: path for name in tasks_lib.READERS if (path := getattr(args, name)) is not None}:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in files)
-        options.refuse(args, f"{given}: these say what is asked", "prompts", "half", "limit")
+        options.refuse(args, f"{given}: these say what is asked", "prompts", "half", "limit", "skip_bad_lines")
         by_task = tasks_lib.read(files, args.per_task, tokenizer, max_len - args.max_new_tokens)
         sizes = {task: len(own) for task, own in by_task.items()}
         found = [prompt for own in by_task.values() for prompt in own]
     else:
-        new = args.max_new_tokens
-        found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, new, args.chat_template)
+        found = options.prompts_of(args, about)
     assert tokenizer is not None  # the readers of prompts have checked it
     if args.assistant is None and not args.llama_cpp:
         options.say("no assistant model: use --assistant DIR to measure assisted decoding too")

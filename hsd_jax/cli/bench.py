@@ -103,6 +103,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--limit N", COUNT, "prompts of each task", 20)
     options.add_half_argument(parser, "both")
     options.add_chat_argument(parser)
+    options.add_skip_argument(parser)
     options.add_length_arguments(parser, 128)
     add_value(parser, "--temperatures T", TEMPERATURE, "0 is greedy", [0.0], "0", nargs="+")
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)

@@ -29,7 +29,7 @@ hsd generate-data --demo --prompts train.jsonl --limit 2000 --temperatures 0,0.8
 hsd generate-data --target DIR --drafter DIR --prompts book.txt --stride 500 --prefix-tokens 64 --out own.jsonl
 """,
     )
-    what = "JSON lines with turns, messages, question, prompt or text; or plain text, one text per file"
+    what = f"{options.JSON_FILES} with {options.PROMPT_FIELDS}; or text (.txt), one per file"
     add_value(parser, "--prompts FILE", str, what, nargs="+", required=True)
     what = "the result, a .jsonl file; a second file beside it holds the settings"
     add_value(parser, "--out FILE", options.NEW_FILE, what, required=True)
@@ -50,6 +50,7 @@ def _add_prompt_arguments(group) -> None:
     what = "make a prompt of each user turn of a conversation (default: of one random turn)"
     group.add_argument("--all-turns", action="store_true", help=what)
     options.add_chat_argument(group, "conversations")
+    options.add_skip_argument(group)
 
 
 def _add_sampling_arguments(group) -> None:
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         params = options.load_params(args)
         return params, options.tree_of(args, params) if args.drafter else None
 
-    num = responses.run(args.prompts, args.out, options.source_of(args), config, settings, load, options.say)
+    how = config, settings, load, options.say, args.skip_bad_lines
+    num = responses.run(args.prompts, args.out, options.source_of(args), *how)
     options.say(f"wrote {args.out}: {num:,} responses")
     return 0

@@ -47,13 +47,12 @@ hsd identity --demo --levels --precision exact
 
 def run(args: argparse.Namespace) -> int:
     """Compares, prints the report, and returns 1 if the check failed."""
-    from hsd_jax.lab.bench import identity, prompts, tables
+    from hsd_jax.lab.bench import identity, tables
     from hsd_jax.lab.bench.machine import hardware
 
     params = options.load_pair(args, "identity")
     tree = options.tree_asked(args, params)
-    size = args.limit, args.max_new_tokens, args.chat_template
-    found = prompts.for_checkpoint(params, args.prompts, args.half, *size)
+    found = options.prompts_of(args, params)
     texts = [(p.name, p.tokens(params.tokenizer)) for p in found]
     isas = identity.isas_here(params) if args.levels else []
     rule = {"accept": args.accept, "draw": args.draw, "lossy": args.lossy}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hsd_jax.config import PRECISIONS, QUANTIZED
 from hsd_jax.host import files
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.settings import Count, NotNegative, Positive, Seed, Share, Temperature, TopP, Whole
+from hsd_jax.train.records import check_file
 
 
 def value_of(hint: Any):
@@ -215,14 +216,35 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--json OUT", NEW_FILE, "write every figure to this file")
 
 
+JSON_FILES = "JSON lines or arrays (.jsonl, .json)"
+PROMPT_FIELDS = "turns, messages, conversations, question, prompt or text"
+
+
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
-    """Declares --prompts, --limit and --half. `limit` is the default number of prompts of a file."""
+    """Declares the options that `prompts_of` reads, but for --max-new-tokens.
+
+    Args:
+      limit: the default number of prompts of a file.
+    """
     group = parser.add_argument_group("prompts")
-    what = "JSON lines with turns, messages, question, prompt or text; or plain text, one prompt per line"
+    what = f"{JSON_FILES} with {PROMPT_FIELDS}; or text (.txt), one prompt per line"
     add_value(group, "--prompts FILE", str, what, without="the dozen prompts of the demo", nargs="+")
     add_value(group, "--limit N", COUNT, "prompts of each file", limit, "all")
     add_half_argument(group, "both halves")
     add_chat_argument(group)
+    add_skip_argument(group)
+
+
+def prompts_of(args: argparse.Namespace, params, files: Sequence[str] | None = None) -> list[Any]:
+    """The prompts of the demo, or of `files`, or else of the files of --prompts.
+
+    Raises:
+      FileNotFoundError, ValueError: as `lab.bench.prompts.for_checkpoint`.
+    """
+    from hsd_jax.lab.bench.prompts import for_checkpoint
+
+    how = args.half, args.limit, args.max_new_tokens, args.chat_template, args.skip_bad_lines
+    return for_checkpoint(params, files or args.prompts, *how)
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,6 +263,12 @@ def add_chat_argument(group: Group, what: str = "conversations and questions") -
     """Declares --no-chat-template. If it is given, `args.chat_template` is False."""
     text = f"write {what} as lines, `User: ...` and `Assistant: ...` (default: the target's chat template, if any)"
     group.add_argument("--no-chat-template", dest="chat_template", action="store_false", help=text)
+
+
+def add_skip_argument(group: Group) -> None:
+    """Declares --skip-bad-lines."""
+    what = "leave out records that cannot be used, count them and name three (default: the first one is an error)"
+    group.add_argument("--skip-bad-lines", action="store_true", help=what)
 
 
 def add_half_argument(group: Group, both: str) -> None:
@@ -342,13 +370,16 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     Args:
       changes: values in place of those of --dtype, --quantize or --drafter.
     Raises:
-      FileNotFoundError, ValueError: as `hsd_jax.load`, or if an option needs another one.
+      FileNotFoundError, ValueError: as `hsd_jax.load`, if an option needs another one, or if a file of --prompts is
+        missing or has an ending that is not allowed.
     """
     import hsd_jax
     from hsd_jax import params as params_lib
 
     if not args.demo and args.target is None:
         raise ValueError("one of the arguments --demo --target is required")
+    for name in getattr(args, "prompts", None) or ():
+        check_file(name if Path(name).exists() else name.rpartition("=")[2])  # some commands take TASK=FILE
     names = ("drafter", "dtype", "quantize", "max_len", "precision", "mesh", "strict")
     if args.rescore is None and args.alpha is not None:
         raise ValueError("--alpha weighs the scores of --rescore DIR: give both")

@@ -34,6 +34,7 @@ hsd bench rescore --demo --scorers 2-gram=runs/two lm=runs/small-lm --trees 8x6x
     add_value(parser, "--prompts FILE", str, "as for hsd bench", nargs="+", required=True)
     add_value(parser, "--limit N", COUNT, "prompts of each file and half", 12)
     options.add_chat_argument(parser)
+    options.add_skip_argument(parser)
     options.add_length_arguments(parser, 96)
     add_value(parser, "--temperature T", TEMPERATURE, "0 is greedy", 0.0)
     options.add_json_argument(parser)

@@ -148,8 +148,10 @@ def _with_keys(
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser, required: bool, out: str) -> None:
-    what = "JSON lines with text, turns, messages, question and answer, or prompt and response; or plain text"
+    fields = "text, turns, messages, conversations, question and answer, or prompt and response"
+    what = f"{options.JSON_FILES} with {fields}; or text (.txt)"
     add_value(parser, "--data FILE", str, what, nargs="+", required=required)
+    options.add_skip_argument(parser)
     add_value(parser, "--out DIR", str, out, required=required)
 
 
@@ -185,6 +187,7 @@ def run_recipe(args: argparse.Namespace) -> int:
         mesh=make_mesh(args.mesh, TRAINING_AXES),
         report=options.say,
         force=args.force,
+        skip_bad_lines=args.skip_bad_lines,
     )
     return 0
 
@@ -193,9 +196,8 @@ def run_restrict(args: argparse.Namespace) -> int:
     """Gives a trained drafter a reduced draft vocabulary."""
     from hsd_jax.train.frequent_tokens import restrict_drafter
 
-    restrict_drafter(
-        options.source_of(args), args.drafter, args.data, args.out, args.draft_vocab, args.loss_on, options.say
-    )
+    how = args.draft_vocab, args.loss_on, options.say, args.skip_bad_lines
+    restrict_drafter(options.source_of(args), args.drafter, args.data, args.out, *how)
     return 0
 
 
@@ -203,7 +205,8 @@ def run_ngram(args: argparse.Namespace) -> int:
     """Counts n-grams."""
     from hsd_jax.train.ngram import train_ngram
 
-    train_ngram(options.source_of(args), args.data, args.out, args.order, args.loss_on, options.say)
+    how = args.order, args.loss_on, options.say, args.skip_bad_lines
+    train_ngram(options.source_of(args), args.data, args.out, *how)
     return 0
 
 
@@ -221,6 +224,6 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     from hsd_jax.train.tokenizer import train_tokenizer
 
     with lock.held(lock.of_folder(args.out)):
-        tokenizer = train_tokenizer(args.data, args.vocab_size, args.out)
+        tokenizer = train_tokenizer(args.data, args.vocab_size, args.out, args.skip_bad_lines, options.say)
     options.say(f"wrote {args.out}: {tokenizer.get_vocab_size()} tokens")
     return 0

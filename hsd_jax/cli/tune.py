@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     trees = parse_trees(args.trees) if args.trees else None
     params = options.load_pair(args, "tune")
-    found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens, args.chat_template)
+    found = options.prompts_of(args, params)
     most = max(len(found), *args.batches)
     rows = [found[row % len(found)].tokens(params.tokenizer) for row in range(most)]
     if args.contexts:

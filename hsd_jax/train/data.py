@@ -20,6 +20,7 @@ from hsd_jax.host.sharding import rows_here
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.settings import OneOf, Seed
 from hsd_jax.train.documents import ChatTemplate, Document, chat_template_of, load_documents
+from hsd_jax.train.journal import Report
 from hsd_jax.train.rows import ALL, PACKED, PADDED, RESPONSES, Rows, encoded, make_rows
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def read_rows(
     seed: int,
     vocab_size: int,
     config: DataConfig = DataConfig(),
+    skip_bad_lines: bool = False,
+    report: Report = print,
 ) -> Rows:
     """The rows of some files, by the tokenizer of a checkpoint and, if `config` says so, by its chat template.
 
@@ -84,35 +87,41 @@ def read_rows(
       length: tokens of a row, without the last label.
       seed: the run's seed, used if `config` has none.
       vocab_size: the size of the model's vocabulary.
+      skip_bad_lines, report: as in `records.read_file`.
     Raises:
       FileNotFoundError: if a file or the tokenizer is missing.
       ValueError: naming file and line, if data cannot be read or hold no label.
     """
     if not files:
         raise ValueError("no data files given")
-    documents, words = _read(files, source, config)
+    documents, words = _read(files, source, config, skip_bad_lines, report)
     return make_rows(documents, *words, length, config.seed_of(seed), vocab_size, config.packing, config.loss_on)
 
 
 def read_encoded(
-    files: Sequence[str | Path], source: Source, vocab_size: int, loss_on: str
+    files: Sequence[str | Path],
+    source: Source,
+    vocab_size: int,
+    loss_on: str,
+    skip_bad_lines: bool = False,
+    report: Report = print,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The tokens and labels of every document of some files, in their order: int32 [n] and bool [n].
 
-    Raises as `read_rows`.
+    The arguments are those of `read_rows`. Raises as `read_rows`.
     """
-    documents, words = _read(files, source, DataConfig(loss_on=loss_on))
+    documents, words = _read(files, source, DataConfig(loss_on=loss_on), skip_bad_lines, report)
     return list(encoded(documents, *words, vocab_size, loss_on == RESPONSES))
 
 
 def _read(
-    files: Sequence[str | Path], source: Source, config: DataConfig
+    files: Sequence[str | Path], source: Source, config: DataConfig, skip_bad_lines: bool, report: Report
 ) -> tuple[list[Document], tuple[Tokenizer, int | None, int]]:
     """The documents of some files, and the result of `read_tokenizer`."""
     checkpoint = find(source)
     words, template = read_tokenizer(checkpoint), template_of(checkpoint) if config.chat_template else None
-    responses = config.loss_on == RESPONSES
-    return [document for file in files for document in load_documents(file, template, responses)], words
+    how = template, config.loss_on == RESPONSES, skip_bad_lines, report
+    return [document for file in files for document in load_documents(file, *how)], words
 
 
 @functools.lru_cache(maxsize=2)  # neighbouring batches may lie in two epochs

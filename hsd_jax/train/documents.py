@@ -1,26 +1,24 @@
-"""Reads files into documents: it reads records, renders conversations, and finds the responses in a text.
+"""Turns records into documents: it renders conversations, and finds the responses in a text.
 
-A file is plain text (one document per file) or JSON lines. A JSON object holds `text`, `prompt` and `response`,
-`question` and `answer`, or a conversation as `turns` or `messages` (see `conversation`). Each file may be gzipped. The
-module tokenizes nothing; only records of `hsd generate-data` bring tokens. Read next: `data.py`.
+A record holds `text`, `prompt` and `response`, `question` and `answer`, or a conversation as `turns`, `messages` or
+`conversations` (see `conversation`). A file of text is one document. The module tokenizes nothing; only records of
+`hsd generate-data` bring tokens. Read first: `records.py`. Read next: `data.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.host.files import decoded, parse_json, with_unix_lines
 from hsd_jax.settings import Whole, take
 from hsd_jax.tokenizer import Messages
+from hsd_jax.train.records import CONVERSATIONS, Record, read_file
 
-_NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
+_NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt", "chatgpt", "bing", "bard")}
 SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
 CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 """GSM8K writes notes such as `<<48/2=24>>` before results. They are removed from the text."""
@@ -39,7 +37,7 @@ class Document:
     """One text of the training data, and the parts of it that are responses."""
 
     where: str
-    """File and line, for errors."""
+    """As `Record.where`."""
     text: str
     responses: tuple[tuple[int, int], ...] = ()
     """Character ranges [start, end) of the assistant's turns, ascending. A range includes what closes the turn."""
@@ -67,10 +65,10 @@ def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
     The field lists pairs, objects with `role` and `content`, or objects with `from` and `value`.
 
     Raises:
-      ValueError: naming file, line and turn, if a turn has none of these forms.
+      ValueError: naming file, line and turn, if there is no turn, or if a turn has none of these forms.
     """
-    if not isinstance(record[field], list):
-        raise ValueError(f"{where}: {field} is {_shown(record[field])}: expected a list")
+    if not isinstance(record[field], list) or not record[field]:
+        raise ValueError(f"{where}: {field} is {_shown(record[field])}: expected a list of turns")
     pairs = []
     for number, turn in enumerate(record[field], 1):
         pair = turn
@@ -111,14 +109,14 @@ def speaker_of(who: str) -> str:
 
 
 def render_record(record: dict, where: str) -> str:
-    """The text of one JSON line; conversations get no chat template. Raises as `to_document`."""
+    """The text of one record; conversations get no chat template. Raises as `to_document`."""
     return to_document(record, where).text
 
 
 def to_document(
     record: dict, where: str, template: ChatTemplate | None = None, find_responses: bool = True
 ) -> Document:
-    """The document of one JSON line.
+    """The document of one record.
 
     Args:
       template: renders conversations; None: `render_turns`.
@@ -129,7 +127,7 @@ def to_document(
     """
     if "text" in record:
         return Document(where, text_of(record, "text", where))
-    for field in ("turns", "messages"):
+    for field in CONVERSATIONS:
         if field in record:
             turns = conversation(record, field, where)
             if template is None:
@@ -147,8 +145,15 @@ def to_document(
             if there in record:
                 raise ValueError(f"{where}: field {missing!r} is missing beside {there!r}")
     raise ValueError(
-        f"{where}: fields {sorted(record)}; expected text, turns, messages, question and answer, or prompt and response"
+        f"{where}: fields {names_of(record)}; expected text, {', '.join(CONVERSATIONS)}, question and answer, or prompt"
+        " and response"
     )
+
+
+def names_of(record: dict) -> str:
+    """The names of the fields, cut for an error message."""
+    text = str(sorted(record))
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def question_prompt(question: str) -> str:
@@ -233,56 +238,27 @@ def chat_template_of(render: Callable[[Messages, bool], str]) -> ChatTemplate:
     return template
 
 
-def read_records(path: str | Path) -> Iterator[tuple[str, dict]]:
-    """The place (file and line) and the object of every line. Plain text is one record, `{"text": ...}`.
-
-    Raises:
-      FileNotFoundError: if the file is missing.
-      ValueError: naming file and line, if the file cannot be read, is not UTF-8, or holds a line that is not a JSON
-        object.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such data file")
-    try:
-        content = path.read_bytes()
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    text = decoded(content, str(path))
-    if not path.name.removesuffix(".gz").endswith(".jsonl"):
-        yield str(path), {"text": with_unix_lines(text)}
-        return
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        record = parse_json(line, where)
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: a JSON {type(record).__name__}; expected an object")
-        if "\\ud" in line.lower():
-            try:
-                json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{where}: holds half of a character (a lone surrogate)") from error
-        yield where, record
-
-
 def load_documents(
-    path: str | Path, template: ChatTemplate | None = None, find_responses: bool = True
+    path: str | Path,
+    template: ChatTemplate | None = None,
+    find_responses: bool = True,
+    skip_bad_lines: bool = False,
+    report: Callable[[str], None] = print,
 ) -> list[Document]:
-    """All documents of one file that hold more than white space. The arguments are those of `to_document`.
+    """All documents of one file that hold more than white space.
 
+    Args:
+      template, find_responses: as in `to_document`.
+      skip_bad_lines, report: as in `records.read_file`.
     Raises:
-      FileNotFoundError, ValueError: as `read_records` and `to_document`, and if there is no document.
+      FileNotFoundError, ValueError: as `records.read_file` and `to_document`, and if there is no document.
     """
-    documents = [to_document(record, where, template, find_responses) for where, record in read_records(path)]
-    documents = [d for d in documents if d.text.strip()]
+
+    def make(record: Record) -> list[Document]:
+        document = to_document(record.fields, record.where, template, find_responses)
+        return [document] if document.text.strip() else []
+
+    documents = read_file(path, make, skip_bad_lines, report)
     if not documents:
         raise ValueError(f"{path}: holds no document")
     return documents
-
-
-def read_documents(path: str | Path) -> list[str]:
-    """The texts of one file; conversations get no chat template. Raises as `load_documents`."""
-    return [document.text for document in load_documents(path, None)]

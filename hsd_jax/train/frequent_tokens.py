@@ -134,6 +134,7 @@ def restrict_drafter(
     share: float,
     loss_on: str = ALL,
     report: Report = print,
+    skip_bad_lines: bool = False,
 ) -> None:
     """Gives a trained drafter the reduced draft vocabulary of some data and writes it to `out`. Nothing is trained
     again.
@@ -144,6 +145,7 @@ def restrict_drafter(
       source: the target (`models/checkpoint.py`).
       share: the share of the vocabulary that may still be drafted.
       loss_on: which tokens are counted, as `data.loss_on` of a recipe.
+      skip_bad_lines: as in `records.read_file`.
     Raises:
       FileNotFoundError: if a folder or a data file is missing.
       ValueError: if the share is not between 0 and 1, if `out` exists, if the drafter is for another target, if its own
@@ -153,7 +155,8 @@ def restrict_drafter(
     checkpoint = find(source)
     config, weights = drafter_files.read_drafter(path_of(drafter_dir))
     drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))
-    rows = read_rows(data_files, checkpoint, ROW, 0, config.vocab_size, DataConfig(loss_on=loss_on))
+    how = DataConfig(loss_on=loss_on), skip_bad_lines, report
+    rows = read_rows(data_files, checkpoint, ROW, 0, config.vocab_size, *how)
     if (num := len(rows.tokens)) < 2:
         raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one of them held out")
     count = max(1, num // 10)

@@ -168,6 +168,7 @@ def train_ngram(
     order: int,
     loss_on: str,
     report: Report = print,
+    skip_bad_lines: bool = False,
 ) -> None:
     """Counts the n-grams of some data and writes the model to the new folder `out`.
 
@@ -177,6 +178,7 @@ def train_ngram(
     Args:
       source: the target (`models/checkpoint.py`).
       loss_on: the tokens to count, as `data.loss_on` of a recipe.
+      skip_bad_lines: as in `records.read_file`.
     Raises:
       FileNotFoundError: if a folder or a data file is missing.
       ValueError: if the order is not allowed, if `out` exists, or if data cannot be read or hold no token to count.
@@ -184,7 +186,7 @@ def train_ngram(
     checkpoint = find(source)
     vocab_size = checkpoint.config.vocab_size
     vocabulary = hash_of(read_tokenizer(checkpoint)[0].get_vocab())
-    documents = read_encoded(data_files, checkpoint, vocab_size, loss_on)
+    documents = read_encoded(data_files, checkpoint, vocab_size, loss_on, skip_bad_lines, report)
     num_held_out = int(len(documents) * SHARE_HELD_OUT)
     if num_held_out:
         used, held_out = documents[:-num_held_out], documents[-num_held_out:]

@@ -22,15 +22,16 @@ from hsd_jax.train.documents import (
     ChatTemplate,
     conversation,
     first_question,
+    names_of,
     question_prompt,
-    read_records,
     render_turns,
     speaker_of,
     text_of,
 )
 from hsd_jax.train.journal import Report
+from hsd_jax.train.records import CONVERSATIONS, Record, read_file
 
-_FIELDS = ("text", "turns", "messages", "question", "prompt")
+_FIELDS = ("text", *CONVERSATIONS, "question", "prompt")
 
 
 @settings.dataclass
@@ -74,7 +75,7 @@ class Prompt:
     text: str
     """The text without the start token, which the tokenizer adds."""
     source: str
-    """Name of the file and number of the line."""
+    """`Record.where`, without folders."""
 
 
 def read_prompts(
@@ -85,12 +86,14 @@ def read_prompts(
     room: int,
     config: GenerateConfig,
     report: Report = print,
+    skip_bad_lines: bool = False,
 ) -> list[Prompt]:
     """The prompts of all files, in their order.
 
     Args:
       bos: the token before a text; None: none.
       room: positions of the model, which limit prompt and new tokens together.
+      skip_bad_lines: as in `records.read_file`.
     Raises:
       FileNotFoundError, ValueError: naming file and line, if a file is missing or a record is not valid.
     """
@@ -100,20 +103,21 @@ def read_prompts(
     longest = min(longest, config.prompt_tokens or longest)
     prompts: list[Prompt] = []
     num_long = 0
-    for path in map(Path, files):
-        found: list[Prompt] = []
-        for number, (where, record) in enumerate(read_records(path)):
-            choices = list(_prompts_of(record, where, tokenizer, bos, template, config))
-            fitting = [p for p in choices if len(p.tokens) <= longest]
-            num_long += bool(choices) and not fitting
-            if fitting and not config.all_turns and "text" not in record:
-                fitting = [fitting[draw(config.seed, number).integers(len(fitting))]]
-            found.extend(fitting)
-            if config.limit is not None and len(found) >= config.limit:
-                break
+
+    def make(record: Record) -> list[Prompt]:
+        nonlocal num_long
+        choices = list(_prompts_of(record.fields, record.where, tokenizer, bos, template, config))
+        fitting = [p for p in choices if len(p.tokens) <= longest]
+        num_long += bool(choices) and not fitting
+        if fitting and not config.all_turns and "text" not in record.fields:
+            fitting = [fitting[draw(config.seed, record.index).integers(len(fitting))]]
+        return fitting
+
+    for path in files:
+        found = read_file(path, make, skip_bad_lines, report, limit=config.limit)
         if not found:
             raise ValueError(f"{path}: holds no prompt of at most {longest} tokens")
-        prompts.extend(found[: config.limit])
+        prompts.extend(found)
     if num_long:
         report(f"{num_long:,} records left out: their prompts are longer than {longest} tokens")
     return prompts
@@ -128,15 +132,17 @@ def _prompts_of(record: dict, where: str, tokenizer, bos, template, config: Gene
     """All prompts of one record: of a text, a question, or a conversation up to each turn of the user."""
     field = next((f for f in _FIELDS if f in record), None)
     if field is None:
-        raise ValueError(f"{where}: fields {sorted(record)}; expected {', '.join(_FIELDS[:-1])} or {_FIELDS[-1]}")
+        raise ValueError(f"{where}: fields {names_of(record)}; expected {', '.join(_FIELDS[:-1])} or {_FIELDS[-1]}")
     name = Path(where).name
     if field == "text":
         for ids, text in _beginnings(text_of(record, "text", where), tokenizer, config):
             yield Prompt(tuple(ids if bos is None else [bos, *ids]), text, name)
         return
-    if field in ("turns", "messages"):
+    if field in CONVERSATIONS:
         turns = _turns_of(record, field, where)
         cuts = [turns[: i + 1] for i, (who, _) in enumerate(turns) if speaker_of(who) == "User"]
+        if not cuts:
+            raise ValueError(f"{where}: {field} holds no turn of the user, after which the target could answer")
         try:
             texts = [template(cut, True) if template else render_turns(cut, "Assistant") for cut in cuts]
         except ValueError as error:
@@ -146,7 +152,7 @@ def _prompts_of(record: dict, where: str, tokenizer, bos, template, config: Gene
         if not text.strip():
             raise ValueError(f"{where}: {field} is empty")
         texts = [question_prompt(text) if field == "question" else text]
-    is_templated = template is not None and field in ("turns", "messages")
+    is_templated = template is not None and field in CONVERSATIONS
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if bos is not None and ids[:1] == [bos]:

@@ -27,6 +27,7 @@ from hsd_jax.planning import texts
 from hsd_jax.session import MOST_SLOTS, Generated
 from hsd_jax.train import data, manifest
 from hsd_jax.train.journal import ProgressReport, Report
+from hsd_jax.train.records import check_file
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, draw, read_prompts
 from hsd_jax.train.rows import spoken
 
@@ -132,6 +133,7 @@ def run(
     settings: dict[str, Any],
     load: Callable[[], tuple[Params, TreeConfig | None]],
     report: Report,
+    skip_bad_lines: bool = False,
 ) -> int:
     """Reads the prompts, checks the settings, then loads the target and writes its responses.
 
@@ -140,14 +142,15 @@ def run(
       settings: other settings that the text depends on and that are known before weights are read: precision, mesh,
         max_len.
       load: returns the models and the tree of their drafter, or None for plain decoding.
+      skip_bad_lines: as in `records.read_file`. The text of a prompt does not depend on it.
     Returns:
       The number of responses.
     Raises:
       FileNotFoundError: if a file of prompts is missing.
       ValueError: as `check_settings` and `generate`.
     """
-    if missing := [path for path in files if not Path(path).is_file()]:
-        raise FileNotFoundError(f"{missing[0]}: no such data file")
+    for path in files:
+        check_file(path)
     settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
     check_settings(out, settings)
     lock.check_free(lock.beside(out))
@@ -156,7 +159,7 @@ def run(
     tokenizer, bos, _ = data.read_tokenizer(checkpoint)
     template = data.template_of(checkpoint) if config.chat_template else None
     room = min(positions, settings["max_len"] or positions)
-    found = read_prompts(files, tokenizer, bos, template, room, config, report)
+    found = read_prompts(files, tokenizer, bos, template, room, config, report, skip_bad_lines)
     plan = make_plan(found, config)
     report(f"{len(found):,} prompts, {len(plan):,} responses, {_num_slots(plan, config):,} at once")
     params, tree = load()

@@ -50,6 +50,7 @@ def train(
     report: Report = print,
     force: bool = False,
     start_dir: str | Path | None = None,
+    skip_bad_lines: bool = False,
 ) -> Path:
     """Trains what the recipe describes. If weights are evaluated during the training, the best ones are kept.
 
@@ -57,6 +58,7 @@ def train(
       source: for a drafter its target; for a target the checkpoint with its tokenizer, None: see `tasks.TargetTask`.
       force: continue a run that was started with another recipe.
       start_dir: the model to start from, see the tasks. A continued run of a language model needs it, too.
+      skip_bad_lines: as in `records.read_file`. A continued run needs it, too, if it skipped a record.
     Returns:
       The folder of the result: `out` for a target, `out/drafter` for a drafter.
     Raises:
@@ -70,9 +72,10 @@ def train(
     out, report = Path(out), report if is_writer() else lambda line: None
     loop = recipe.train.on_platform()
     recipe = dataclasses.replace(recipe, train=loop)
-    task = TASKS[type(recipe)](source, data_files, out, recipe, mesh, report, force, start_dir)
+    task = TASKS[type(recipe)](source, data_files, out, recipe, mesh, report, force, start_dir, skip_bad_lines)
     loop.check_length(task.reads)
-    found = data.read_rows(data_files, task.words, loop.length, loop.seed, task.reads.vocab_size, recipe.data)
+    how = recipe.data, skip_bad_lines, report
+    found = data.read_rows(data_files, task.words, loop.length, loop.seed, task.reads.vocab_size, *how)
     asked: HeldOut | None = getattr(recipe, "eval", None)  # a target is evaluated by its loss only
     rows, prompts = hold_out(found, asked, loop)
     about = {"kind": task.kind, **task.open(), "files": manifest.fingerprints(data_files)}

@@ -69,6 +69,7 @@ class Task:
     report: Report
     force: bool
     start_dir: str | Path | None
+    skip_bad_lines: bool
 
     config: Any = dataclasses.field(init=False)
     """The configuration of the model that is trained. `open` sets it."""
@@ -112,7 +113,7 @@ class TargetTask(Task):
             source = self.out
             if is_writer() and not all((self.out / name).is_file() for name in TOKENIZER_FILES[:2]):
                 self.report(f"training a tokenizer of {vocab_size} tokens")
-                train_tokenizer([str(f) for f in self.files], vocab_size, self.out)
+                train_tokenizer([str(f) for f in self.files], vocab_size, self.out, self.skip_bad_lines, self.report)
             wait_for_all("the tokenizer is there")
         words = find(source)
         tokenizer, self.bos, self.eos = data.read_tokenizer(words)

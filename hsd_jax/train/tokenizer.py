@@ -7,7 +7,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hsd_jax.host.files import write_json, write_text
-from hsd_jax.train.documents import read_documents
+from hsd_jax.train.documents import load_documents
+from hsd_jax.train.journal import Report
 
 BOS, EOS = "<s>", "</s>"
 CHAT_TEMPLATE = (
@@ -16,14 +17,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(files: list[str], vocab_size: int, out: str | Path) -> Tokenizer:
+def train_tokenizer(
+    files: list[str], vocab_size: int, out: str | Path, skip_bad_lines: bool = False, report: Report = print
+) -> Tokenizer:
     """Learns a byte-level BPE of `vocab_size` on the documents of `files` and writes it into the folder `out`.
 
+    Conversations get no chat template.
+
+    Args:
+      skip_bad_lines, report: as in `records.read_file`.
     Raises:
       FileNotFoundError, ValueError: as `documents.load_documents`.
       OSError: naming the file, if it cannot be written.
     """
-    documents = [d for f in files for d in read_documents(f)]
+    how = {"skip_bad_lines": skip_bad_lines, "report": report}
+    documents = [document.text for file in files for document in load_documents(file, **how)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -40,7 +40,7 @@ from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import data, documents, manifest, responses, run, tasks
+from hsd_jax.train import data, documents, manifest, records, responses, run, tasks
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -192,7 +192,7 @@ def test_json_nested_too_deeply_is_named_wherever_it_is_read(folders, tmp_path, 
     deep = tmp_path / "deep.jsonl"
     deep.write_text(DEEP)
     with pytest.raises(ValueError, match="recursion depth"):
-        list(documents.read_records(deep))
+        list(records.read_records(deep))
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
         changed = copy_of(folders / "target", tmp_path / name)
         (changed / name).write_text(DEEP)
@@ -255,9 +255,9 @@ def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folde
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfthe cat\r\nthe dog\r\n")
     assert [p.text for p in prompts.read_prompts([path], len)] == ["the cat", "the dog"]
-    assert documents.read_documents(path) == ["the cat\nthe dog\n"]
+    assert [d.text for d in documents.load_documents(path)] == ["the cat\nthe dog\n"]
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
-    assert documents.read_documents(tmp_path / "a.jsonl") == ["a", "b"]
+    assert [d.text for d in documents.load_documents(tmp_path / "a.jsonl")] == ["a", "b"]
     plain = types.SimpleNamespace(ids=False, chat=False)
     text = generate_cli.encode_prompt(types.SimpleNamespace(tokenizer=1), path.read_bytes(), plain)
     assert text == "the cat\nthe dog\n"

@@ -310,7 +310,7 @@ def test_files_become_rows(folder, tmp_path):
         ("blank.txt", b" \n", ":"),
         ("latin.txt", b"caf\xe9", ": .*UTF-8.* 3"),
         ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ":3: .*JSON"),
-        ("list.jsonl", b"[1]\n", ":1: .*list.*object"),
+        ("list.jsonl", b"[1]\n", ", record 1: .*int.*object"),
         ("fields.jsonl", b'{"words": "a"}\n', ":1: .*'words'.*text"),
         ("half.jsonl", b'{"text": "a"}\n{"prompt": "a"}\n', ":2: .*'response'.*'prompt'"),
         ("half.jsonl", b'{"answer": "a"}\n', ":1: .*'question'.*'answer'"),
@@ -337,15 +337,16 @@ def test_files_that_are_wrong(tmp_path, name, content, said):
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
-        documents.read_documents(tmp_path / "none.jsonl")
+        documents.load_documents(tmp_path / "none.jsonl")
 
 
-@pytest.mark.parametrize("field", ["turns", "messages"])
+@pytest.mark.parametrize("field", ["turns", "messages", "conversations"])
 def test_turns_in_every_form(tmp_path, field):
     """Pairs, and the objects of two widespread chat formats; a line may mix them."""
     turns = [["user", "Hi."], {"role": "assistant", "content": "Hello,\nyou."}, {"from": "human", "value": "Bye."}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({field: turns}) + "\n")
-    assert documents.read_documents(tmp_path / "chat.jsonl") == ["User: Hi.\nAssistant: Hello, you.\nUser: Bye."]
+    (document,) = documents.load_documents(tmp_path / "chat.jsonl")
+    assert document.text == "User: Hi.\nAssistant: Hello, you.\nUser: Bye."
 
 
 # Batches.

@@ -166,16 +166,35 @@ def test_long_prompts_are_left_out(folder, tokenizer):
 @pytest.mark.parametrize(
     "record, message",
     [
-        ({"words": "a"}, r"some\.jsonl:1: .*'words'.*text, turns, messages, question or prompt"),
+        ({"words": "a"}, r"some\.jsonl:1: .*'words'.*text, turns, messages, conversations, question or prompt"),
         ({"question": None}, r"some\.jsonl:1: question.*null"),
         ({"prompt": " "}, r"some\.jsonl:1: prompt"),
         ({"turns": [["U", 3]]}, r"some\.jsonl:1: turn 1 of turns"),
-        ({"turns": [["S", "a dog"]]}, r"some\.jsonl: .*prompt"),
+        ({"turns": [["S", "a dog"]]}, r"some\.jsonl:1: turns .*user"),
+        ({"messages": []}, r"some\.jsonl:1: messages is \[\]"),
     ],
 )
 def test_records_without_a_prompt(folder, tokenizer, record, message):
     with pytest.raises(ValueError, match=message):
         prompts_of(folder, tokenizer, [record])
+
+
+def test_prompts_of_a_json_array(folder, tokenizer):
+    """The draw of a turn depends on the place among all records, also among those that are skipped."""
+    turns = [
+        {"from": who, "value": said} for who, said in [("human", "the hill?"), ("gpt", "a cat"), ("user", "a dog?")]
+    ]
+    many, bad, said = [{"conversations": turns}] * 9, [{"conversations": []}], []
+    whole = prompts_of(folder, tokenizer, many)
+    lengths = [3 if responses.draw(0, index).integers(2) else 1 for index in range(9)]
+    assert [p.text.count(":") - 1 for p in whole] == lengths
+    path = folder / "some.json"
+    path.write_text(json.dumps([*many[:4], *bad, *many[5:]], indent=1))
+    config = GenerateConfig(max_new_tokens=4)
+    found = read_prompts([path], tokenizer, 0, None, 64, config, said.append, skip_bad_lines=True)
+    assert [p.text for p in found] == [p.text for p in [*whole[:4], *whole[5:]]] and len({p.text for p in found}) == 2
+    assert [p.source for p in found] == [f"some.json, record {i}" for i in (1, 2, 3, 4, 6, 7, 8, 9)]
+    assert len(said) == 2 and "some.json, record 5: " in said[0] and "1 of 9 " in said[1]
 
 
 def plan_of(num: int = 60, **changes) -> list[responses.ResponseJob]:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +23,14 @@ from hsd_jax.train.documents import (
     chat_template_of,
     conversation,
     first_question,
+    names_of,
     question_prompt,
-    read_records,
     render_record,
     render_turns,
     speaker_of,
     text_of,
 )
+from hsd_jax.train.records import CONVERSATIONS, LINES, Record, read_file
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h. Choose settings on the first, report on the second."""
@@ -81,11 +82,14 @@ class Workload:
     command_line: str
     chat_template: bool = True
     """Whether conversations and questions go through the target's chat template, if it has one."""
+    skip_bad_lines: bool = False
+    """As in `records.read_file`."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Workload:
-        """Takes its fields from the options of a command."""
-        return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls)})
+        """Takes its fields from the options of a command. An option that the command lacks has its default."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: options[name] for name in names if name in options})
 
     @property
     def prompt_files(self) -> list[str]:
@@ -94,7 +98,8 @@ class Workload:
 
     def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
         """The prompts of some files; raises as `for_checkpoint`."""
-        return for_checkpoint(params, files, self.half, self.limit, self.max_new_tokens, self.chat_template)
+        how = self.half, self.limit, self.max_new_tokens, self.chat_template, self.skip_bad_lines
+        return for_checkpoint(params, files, *how)
 
 
 def joined_contexts(params, found: Sequence[BenchPrompt], length: int, num: int) -> list[list[int]]:
@@ -118,12 +123,14 @@ def for_checkpoint(
     limit: int | None,
     max_new_tokens: int,
     chat_template: bool = True,
+    skip_bad_lines: bool = False,
 ) -> list[BenchPrompt]:
     """The prompts of all files, or of the demo, that are short enough for `max_new_tokens`.
 
     Args:
       params: the models with the tokenizer. The number of prompts that are too long is printed on stderr.
       chat_template: False: write conversations as lines, even if the checkpoint has a template.
+      skip_bad_lines: as in `records.read_file`. What is skipped is printed on stderr.
     Raises:
       FileNotFoundError, ValueError: as `read_prompts`, if there is no tokenizer, or if no prompt is left.
     """
@@ -132,7 +139,8 @@ def for_checkpoint(
         raise ValueError("this checkpoint has no tokenizer: this command needs text prompts")
     if files:
         chat = tokenizer if chat_template and is_chat(tokenizer) else None
-        found = read_prompts(files, lambda text: len(tokenizer.encode(text)), half, limit, chat=chat)
+        how = {"chat": chat, "skip_bad_lines": skip_bad_lines}
+        found = read_prompts(files, lambda text: len(tokenizer.encode(text)), half, limit, **how)
     elif half is not None:
         raise ValueError(f"--half {half}: needs prompts of files; give --prompts")
     else:
@@ -198,41 +206,39 @@ def read_prompts(
     limit: int | None = None,
     max_tokens: int = MAX_PROMPT_TOKENS,
     chat: Tokenizer | None = None,
+    skip_bad_lines: bool = False,
 ) -> list[BenchPrompt]:
-    """The prompts of all files, at most `limit` of each.
+    """The prompts of all files, at most `limit` of each. A line of a text file is one prompt.
 
     Args:
       count: returns the number of tokens of a text, to cut dialogues.
       half: "tune" or "report"; None: all.
       chat: the tokenizer whose chat template renders conversations and questions; None: lines, as in `render_turns`.
+      skip_bad_lines: as in `records.read_file`.
     Raises:
       FileNotFoundError, ValueError: naming file and line.
     """
     take(Half | None, half, "half")
+
+    def make(record: Record) -> list[BenchPrompt]:
+        name = name_of(record)
+        if half is not None and zlib.crc32(name.encode()) % 2 != HALVES.index(half):
+            return []
+        return [prompt_of(record.fields, name, record.where, count, max_tokens, chat)]
+
     prompts = []
-    for path in map(Path, files):
-        found = []
-        for where, key, record in records_of(path):
-            if half is None or zlib.crc32(key.encode()) % 2 == HALVES.index(half):
-                found.append(prompt_of(record, key, where, count, max_tokens, chat))
-            if limit is not None and len(found) >= limit:
-                break
+    for path in files:
+        found = read_file(path, make, skip_bad_lines, say, LINES, limit)
         if not found:
             raise ValueError(f"{path}: holds no prompt" + (f" of half {half}" if half else ""))
         prompts.extend(found)
     return prompts
 
 
-def records_of(path: Path, keys: Sequence[str] = IDS) -> Iterator[tuple[str, str, dict]]:
-    """(where, id, record) of every line. The id is the value of one of `keys`. A line of plain text is one record."""
-    records = read_records(path)
-    if not path.name.removesuffix(".gz").endswith(".jsonl"):
-        [(_, whole)] = records
-        lines = enumerate(whole["text"].split("\n"), 1)
-        records = ((f"{path}:{number}", {"prompt": line}) for number, line in lines if line.strip())
-    for where, record in records:
-        own = (record[k] for k in keys if k in record)
-        yield where, str(next(own, f"{path.stem}-{where.rpartition(':')[2]}")), record
+def name_of(record: Record, keys: Sequence[str] = IDS) -> str:
+    """The id of a record: the value of one of `keys`, or else the name of the file and the record's number."""
+    own = (record.fields[key] for key in keys if key in record.fields)
+    return str(next(own, f"{record.path.stem}-{record.number}"))
 
 
 def prompt_of(
@@ -248,10 +254,10 @@ def prompt_of(
     Raises:
       ValueError: naming the line and the allowed fields, or why the chat template refuses the conversation.
     """
-    if (first := first_question(record.get("turns"))) is not None:
-        return BenchPrompt(name, first) if chat is None else asked(chat, [("User", first)], "", name, where)
-    for field in ("turns", "messages"):
-        if record.get(field):
+    for field in CONVERSATIONS:
+        if (first := first_question(record.get(field))) is not None:
+            return BenchPrompt(name, first) if chat is None else asked(chat, [("User", first)], "", name, where)
+        if field in record:
             return dialogue_prompt(conversation(record, field, where), name, where, count, max_tokens, chat)
     if "question" in record:
         question = text_of(record, "question", where)
@@ -262,10 +268,12 @@ def prompt_of(
             return BenchPrompt(name, text, rest)
         return asked(chat, [("User", question.strip())], (rest or "").strip(), name, where)
     if "prompt" in record:
-        return BenchPrompt(name, text_of(record, "prompt", where), record.get("response") or record.get("rest"))
+        rest = next((text_of(record, field, where) for field in ("response", "rest") if record.get(field)), None)
+        return BenchPrompt(name, text_of(record, "prompt", where), rest)
     if "text" in record:
         return text_prompt(text_of(record, "text", where), name, count, max_tokens)
-    raise ValueError(f"{where}: fields {sorted(record)}; expected turns, messages, question, prompt or text")
+    expected = f"{', '.join(CONVERSATIONS)}, question, prompt or text"
+    raise ValueError(f"{where}: fields {names_of(record)}; expected {expected}")
 
 
 def dialogue_prompt(

@@ -13,10 +13,11 @@ from typing import Any
 
 from hsd_jax.lab.bench.experiment import ALL
 from hsd_jax.lab.bench.methods import PLAIN
-from hsd_jax.lab.bench.prompts import BenchPrompt, asked, records_of, short_enough
+from hsd_jax.lab.bench.prompts import BenchPrompt, asked, name_of, short_enough
 from hsd_jax.lab.bench.tables import Table, say
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train.documents import first_question, text_of
+from hsd_jax.train.documents import first_question, names_of, text_of
+from hsd_jax.train.records import read_records
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = {name: (name,) for name in ("translation", "summarization", "qa", "math_reasoning", "rag")}
@@ -70,16 +71,15 @@ def gsm8k(path: str | Path) -> dict[str, list[Question]]:
 
 
 def _records(path: str | Path, key: str) -> Iterator[tuple[str, str, dict]]:
-    """(where, name, record) of every line.
+    """(where, name, fields) of every record.
 
     Raises:
-      ValueError: naming the file, if it is not JSON lines or is empty.
+      ValueError: naming the file, if it is not JSON or is empty.
     """
-    path, where = Path(path), None
-    if not path.name.removesuffix(".gz").endswith(".jsonl"):
-        raise ValueError(f"{path}: expected JSON lines, a file that ends in .jsonl or .jsonl.gz")
-    for where, name, record in records_of(path, (key,)):
-        yield where, name, record
+    where = None
+    for record in read_records(path, text=None):
+        where = record.where
+        yield where, name_of(record, (key,)), record.fields
     if where is None:
         raise ValueError(f"{path}: holds no prompt")
 
@@ -88,7 +88,7 @@ def _questions(path: str | Path, key: str, field: str, asks: Callable[[dict, str
     found = []
     for where, name, record in _records(path, key):
         if field not in record:
-            raise ValueError(f"{where}: fields {sorted(record)}; expected {field}")
+            raise ValueError(f"{where}: fields {names_of(record)}; expected {field}")
         found.append((where, name, asks(record, where)))
     return found
 

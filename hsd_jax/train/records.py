@@ -1,0 +1,201 @@
+"""Reads files of training data or prompts into records: the one reader of all commands that take such files.
+
+The ending of a name says how a file is read. `.jsonl` and `.json` hold JSON: one object per line, an array of objects,
+or an object that is a record or holds such an array. `.txt` and names without an ending hold text. Each file may be
+gzipped and then ends in `.gz`, too. No other file is read. Read next: `documents.py`, which says what a record means.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from hsd_jax.host.files import decoded, parse_json, with_unix_lines
+
+JSON, TEXT = (".jsonl", ".json"), (".txt", "")
+"""The endings of each form. The last one of a text is no ending."""
+WHOLE, LINES = "whole", "lines"
+"""What a record of a text file is: the whole text, `{"text": ...}`, or a line, `{"prompt": ...}`."""
+CONVERSATIONS = ("turns", "messages", "conversations")
+FIELDS = ("text", *CONVERSATIONS, "question", "answer", "prompt", "response")
+"""The fields that documents and prompts are made of. An object without them may be the frame of an array."""
+NUM_SHOWN = 3
+"""How many of the records that are skipped in a file are named."""
+_CONVERTED = {".csv": "read_csv", ".parquet": "read_parquet"}
+"""The functions of pandas that read tables."""
+_FIRST_LINE, _FILLED = re.compile(rb"\s*([^\n]+)"), re.compile(rb"\S")
+T = TypeVar("T")
+
+
+class Record(NamedTuple):
+    """One record of a file."""
+
+    path: Path
+    where: str
+    """Its place for errors: `FILE:LINE`, or `FILE, record N` in an array, or the file alone."""
+    number: int
+    """Its line, or its place in an array, from 1."""
+    index: int
+    """Its place among the records of the file, from 0."""
+    fields: dict[str, Any]
+
+
+def check_file(path: str | Path, text: str | None = WHOLE) -> str:
+    """Checks that there is a file with an allowed ending. Returns the ending, in small letters and without `.gz`.
+
+    Args:
+      text: what a record of a text file is; None: only JSON is allowed.
+    Raises:
+      FileNotFoundError: if there is no file.
+      ValueError: naming the allowed endings, or if it is a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; name its files")
+    ending = Path(path.name.lower().removesuffix(".gz")).suffix
+    if ending not in JSON and (text is None or ending not in TEXT):
+        allowed = ", ".join(JSON) + ("" if text is None else f", {TEXT[0]} and names without an ending")
+        how = ""
+        if reader := _CONVERTED.get(ending):
+            made = f'to_json("{path.stem}.jsonl", orient="records", lines=True)'
+            how = f'; to convert it: pandas.{reader}("{path.name}").{made}'
+        raise ValueError(f"{path}: no data are read from such files; allowed are {allowed}, also with .gz{how}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such data file")
+    return ending
+
+
+def read_records(path: str | Path, text: str | None = WHOLE) -> Iterator[Record]:
+    """The records of a file. JSON lines are parsed one by one.
+
+    Args:
+      text: what a record of a text file is: WHOLE, LINES, or None if text is not allowed.
+    Raises:
+      FileNotFoundError, ValueError: as `check_file`; and naming file and line or record, if the file cannot be read, is
+        not UTF-8, or holds something else than objects.
+    """
+    path = Path(path)
+    for index, (where, number, content) in enumerate(_contents(path, text)):
+        yield Record(path, where, number, index, _fields(content, where))
+
+
+def read_file(
+    path: str | Path,
+    make: Callable[[Record], Sequence[T]],
+    skip_bad_lines: bool = False,
+    report: Callable[[str], None] = print,
+    text: str = WHOLE,
+    limit: int | None = None,
+) -> list[T]:
+    """All that `make` makes of the records of a file, at most `limit`.
+
+    Args:
+      make: raises a ValueError that begins with `Record.where`, if a record cannot be used.
+      skip_bad_lines: leave out records that cannot be used. Their number and the first of them are reported. False: the
+        first of them is an error.
+      text: as in `read_records`.
+    Raises:
+      FileNotFoundError, ValueError: as `read_records` and `make`, and if no record can be used.
+    """
+    found: list[T] = []
+    bad: list[str] = []
+    num = num_bad = 0
+    path = Path(path)
+    for index, (where, number, content) in enumerate(_contents(path, text)):
+        num += 1
+        try:
+            found += make(Record(path, where, number, index, _fields(content, where)))
+        except ValueError as error:
+            if not skip_bad_lines:
+                raise ValueError(f"{error}; --skip-bad-lines leaves such records out") from error
+            num_bad += 1
+            bad += [str(error)] * (num_bad <= NUM_SHOWN)
+        if limit is not None and len(found) >= limit:
+            break
+    if num_bad:
+        if num_bad == num:
+            raise ValueError(f"{path}: none of {num:,} records can be used; the first: {bad[0]}")
+        for line in bad:
+            report(f"skipped {line}")
+        report(f"{path}: {num_bad:,} of {num:,} records skipped, because they cannot be used")
+    return found[:limit]
+
+
+def _contents(path: Path, text: str | None) -> Iterator[tuple[str, int, Any]]:
+    """`where`, `number` and content of every record. A line of JSON is given as its bytes, everything else as a
+    value."""
+    ending = check_file(path, text)
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix.lower() == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if ending in JSON:
+        values = _array(content, str(path))
+        if values is not None:
+            yield from ((f"{path}, record {number}", number, value) for number, value in enumerate(values, 1))
+            return
+        lines = enumerate(content.split(b"\n"), 1)  # not splitlines: JSON strings may hold U+2028
+        yield from ((f"{path}:{number}", number, line) for number, line in lines if line.strip())
+        return
+    whole = with_unix_lines(decoded(content, str(path)))
+    if text == WHOLE:
+        yield str(path), 1, {"text": whole}
+        return
+    lines = enumerate(whole.split("\n"), 1)
+    yield from ((f"{path}:{number}", number, {"prompt": line}) for number, line in lines if line.strip())
+
+
+def _array(content: bytes, where: str) -> list | None:
+    """The records of a JSON file that is one array, or one object over several lines; None for JSON lines.
+
+    An object without any of FIELDS is the frame of its only list of objects.
+
+    Raises:
+      ValueError: naming line and column, if an array, or an object that begins with a line `{`, is broken.
+    """
+    begin = _FIRST_LINE.match(content)
+    if begin is None:
+        return []
+    first, is_alone = begin[1].strip(), _FILLED.search(content, begin.end()) is None
+    is_line = True
+    try:
+        value = parse_json(first, where)
+        if not is_alone:
+            return None
+    except ValueError:
+        is_line = False
+        try:
+            value = parse_json(decoded(content, where), where)
+        except ValueError:
+            if first.startswith(b"[") or first == b"{":
+                raise
+            return None
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict) and not set(FIELDS) & set(value):
+        lists = [v for v in value.values() if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)]
+        if len(lists) == 1:
+            return lists[0]
+    return None if is_line else [value]
+
+
+def _fields(content: Any, where: str) -> dict[str, Any]:
+    """The fields of a record, given as the bytes of its line or as a value."""
+    is_line = isinstance(content, bytes)
+    record = parse_json(decoded(content, where), where) if is_line else content
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: a JSON {type(record).__name__}; expected an object")
+    if not is_line or b"\\ud" in content.lower():
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: holds half of a character (a lone surrogate)") from error
+    return record

@@ -1,0 +1,210 @@
+"""Data files as they lie around: which are read, how a record is named, and what is skipped. No model runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from support import command_line
+from support.command_line import both, hsd
+
+import hsd_jax
+from hsd_jax.lab.bench import prompts
+from hsd_jax.train import data, documents, records, responses
+
+folders, own_cache = command_line.folders, command_line.own_cache
+
+ASKED, SAID = "Where is 😀?\u2028Now.", "Here, in the red house."
+TURNS = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]
+SHAREGPT = [{"id": f"{i}_0", "conversations": TURNS} for i in range(3)]
+LINES = "".join(json.dumps(record) + "\n" for record in SHAREGPT)
+PRETTY = json.dumps(SHAREGPT, indent=1)
+BAD = {"id": "wrong", "conversations": [{"from": "human", "value": None}]}
+"""In the half tune, which `hsd bench rescore` reads first, as is SHAREGPT[1]."""
+
+
+def text_of(path) -> list[str]:
+    return [document.text for document in documents.load_documents(path)]
+
+
+def write(path, content: str):
+    data = content.encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix.lower() == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "third"),
+    [
+        ("a.jsonl", LINES, "a.jsonl:3"),
+        ("raw.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in SHAREGPT), "raw.jsonl:3"),
+        ("blank.JSONL", "\n" + LINES.replace("\n", "\r\n\r\n"), "blank.JSONL:6"),
+        ("lines.json", "\ufeff" + LINES, "lines.json:3"),
+        ("array.json", PRETTY, "array.json, record 3"),
+        ("array.jsonl", json.dumps(SHAREGPT), "array.jsonl, record 3"),
+        ("ROWS.JSON.GZ", "\ufeff[" + ",\r\n".join(map(json.dumps, SHAREGPT)) + "]\r\n", "ROWS.JSON.GZ, record 3"),
+        ("framed.json", json.dumps({"version": 1, "data": SHAREGPT}), "framed.json, record 3"),
+        ("framed.json.gz", json.dumps({"data": SHAREGPT}, indent=2), "framed.json.gz, record 3"),
+    ],
+)
+def test_json_in_every_form(tmp_path, name, content, third):
+    path = write(tmp_path / name, content)
+    found = documents.load_documents(path)
+    assert [d.text for d in found] == [f"User: {' '.join(ASKED.split())}\nAssistant: {SAID}"] * 3
+    assert [found[0].text[a:b] for a, b in found[0].responses] == [f" {SAID}"]
+    assert found[2].where == str(tmp_path / third)
+    asked = prompts.read_prompts([path], len)
+    assert [(p.name, p.text.endswith("Now.\nAssistant:")) for p in asked] == [(f"{i}_0", True) for i in range(3)]
+
+
+@pytest.mark.parametrize("content", [json.dumps(SHAREGPT[0]), json.dumps(SHAREGPT[0], indent=1)])
+def test_one_object_is_one_record(tmp_path, content):
+    """Also one whose turns are its only list of objects."""
+    assert len(text_of(write(tmp_path / "one.json", content))) == 1
+
+
+@pytest.mark.parametrize("speaker", ["gpt", "chatgpt", "bing", "bard", "assistant"])
+def test_assistants_of_all_names(speaker):
+    turns = [{"from": "user", "value": "a"}, {"from": speaker, "value": "b"}]
+    document = documents.to_document({"conversations": turns}, "-")
+    assert [document.text[a:b] for a, b in document.responses] == [" b"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "A.TXT.gz", "README", "notes.gz"])
+def test_text(tmp_path, name):
+    """One document, or one prompt per line."""
+    path = write(tmp_path / name, "the cat\r\n\r\nthe dog\r\n")
+    assert text_of(path) == ["the cat\n\nthe dog\n"]
+    found = prompts.read_prompts([path], len)
+    assert [(p.text, p.name.rpartition("-")[2]) for p in found] == [("the cat", "1"), ("the dog", "3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a.csv", r"; .*pandas\.read_csv\(.a\.csv.*a\.jsonl.*lines=True"),
+        ("a.PARQUET", r"; .*pandas\.read_parquet\(.a\.PARQUET"),
+        ("a.csv.gz", "; .*read_csv"),
+        ("a.md", "$"),
+        ("a.tsv", "$"),
+        ("a.json.bz2", "$"),
+        ("a.jsonl.1", "$"),
+    ],
+)
+def test_other_endings_are_refused(tmp_path, name, said):
+    path = write(tmp_path / name, LINES)
+    for read in (text_of, lambda path: prompts.read_prompts([path], len)):
+        with pytest.raises(ValueError, match=rf"{path}: .*\.jsonl, \.json, \.txt .*\.gz{said}"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.json", json.dumps([SHAREGPT[0], BAD]), r"a\.json, record 2: turn 1 of conversations is .*null"),
+        ("a.json", json.dumps([{"conversations": []}]), r"a\.json, record 1: conversations is \[\]"),
+        ("a.json", '["a", "b"]', r"a\.json, record 1: .*str.*object"),
+        ("a.json", '[{"text": "a"}, {"text": "b \\ud83d"}]', r"a\.json, record 2: .*half of a character"),
+        ("a.json", "\ufeff" + PRETTY[:-2] + ",\n]", r"a\.json: not JSON .*line 41 "),
+        ("a.json", "{\n" + PRETTY, r"a\.json: not JSON .*line 2 "),
+        ("a.json", json.dumps({i: {} for i in range(10**4)}), r"a\.json:1: fields \['0', .{,300}$"),
+        ("a.json", json.dumps({"a": SHAREGPT, "b": SHAREGPT}), r"a\.json:1: fields \['a', 'b'\].*conversations"),
+        ("a.json", '[{"instruction": "a", "output": "b"}]', "record 1: fields .*'instruction'.*text.*conversations"),
+        ("a.json", '{"text": "a"\n{"text": "b"}\n', r"a\.json:1: not JSON"),
+        ("a.jsonl", "[1]\n[2]\n", r"a\.jsonl:1: .*list.*object"),
+        ("a.json", "[]", r"a\.json: holds no document"),
+    ],
+)
+def test_what_is_wrong_and_where(tmp_path, name, content, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        text_of(write(tmp_path / name, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_files(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(ValueError, match=r"a\.json: is a folder"):
+        records.check_file(tmp_path / "a.json")
+    with pytest.raises(FileNotFoundError, match=r"b\.json: no such"):
+        records.check_file(tmp_path / "b.json")
+
+
+def test_what_is_skipped_is_counted_and_named(tmp_path):
+    """By line in JSON lines, by number in an array; the limit is of what can be used."""
+    bad = ['{"text": ', "[1]", '{"words": 1}', '{"text": null}']
+    lines = [b'{"text": "one"}', *(line.encode() for line in bad), b'{"text": "caf\xe9"}', b'{"text": "two"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n".join(lines))
+    said: list[str] = []
+    found = documents.load_documents(tmp_path / "a.jsonl", skip_bad_lines=True, report=said.append)
+    assert [(d.text, d.where.rpartition(":")[2]) for d in found] == [("one", "1"), ("two", "13")]
+    assert [line.partition(".jsonl:")[2][:1] for line in said[:-1]] == ["3", "5", "7"] and "not JSON" in said[0]
+    assert "a.jsonl: 5 of 7 " in said[-1]
+    path = write(tmp_path / "a.json", json.dumps([BAD, *SHAREGPT, BAD]))
+
+    def read(limit: int | None) -> list[int]:
+        said.clear()
+        return records.read_file(path, usable, True, said.append, limit=limit)
+
+    def usable(record: records.Record) -> list[int]:
+        documents.to_document(record.fields, record.where)
+        return [record.index]
+
+    assert read(None) == [1, 2, 3] and "record 1: turn 1" in said[0] and " 2 of 5 " in said[2]
+    assert read(2) == [1, 2] and " 1 of 3 " in said[1]
+    write(path, json.dumps([BAD] * 4))
+    with pytest.raises(ValueError, match=r"a\.json: none of 4 .*record 1: turn 1"):
+        read(None)
+
+
+OWN = "--target {target} --drafter {drafter}"
+COMMANDS = [
+    "train drafter --target {target} --data {file} --out {out}",
+    "train target --config {root}/recipe.yaml --tokenizer {target} --data {file} --out {out}",
+    f"train restrict {OWN} --data {{file}} --out {{out}}",
+    "train ngram --target {target} --data {file} --out {out}",
+    "train tokenizer --vocab-size 270 --data {file} --out {out}",
+    "generate-data --target {target} --prompts {file} --out {out}.jsonl",
+    f"bench {OWN} --prompts {{file}}",
+    f"identity {OWN} --prompts {{file}}",
+    f"tune {OWN} --prompts {{file}}",
+    "plan --target {target} --models {drafter} --prompts {file}",
+    f"bench compare {OWN} --methods {{root}}/methods.yaml --prompts chat={{file}} --out {{out}}",
+    f"bench budget {OWN} --lengths 3 --prompts chat={{file}} --out {{out}}",
+    f"bench rescore {OWN} --scorers a={{drafter}} --prompts {{file}}",
+    f"bench recall {OWN} --prompts {{file}}",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.partition(" --")[0])
+def test_every_command_refuses_or_skips_a_bad_record(folders, tmp_path, monkeypatch, capsys, command):
+    """What follows the reading is not tried here, but for tokenizers."""
+
+    def stops(*args, **kwargs):
+        raise ValueError("all is read")
+
+    for module, name in ((data, "make_rows"), (data, "encoded"), (prompts, "short_enough"), (responses, "make_plan")):
+        monkeypatch.setattr(module, name, stops)
+    (tmp_path / "methods.yaml").write_text("a: {}")
+    sizes = "hidden_size: 8, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 8, intermediate_size: 8"
+    (tmp_path / "recipe.yaml").write_text(f"model: {{{sizes}}}")
+    path = write(tmp_path / "a.json", json.dumps([SHAREGPT[0], BAD, SHAREGPT[1]]))
+    given = command.format(**vars(folders) | {"root": tmp_path, "file": path, "out": tmp_path / "out"}).split()
+    assert hsd(*given) == 2
+    assert f"error: {path}, record 2: " in capsys.readouterr().err
+    code, said = hsd(*given, "--skip-bad-lines"), capsys.readouterr().err
+    assert f"skipped {path}, record 2: " in said and " 1 of 3 " in said
+    assert code == 0 if "tokenizer --v" in command else code == 2 and "error: all is read" in said
+
+
+def test_files_are_refused_before_models_are_read(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hsd_jax, "load", lambda *args, **kwargs: pytest.fail("read a model"))
+    path = write(tmp_path / "a.csv", "prompt\nhi\n")
+    (tmp_path / "methods.yaml").write_text("a: {}")
+    for command in (
+        ["bench"],
+        ["bench", "compare", "--methods", str(tmp_path / "methods.yaml"), "--out", str(tmp_path / "out")],
+    ):
+        for named in [path] if len(command) == 1 else [path, f"chat={path}"]:
+            assert hsd(*command, *both(folders), "--prompts", named) == 2
+            assert f"error: {path}: " in capsys.readouterr().err
