@@ -45,6 +45,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from hsd_jax.host import programs  # noqa: E402
+
 pytest.register_assert_rewrite("support")  # whose asserts then show their values, as those of tests do
 
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -61,7 +63,8 @@ jax.config.update("jax_disable_most_optimizations", not IS_OPTIMIZED)
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 FAST_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-"""XLA's older way to write a program, in one piece: a quarter of the time where nothing is optimized."""
+"""XLA's older way to write a program, in one piece: a quarter of the time where nothing is optimized. That of jax 0.12
+has only the newer way, whose programs have three times as many pieces."""
 
 
 def compile_fast() -> None:
@@ -106,6 +109,12 @@ def pytest_report_header() -> str:
     level = "fully optimized" if IS_OPTIMIZED else "compiled fast (HSD_TEST_OPTIMIZED=1: as users do)"
     shapes = "checked" if CHECKS_SHAPES else "NOT checked: beartype is missing (pip install -e '.[test]')"
     return f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, shapes {shapes}, {level}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room():
+    """A worker compiles more programs than Linux has memory maps for."""
+    programs.make_room()
 
 
 @pytest.fixture
