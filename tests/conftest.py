@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -105,16 +106,19 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+_tests = itertools.count()
+
+
+def pytest_runtest_setup() -> None:
+    """Tests compile more programs than a process has memory maps for. To count the maps takes up to 50 ms."""
+    if next(_tests) % 8 == 0:
+        programs.make_room()
+
+
 def pytest_report_header() -> str:
     level = "fully optimized" if IS_OPTIMIZED else "compiled fast (HSD_TEST_OPTIMIZED=1: as users do)"
     shapes = "checked" if CHECKS_SHAPES else "NOT checked: beartype is missing (pip install -e '.[test]')"
     return f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, shapes {shapes}, {level}"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def room():
-    """A worker compiles more programs than Linux has memory maps for."""
-    programs.make_room()
 
 
 @pytest.fixture

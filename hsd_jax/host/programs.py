@@ -92,19 +92,19 @@ def make_room() -> None:
 
     For a CPU, XLA takes three maps for each piece of a program: about 580 for a decode of one shape. When Linux gives
     no more, jax ends the process by a segmentation fault, with a cache on disk and without. The functions of the
-    programs stay, and jax compiles or loads again what is called again.
+    programs stay, and jax compiles or loads again what is called again. Programs for other devices take no maps.
     """
+    import jax
+
     global _kept
     _listen()
-    if not _compiled.is_set():
+    if not _compiled.is_set() or jax.default_backend() != "cpu":
         return
     _compiled.clear()
     try:
         most = int(MOST_MAPS.read_text())
         if _num_maps() <= (_kept + most) // 2:  # what is not of programs leaves less room and is not dropped
             return
-        import jax
-
         jax.clear_caches()
         gc.collect()
         _kept = _num_maps()
@@ -121,7 +121,7 @@ def _listen() -> None:
     """Sets `_compiled` now, because nobody listened before, and with every program from now on."""
     import jax
 
-    def hear(event: str, _seconds: float, **_: object) -> None:
+    def hear(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             _compiled.set()
 
