@@ -1,11 +1,14 @@
-"""Compiled programs on disk: a second process with the same models, sizes and machine compiles nothing.
+"""Compiled programs: on disk, where a second process with the same models and sizes finds them, and in memory.
 
-Python code switches this on with `compilation_cache`. The command line calls `use_setting`.
+Python code switches the cache on disk on with `compilation_cache`. The command line calls `use_setting`.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -14,10 +17,20 @@ from hsd_jax.settings import is_off
 
 SHORTEST = 0.1
 """Programs that took at least this many seconds to compile are kept."""
+MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+"""The memory maps of this process, one a line, and the largest number of them. Only Linux has these files."""
+
+_compiled = threading.Event()
+"""Set whenever jax has compiled a program, or has loaded one from disk."""
+_kept = 0
+"""The number of maps that `make_room` left."""
 
 
 def compilation_cache(where: bool | str | Path = True) -> Path | None:
     """Stores the programs that jax compiles from now on in a folder, and loads them from there.
+
+    It is safe with the tested versions of jax, 0.10.2 and 0.12.0.1. A crash while a program is stored means that the
+    process had no memory map left (`make_room`).
 
     Args:
       where: a folder; True for the folder of this user and this kind of CPU; False for none.
@@ -75,3 +88,45 @@ def cache_folder(setting: str = "") -> Path:
         return root / "xla"
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return root / f"xla-{zlib.crc32(flags.encode()):08x}"
+
+
+def make_room() -> None:
+    """Drops the compiled programs of this process when they fill its memory maps by half.
+
+    For a CPU, XLA takes three maps for each piece of a program: about 580 for a decode of one shape. When Linux gives
+    no more, jax ends the process by a segmentation fault, with a cache on disk and without. The functions of the
+    programs stay, and jax compiles or loads again what is called again. Programs for other devices take no maps.
+    """
+    import jax
+
+    global _kept
+    _listen()
+    if not _compiled.is_set() or jax.default_backend() != "cpu":
+        return
+    _compiled.clear()
+    try:
+        most = int(MOST_MAPS.read_text())
+        if _num_maps() <= (_kept + most) // 2:  # what is not of programs leaves less room and is not dropped
+            return
+        jax.clear_caches()
+        gc.collect()
+        _kept = _num_maps()
+    except OSError:
+        return
+
+
+def _num_maps() -> int:
+    return MAPS.read_bytes().count(b"\n")
+
+
+@functools.cache
+def _listen() -> None:
+    """Sets `_compiled` now, because nobody listened before, and with every program from now on."""
+    import jax
+
+    def hear(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            _compiled.set()
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    _compiled.set()

@@ -69,6 +69,7 @@ def _is_tile(width: int) -> bool:
 
 
 def _power_of_two(n: int) -> int:
+    """The size of the block that holds `n` values: Triton's arrays have such sizes. Masks cut off what is beyond."""
     return 1 << math.ceil(math.log2(max(n, 1)))
 
 
@@ -76,23 +77,23 @@ def rms_norm(
     x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float, offset: float, dtype: Any
 ) -> Float[Array, "... H"]:
     """`ops.rms_norm`, rounded to `dtype`."""
-    width = x.shape[-1]
+    width, block = x.shape[-1], _power_of_two(x.shape[-1])
 
     def norm(x, weight):
         rows = x.reshape(-1, width)
 
         def kernel(x_ref, weight_ref, out_ref):
-            at, inside = pl.ds(0, _power_of_two(width)), jnp.arange(_power_of_two(width)) < width
-            row = plgpu.load(x_ref.at[at], mask=inside, other=0.0)
+            inside = jnp.arange(block) < width
+            row = plgpu.load(x_ref, mask=inside, other=0.0)
             scale = lax.rsqrt(jnp.sum(row * row) / width + eps)
-            out = row * scale * (plgpu.load(weight_ref.at[at], mask=inside, other=0.0).astype(jnp.float32) + offset)
-            plgpu.store(out_ref.at[at], out.astype(dtype), mask=inside)
+            out = row * scale * (plgpu.load(weight_ref, mask=inside, other=0.0).astype(jnp.float32) + offset)
+            plgpu.store(out_ref, out.astype(dtype), mask=inside)
 
         out = _call(
             kernel,
             grid=(rows.shape[0],),
-            in_specs=[pl.BlockSpec((None, width), lambda r: (r, 0)), pl.BlockSpec((width,), lambda r: (0,))],
-            out_specs=pl.BlockSpec((None, width), lambda r: (r, 0)),
+            in_specs=[pl.BlockSpec((None, block), lambda r: (r, 0)), pl.BlockSpec((block,), lambda r: (0,))],
+            out_specs=pl.BlockSpec((None, block), lambda r: (r, 0)),
             out_shape=jax.ShapeDtypeStruct(rows.shape, dtype),
             name="rms_norm",
         )(rows, weight)
@@ -121,10 +122,10 @@ def rope(
     def rotate(joint, cos, sin):
         batch, num, groups, heads, width = joint.shape
         per_group, half = heads - 2, width // 2
+        block = _power_of_two(per_group)
 
         def kernel(joint_ref, cos_ref, sin_ref, query_ref, key_ref, value_ref):
-            rows = pl.ds(0, _power_of_two(per_group))
-            inside = jnp.arange(_power_of_two(per_group))[:, None] < per_group
+            rows, inside = pl.ds(0, block), jnp.arange(block)[:, None] < per_group
             halves = low, high = pl.ds(0, half), pl.ds(half, half)
             query = [plgpu.load(joint_ref.at[rows, at], mask=inside, other=0.0) for at in halves]
             key = [joint_ref[per_group, at] for at in halves]
@@ -144,11 +145,11 @@ def rope(
             kernel,
             grid=(batch, num, groups),
             in_specs=[
-                pl.BlockSpec((None, None, None, heads, width), lambda b, n, g: (b, n, g, 0, 0)),
+                pl.BlockSpec((None, None, None, max(heads, block), width), lambda b, n, g: (b, n, g, 0, 0)),
                 per_node,
                 per_node,
             ],
-            out_specs=[nodes(per_group, width), nodes(1, width), nodes(1, width)],
+            out_specs=[nodes(block, width), nodes(1, width), nodes(1, width)],
             out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
             name="rope",
         )(joint, cos, sin)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import init_drafter
@@ -94,15 +94,21 @@ class Program:
     held: dict[str, Any]
     """The arrays on the devices while it runs, by name: "target", "drafter", "caches", "state", "batch"."""
 
-    def lower(self, platform: str, by_name: str | None = None) -> jax.stages.Lowered:
+    def lower(self, platform: str, instead: AbstractDevice | None = None) -> jax.stages.Lowered:
         """The program traced for a platform ("gpu", "tpu") and lowered for the devices of its mesh.
 
         Args:
-          by_name: lower for this platform of jax ("cuda", "tpu") instead, whatever the devices are.
+          instead: lower for this device instead, with the name that jax has for its platform ("cuda", "tpu").
         """
-        with native.compiled_for(platform):
+        device = instead or self._device()
+        with native.compiled_for(platform), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             traced = self.function.trace(*self.arguments, **self.options)
-            return traced.lower() if by_name is None else traced.lower(lowering_platforms=(by_name,))
+            return traced.lower() if instead is None else traced.lower(lowering_platforms=(instead.platform,))
+
+    def _device(self) -> AbstractDevice:
+        """The kind of device of the mesh. The GPU kernels ask jax for it, which otherwise names one of this machine."""
+        device = next(iter(jax.tree.leaves(self.arguments)[0].sharding.device_set))
+        return AbstractDevice(device.device_kind, getattr(device, "core_count", None), device.platform)
 
 
 def make_program(job: CompileJob, what: str, mesh: Mesh, platform: str) -> Program:
