@@ -258,7 +258,7 @@ def _load_drafter(
     ):
         return load_foreign(found, target, dtype, placement, strict)
     drafter_files.check_drafter(drafter_files.read_drafter_config(found.path), target, strict)
-    return drafter_files.read_drafter(found.path, dtype, placement)
+    return drafter_files.read_drafter(found.path, dtype, placement, target.config.vocab_size)
 
 
 def _load_both(name: str, base: str, lookup: LookupConfig, *rest: Any) -> tuple[Any, Weights]:
@@ -285,11 +285,24 @@ def _own(name: str, target: DraftedFor) -> Path | None:
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
-    """The drafter with what `draft_vocab.attach` adds, in the drafter's dtype."""
-    attached = draft_vocab.attach(drafter, drafter.get("draft_to_target"), target, config)
-    if "head" not in attached or isinstance(attached["head"], int8.Quantized):
+    """The drafter with what `draft_vocab.attach` adds, in the drafter's dtype.
+
+    A language model that drafts has a head of its own.
+    """
+    draft_to_target = drafter.get("draft_to_target")
+    if draft_to_target is None:
+        return drafter
+    attached = draft_vocab.attach(drafter, draft_to_target, target, config)
+    if isinstance(attached["head"], int8.Quantized):
         return attached
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
+
+
+def check_drafter(folder: Path, params: Params, target: DraftedFor) -> None:
+    """Raises the errors of `load` for a drafter of the target of `params`. No part of the target is read again."""
+    config, weights = _load_drafter(folder, target, "float32", Placement(), strict=True)
+    _with_head(weights, params.target, params.target_config)
+    make_drafter(params.target_config, config, default_tree(config))
 
 
 def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False) -> Params:

@@ -92,6 +92,7 @@ def train(
     if evaluator is None:
         task.save(params)
     wait_for_all(f"{task.folder} is written")
+    task.check()
     task.close()
     report(f"wrote {task.folder}")
     return task.folder
