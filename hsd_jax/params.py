@@ -149,7 +149,8 @@ def load(
       target: the same as `name`; it reads better together with `drafter`. Give one of the two.
       drafter: one of
         * a folder written by `hsd train drafter`, or ORG/NAME of one on the hub;
-        * another language model, named like a target, which then drafts (small_lm);
+        * another language model, named like a target, which then drafts (small_lm). The tokenizers decide whether
+          its vocabulary is the target's; without a tokenizer the numbers of tokens must be equal;
         * "lookup" or a `LookupConfig` for prompt lookup; "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" for
           2 to 4;
         * "FOLDER+lookup" or "FOLDER+lookup:2-4" for a trained drafter and lookup in one tree. If a folder of exactly
@@ -243,7 +244,8 @@ def _load_drafter(
 ) -> tuple[Any, Weights]:
     """Reads a drafter of any kind and checks it against its target.
 
-    A drafter with a reduced draft vocabulary still lacks its rows of the target's head (`_with_head`).
+    It gets the target's number of tokens. With a reduced draft vocabulary it still lacks its rows of the target's head
+    (`_with_head`).
     """
     if isinstance(drafter, str):
         two = BothConfig.split(drafter)

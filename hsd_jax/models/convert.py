@@ -152,8 +152,9 @@ def _tensors(
 
     The tensors are checked and unread, except for an embedding that is stored twice: the two are compared.
     """
-    stored, shapes = _open(folder), shapes_of(init_target, config)
+    stored = _open(folder)
     check_num_layers(config.num_layers, stored, folder, "config.json")
+    shapes = shapes_of(init_target, config)
     wanted = {path: _hf_name(path, config) for path in shapes}
     head = stored.pop(_HEAD, None) if config.tie_embeddings else None
     if head is not None:

@@ -50,8 +50,10 @@ def drafting_model(checkpoint: Checkpoint, target: DraftedFor) -> DraftingModel:
             f"{checkpoint}: token {token} is {shown(here)}, and {shown(there)} in the target: both must have the same"
             " vocabulary"
         )
-    stored = {} if config.vocab_size == size else {"stored_vocab_size": config.vocab_size}
-    return DraftingModel(**vars(config) | {"vocab_size": size} | stored)
+    values: dict[str, Any] = vars(config) | {"vocab_size": size}
+    if config.vocab_size != size:
+        values["stored_vocab_size"] = config.vocab_size
+    return DraftingModel(**values)
 
 
 def load(
