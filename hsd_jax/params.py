@@ -300,10 +300,13 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
 
 
-def check_drafter(folder: Path, params: Params, target: DraftedFor) -> None:
-    """Raises the errors of `load` for a drafter of the target of `params`. No part of the target is read again."""
-    config, weights = _load_drafter(folder, target, "float32", Placement(), strict=True)
-    _with_head(weights, params.target, params.target_config)
+def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
+    """Raises the errors of `load` for a drafter of the target of `params`.
+
+    It holds a bfloat16 copy of the drafter for a moment, and nothing of the target.
+    """
+    config, weights = _load_drafter(folder, target, "bfloat16", Placement(), strict=True)
+    jax.eval_shape(lambda own, of_target: _with_head(own, of_target, params.target_config), weights, params.target)
     make_drafter(params.target_config, config, default_tree(config))
 
 

@@ -29,7 +29,7 @@ from hsd_jax.models.checkpoint import Checkpoint, Source, find, path_of
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
-from hsd_jax.params import Params, check_drafter
+from hsd_jax.params import Params, check_loads
 from hsd_jax.planning import simulate
 from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import TOKENIZER_FILES
@@ -193,7 +193,7 @@ class TaughtTask(Task):
     def check(self) -> None:
         """Loads the drafter as `hsd_jax.load` does."""
         if is_writer():
-            check_drafter(self.folder, self.teacher, self.owner)
+            check_loads(self.folder, self.teacher, self.owner)
 
 
 class DrafterTask(TaughtTask):

@@ -213,13 +213,13 @@ def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path, standar
 def test_a_run_without_judgement(folders, tmp_path, standard_dtypes, monkeypatch):
     """Two steps on the text; the result is a model of its own that drafts, which is tried before the run says so."""
     lines: list[str] = []
-    check, tried = tasks.check_drafter, []
+    check, tried = tasks.check_loads, []
 
     def spy(folder, *rest):
         assert not any(line == f"wrote {folder}" for line in lines)
         tried.append(check(folder, *rest))
 
-    monkeypatch.setattr(tasks, "check_drafter", spy)
+    monkeypatch.setattr(tasks, "check_loads", spy)
     asked = {"eval": {"every": 0}, "on_policy": {"share": 0.0}, "train": dict(VALUES["train"], steps=2)}
     folder = distil(folders, tmp_path / "run", lines, **asked)
     assert len(tried) == 1 and lines[-1] == f"wrote {folder}"
