@@ -99,7 +99,7 @@ def test_the_predicted_acceptance_is_the_measured_one():
     assert abs(accepted / (4 * rows) - overlap) < 3 * np.sqrt(overlap * (1 - overlap) / (4 * rows))
 
 
-@pytest.mark.parametrize("divergence", ["fkl", "nll"])
+@pytest.mark.parametrize("divergence", ["fkl", pytest.param("nll", marks=pytest.mark.slow)])
 def test_tokens_that_the_drafter_lacks_are_left_out(divergence, standard_dtypes):
     """The loss is that of both models' distributions over the tokens it knows; labels beyond them do not count."""
     frozen, params = pair()
