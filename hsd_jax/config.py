@@ -98,9 +98,17 @@ class ModelConfig:
     rope_local: RopeConfig | None = None
     """Rotary embedding of SLIDING layers if it differs from `rope` (Gemma 3)."""
     model_type: str = "llama"
+    stored_vocab_size: ClassVar[int | None] = None
+    """The size of the vocabulary in the model's own files, if it drafts for a model of another size
+    (`drafters/small_lm/config.py`)."""
 
     def __post_init__(self):
         _check_heads(self, "ModelConfig")
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, from 0, that the model knows. Its logits of the others are -inf."""
+        return min(self.vocab_size, self.stored_vocab_size or self.vocab_size)
 
     @property
     def attention_scale(self) -> float:

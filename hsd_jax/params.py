@@ -150,7 +150,8 @@ def load(
       target: the same as `name`; it reads better together with `drafter`. Give one of the two.
       drafter: one of
         * a folder written by `hsd train drafter`, or ORG/NAME of one on the hub;
-        * another language model, named like a target, which then drafts (small_lm);
+        * another language model, named like a target, which then drafts (small_lm). The tokenizers decide whether
+          its vocabulary is the target's; without a tokenizer the numbers of tokens must be equal;
         * "lookup" or a `LookupConfig` for prompt lookup; "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" for
           2 to 4;
         * "FOLDER+lookup" or "FOLDER+lookup:2-4" for a trained drafter and lookup in one tree. If a folder of exactly
@@ -249,7 +250,8 @@ def _load_drafter(
 ) -> tuple[Any, Weights]:
     """Reads a drafter of any kind and checks it against its target.
 
-    A drafter with a reduced draft vocabulary still lacks its rows of the target's head (`_with_head`).
+    It gets the target's number of tokens. With a reduced draft vocabulary it still lacks its rows of the target's head
+    (`_with_head`).
     """
     if isinstance(drafter, str):
         two = BothConfig.split(drafter)
@@ -264,7 +266,7 @@ def _load_drafter(
     ):
         return load_foreign(found, target, dtype, placement, strict)
     drafter_files.check_drafter(drafter_files.read_drafter_config(found.path), target, strict)
-    return drafter_files.read_drafter(found.path, dtype, placement)
+    return drafter_files.read_drafter(found.path, dtype, placement, target.config.vocab_size)
 
 
 def _load_both(name: str, base: str, lookup: LookupConfig, *rest: Any) -> tuple[Any, Weights]:
@@ -291,11 +293,27 @@ def _own(name: str, target: DraftedFor) -> Path | None:
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
-    """The drafter with what `draft_vocab.attach` adds, in the drafter's dtype."""
-    attached = draft_vocab.attach(drafter, drafter.get("draft_to_target"), target, config)
-    if "head" not in attached or isinstance(attached["head"], int8.Quantized):
+    """The drafter with what `draft_vocab.attach` adds, in the drafter's dtype.
+
+    A language model that drafts has a head of its own.
+    """
+    draft_to_target = drafter.get("draft_to_target")
+    if draft_to_target is None:
+        return drafter
+    attached = draft_vocab.attach(drafter, draft_to_target, target, config)
+    if isinstance(attached["head"], int8.Quantized):
         return attached
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
+
+
+def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
+    """Raises the errors of `load` for a drafter of the target of `params`.
+
+    It holds a bfloat16 copy of the drafter for a moment, and nothing of the target.
+    """
+    config, weights = _load_drafter(folder, target, "bfloat16", Placement(), strict=True)
+    jax.eval_shape(lambda own, of_target: _with_head(own, of_target, params.target_config), weights, params.target)
+    make_drafter(params.target_config, config, default_tree(config))
 
 
 def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False) -> Params:

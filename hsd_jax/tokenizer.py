@@ -217,9 +217,17 @@ class Tokenizer:
         ids = self._inner.encode("").ids
         return ids[0] if ids and not self._inner.encode("", add_special_tokens=False).ids else None
 
-    def has_vocabulary_of(self, other: Tokenizer) -> bool:
-        """Whether both tokenizers have the same tokens with the same numbers."""
-        return self._inner.get_vocab() == other._inner.get_vocab()
+    def conflict_with(self, other: Tokenizer) -> tuple[int, str, str] | None:
+        """The first token that both tokenizers have and spell differently: its number, and both spellings.
+
+        Numbers that only one of them has do not count, for example those of tokens that a fine-tune added.
+        """
+        own, theirs = (one._inner.get_vocab() for one in (self, other))
+        spelling = {number: token for token, number in theirs.items()}
+        agreed = {number for token, number in own.items() if theirs.get(token) == number}
+        rest = ((number, token) for token, number in own.items() if number in spelling and number not in agreed)
+        first = min(rest, default=None)
+        return None if first is None else (*first, spelling[first[0]])
 
     @property
     def vocabulary_hash(self) -> str:

@@ -18,6 +18,11 @@ class DraftedFor(NamedTuple):
     tokenizer: Tokenizer | None
 
     @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary in its files, for which drafters are trained."""
+        return self.config.stored_vocab_size or self.config.vocab_size
+
+    @property
     def vocabulary_hash(self) -> str:
         """The hash of its tokenizer's vocabulary; empty without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.vocabulary_hash

@@ -16,7 +16,7 @@ from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.host import sharding
 from hsd_jax.host.files import write_json
 from hsd_jax.models.convert import check_num_layers, shapes_of
-from hsd_jax.models.draft_vocab import checked_ids
+from hsd_jax.models.draft_vocab import checked_ids, restrict
 from hsd_jax.models.hf_config import read_json
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import checked_dtype, load_tree, open_all, store_tree
@@ -57,33 +57,44 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
 
 
 def read_drafter(
-    folder: str | Path, dtype: Any = "float32", placement: Placement = HERE
+    folder: str | Path, dtype: Any = "float32", placement: Placement = HERE, vocab_size: int | None = None
 ) -> tuple[DrafterConfig, Weights]:
     """Reads what `save_drafter` wrote. Weights have the type `dtype` and are placed as by `convert.read_weights`.
 
     A drafter with a reduced draft vocabulary also needs rows of the target's head before it can draft:
     `draft_vocab.attach` adds them.
 
+    Args:
+      vocab_size: the size of the vocabulary that the drafter gets. It differs from that of its file for a small model
+        that itself drafts for a target of another size. Tokens beyond it are left out. None: that of the file.
     Raises:
       FileNotFoundError: if one of the two files is missing.
       ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration, or
         `draft_to_target` ids that are no ascending tokens.
     """
     dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
-    if not (folder / DRAFTER_FILE).is_file():
-        raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
-    tensors = open_all([folder / DRAFTER_FILE])
-    stored = {tensor.name: tensor for tensor in tensors}
-    check_num_layers(getattr(config, "num_layers", 1), stored, folder, DRAFTER_CONFIG)
+    file = folder / DRAFTER_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file, though {DRAFTER_CONFIG} is there")
+    stored = {tensor.name: tensor for tensor in open_all([file])}
+    check_num_layers(getattr(config, "num_layers", 1), stored, file, DRAFTER_CONFIG)
     shapes = _shapes(config)
     names = {path: path for path in shapes}
     heads = sharding.heads_of(config)
-    weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, (_DRAFT_TO_TARGET,), placement, heads)
+    held = config if vocab_size is None else _with_vocabulary(config, vocab_size)
+    rest = (_DRAFT_TO_TARGET,), placement, heads, _shapes(held)
+    weights = load_tree(stored, names, shapes, dtype, file, DRAFTER_CONFIG, *rest)
     if config.reduced_vocab_size is not None:
-        checked_ids(
-            weights[_DRAFT_TO_TARGET], config.vocab_size, f"{folder / DRAFTER_FILE}: tensor {_DRAFT_TO_TARGET!r}"
-        )
-    return config, weights
+        ids = checked_ids(weights[_DRAFT_TO_TARGET], config.vocab_size, f"{file}: tensor {_DRAFT_TO_TARGET!r}")
+        if ids[-1] >= held.vocab_size:
+            return restrict(held, weights, ids[ids < held.vocab_size])
+    return held, weights
+
+
+def _with_vocabulary(config: DrafterConfig, vocab_size: int) -> DrafterConfig:
+    """The configuration for a vocabulary of another size. A list of ascending ids has at most that many within it."""
+    hot = config.reduced_vocab_size
+    return dataclasses.replace(config, vocab_size=vocab_size, reduced_vocab_size=hot and min(hot, vocab_size))
 
 
 def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True) -> None:
@@ -101,8 +112,7 @@ def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True
         f"the drafter was trained for target {config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
         f"{config.hidden_size}, vocab_size={config.vocab_size}"
     )
-    for name in ("hidden_size", "vocab_size"):
-        found = getattr(target.config, name)
+    for name, found in (("hidden_size", target.config.hidden_size), ("vocab_size", target.vocab_size)):
         if getattr(config, name) != found:
             raise ValueError(
                 f"{trained_for}; this target has {name}={found}. Use a drafter of this target, or train one"

@@ -101,8 +101,8 @@ class Folder:
     def has_chat_template(self) -> bool:
         return bool(read_template(self.path))
 
-    def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights:
-        return convert.read_weights(self.path, self.config, dtype or self.dtype, placement)
+    def weights(self, dtype: Any = None, placement: Placement = HERE, vocab_size: int | None = None) -> Weights:
+        return convert.read_weights(self.path, self.config, dtype or self.dtype, placement, vocab_size)
 
     def hash(self, dtype: Any = None) -> str:
         return convert.stored_hash(self.path, self.config, dtype or self.dtype)
@@ -152,9 +152,10 @@ class Checkpoint:
         """The dtype that holds the stored weights, "bfloat16" or "float32"."""
         return self._files.dtype
 
-    def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights:
-        """The weights in the tree of `models.target.init_target`. Raises errors as `convert.read_weights` does."""
-        return self._files.weights(dtype, placement)
+    def weights(self, dtype: Any = None, placement: Placement = HERE, vocab_size: int | None = None) -> Weights:
+        """The weights in the tree of `models.target.init_target`. Arguments and errors are those of
+        `convert.read_weights`."""
+        return self._files.weights(dtype, placement, vocab_size)
 
     def hash(self, dtype: Any = None) -> str:
         """`convert.weights_hash` of the weights in a dtype, from a sample of the files."""

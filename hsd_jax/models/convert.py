@@ -7,9 +7,10 @@ Every file is checked against the configuration before anything compiles. Pickle
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ _PREFIXES = ("model.", "language_model.")
 _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """The starts of the names of the text model's tensors, without prefixes. Tensors of a vision tower have other names and
 are left out."""
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _HASH_SAMPLES = 4096
 
 _MODULES = {
@@ -91,7 +93,11 @@ def weights_dtype(folder: str | Path) -> str:
 
 
 def read_weights(
-    folder: str | Path, config: ModelConfig, dtype: Any = "float32", placement: Placement = HERE
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: Any = "float32",
+    placement: Placement = HERE,
+    vocab_size: int | None = None,
 ) -> Weights:
     """A target's weights from `model.safetensors` or its shards, in `dtype`, in the tree of `init_target`.
 
@@ -100,6 +106,8 @@ def read_weights(
 
     Args:
       placement: the devices of the weights. Each device receives its own slices, one tensor at a time.
+      vocab_size: the number of rows that embedding and LM head get, the first ones, or all and rows of zeros. None:
+        those of the files.
     Raises:
       FileNotFoundError: if the folder or one of its weight files is missing.
       ValueError: for a damaged file, pickles, a missing, unexpected or misshapen tensor, a dtype that is not a float,
@@ -107,25 +115,25 @@ def read_weights(
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
     stored, wanted, shapes = _tensors(folder, config)
-    heads = sharding.heads_of(config)
-    return load_tree(stored, wanted, shapes, dtype, folder, "config.json", placement=placement, heads=heads)
+    rest = {"placement": placement, "heads": sharding.heads_of(config), "held_shapes": held_shapes(config, vocab_size)}
+    return load_tree(stored, wanted, shapes, dtype, folder, "config.json", **rest)
 
 
 def stored_weights(folder: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of a target by our paths, with checked shapes but unread. Raises errors as `read_weights` does."""
-    stored, wanted, shapes = _tensors(Path(folder), config)
-    check_tensors(stored, wanted, shapes, Path(folder), "config.json")
+    stored, wanted, _ = _tensors(Path(folder), config)
     return {path: stored[name] for path, name in wanted.items()}
 
 
 def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> str:
     """`weights_hash` of the weights that `read_weights` reads in this dtype.
 
-    It does not depend on their devices or on quantization. It reads a sample of a few megabytes from the files. It does
-    not check the files, which `read_weights` does.
+    It does not depend on their devices or on quantization. It reads a sample of a few megabytes from the files.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_weights`, except for NaN and infinity.
     """
-    stored = _open(Path(folder), config)
-    return sampled_hash({path: stored[_hf_name(path, config)] for path in shapes_of(init_target, config)}, dtype)
+    return sampled_hash(stored_weights(folder, config), dtype)
 
 
 def sampled_hash(stored: dict[str, StoredTensor], dtype: Any) -> str:
@@ -139,14 +147,25 @@ def sampled_hash(stored: dict[str, StoredTensor], dtype: Any) -> str:
 def _tensors(
     folder: Path, config: ModelConfig
 ) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, tuple[int, ...]]]:
-    """Three mappings: file names to tensors, our paths to file names, and our paths to shapes."""
-    stored = _open(folder, config)
+    """Three mappings: file names to tensors, our paths to file names, and our paths to shapes.
+
+    The tensors are checked and unread, except for an embedding that is stored twice: the two are compared.
+    """
+    stored = _open(folder)
     check_num_layers(config.num_layers, stored, folder, "config.json")
     shapes = shapes_of(init_target, config)
-    return stored, {path: _hf_name(path, config) for path in shapes}, shapes
+    wanted = {path: _hf_name(path, config) for path in shapes}
+    head = stored.pop(_HEAD, None) if config.tie_embeddings else None
+    if head is not None:
+        stored.setdefault(_EMBEDDING, head)
+    _check_complete(stored, wanted.values(), folder)
+    check_tensors(stored, wanted, shapes, folder, "config.json")
+    if head is not None:
+        _check_tied(stored[_EMBEDDING], head)
+    return stored, wanted, shapes
 
 
-def _open(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+def _open(folder: Path) -> dict[str, StoredTensor]:
     """The unread tensors of the text model by their names without prefixes."""
     stored: dict[str, StoredTensor] = {}
     for tensor in open_all(_weight_files(folder)):
@@ -156,9 +175,26 @@ def _open(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
         if name in stored:
             raise ValueError(f"{tensor}: also stored as {stored[name]}; one of them must go")
         stored[name] = tensor
-    if config.tie_embeddings:
-        _untie(stored)
     return stored
+
+
+def _check_complete(stored: dict[str, StoredTensor], wanted: Collection[str], folder: Path) -> None:
+    """Raises a ValueError if a tensor is missing. It names the file that should hold it, or the index that lacks it."""
+    missing = sorted(set(wanted) - set(stored))
+    if not missing:
+        return
+    name, others = missing[0], [tensor for bare, tensor in stored.items() if bare != _HEAD]
+    if name != _HEAD:
+        name = (others[0].name.removesuffix(_bare_name(others[0].name)) if others else "model.") + name
+    where = folder / WEIGHTS_FILE
+    if not where.is_file():
+        where = folder / read_json(folder / INDEX_FILE)["weight_map"].get(name, INDEX_FILE)
+    found = ", ".join(tensor.name for tensor in list(stored.values())[:3]) or "none"
+    remedy = f"found {found}. A part of the files is missing, or config.json belongs to another model"
+    if missing == [_HEAD]:
+        remedy = "if the embedding is also the LM head, set tie_word_embeddings to true in config.json"
+    count = f"{len(missing)} of {len(wanted)} missing"
+    raise ValueError(f"{where}: missing tensor {name!r} ({count}) that config.json needs; {remedy}")
 
 
 def save_target(
@@ -184,7 +220,7 @@ def save_target(
 
     def name(path: str) -> str:
         bare = _hf_name(path, config)
-        return bare if bare.startswith("lm_head") else f"model.{bare}"
+        return bare if bare == _HEAD else f"model.{bare}"
 
     store_tree(folder / WEIGHTS_FILE, weights, shapes_of(init_target, config), dtype, name)
     write_json(folder / "config.json", values)
@@ -256,6 +292,11 @@ def check_num_layers(num_layers: int, stored: dict[str, StoredTensor], folder: P
         )
 
 
+def held_shapes(config: ModelConfig, vocab_size: int | None) -> dict[str, tuple[int, ...]]:
+    """The shapes of a target's weights by our paths, with another size of the vocabulary unless it is None."""
+    return shapes_of(init_target, dataclasses.replace(config, vocab_size=vocab_size or config.vocab_size))
+
+
 def shapes_of(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:
     """The shape of each weight by its dotted path. No weight is computed."""
     return dict(_shapes_of(init, config))
@@ -270,7 +311,7 @@ def _shapes_of(init: Callable[..., Weights], config: Any) -> tuple[tuple[str, tu
 
 def _hf_name(path: str, config: ModelConfig) -> str:
     """`layer_3.attn.q.kernel` -> `layers.3.self_attn.q_proj.weight`."""
-    outer = {"embedding": "embed_tokens.weight", "head": "lm_head.weight", "final_norm.weight": "norm.weight"}
+    outer = {"embedding": _EMBEDDING, "head": _HEAD, "final_norm.weight": "norm.weight"}
     if path in outer:
         return outer[path]
     layer, _, rest = path.partition(".")
@@ -312,13 +353,9 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _untie(stored: dict[str, StoredTensor]) -> None:
-    """Stores the embedding of a tied checkpoint only under the name `embed_tokens.weight`."""
-    head = stored.pop("lm_head.weight", None)
-    if head is None:
-        return
-    embedding = stored.setdefault("embed_tokens.weight", head)
-    if embedding is not head and not are_equal(embedding, head):
+def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
+    """Raises a ValueError if the head of a tied checkpoint is stored and is not its embedding."""
+    if embedding is not head and (head.dtype not in head.readable or not are_equal(embedding, head)):
         raise ValueError(
             f"{head}: differs from {embedding.name!r}, though the model is tied; set tie_word_embeddings to false in"
             " config.json"

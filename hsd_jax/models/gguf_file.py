@@ -20,7 +20,7 @@ import numpy as np
 from hsd_jax.config import ModelConfig
 from hsd_jax.host import sharding
 from hsd_jax.models import gguf_layout, gguf_tokenizer
-from hsd_jax.models.convert import check_num_layers, sampled_hash, shapes_of
+from hsd_jax.models.convert import check_num_layers, held_shapes, sampled_hash, shapes_of
 from hsd_jax.models.gguf_header import Header
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
@@ -142,19 +142,20 @@ class GgufFile:
         kinds = {place.kind_name for place in self._header.places.values() if len(place.shape) > 1}
         return "float32" if kinds <= {"F32", "F16", "F64"} else "bfloat16"
 
-    def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights:
+    def weights(self, dtype: Any = None, placement: Placement = HERE, vocab_size: int | None = None) -> Weights:
         """The weights in the tree of `init_target`.
 
         Args:
           dtype: None: `self.dtype`.
           placement: the devices of the weights. Each device receives its own slices, one tensor at a time.
+          vocab_size: as in `convert.read_weights`.
         Raises:
           ValueError: as `config`. Also if a tensor is missing, unexpected or misshapen, has a type that cannot be read,
             or holds NaN or infinity; it names the tensor. Also for too little memory, before anything is read.
         """
         dtype, heads = checked_dtype(self.dtype if dtype is None else dtype), sharding.heads_of(self.config)
-        stored, wanted, shapes = self._tensors()
-        return load_tree(stored, wanted, shapes, dtype, self.path, _METADATA, placement=placement, heads=heads)
+        rest = {"placement": placement, "heads": heads, "held_shapes": held_shapes(self.config, vocab_size)}
+        return load_tree(*self._tensors(), dtype, self.path, _METADATA, **rest)
 
     def hash(self, dtype: Any = None) -> str:
         """`convert.weights_hash` of the weights in this dtype, from a few megabytes of the file.

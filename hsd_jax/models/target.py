@@ -119,7 +119,10 @@ def head_rows(weights: Weights, config: ModelConfig) -> Kernel:
 
 def lm_head(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
     """Logits in float32 from states after a final norm. The target and its drafters use it."""
-    return logits_of_rows(head_rows(weights, config), config, hidden)
+    logits = logits_of_rows(head_rows(weights, config), config, hidden)
+    if config.num_tokens == config.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(config.vocab_size) < config.num_tokens, logits, -jnp.inf)
 
 
 def logits_of_rows(rows: Kernel, config: ModelConfig, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:

@@ -131,12 +131,18 @@ def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return one.shape == other.shape and all(np.array_equal(a, b) for a, b in zip(_rows(one), _rows(other), strict=True))
 
 
-def _read(tensor: StoredTensor, index: tuple[slice, ...], dtype: np.dtype, held_dtype: np.dtype) -> np.ndarray:
+def _read(
+    tensor: StoredTensor, index: tuple[slice, ...], dtype: np.dtype, held_dtype: np.dtype, whole: tuple[int, ...]
+) -> np.ndarray:
     """A slice of a tensor, rounded to `dtype` and held in `held_dtype`.
 
     The array starts at a cache line, so that jax uses it as an array of a CPU device without a copy.
+
+    Args:
+      index: of an array of the shape `whole`. It has the first rows of the tensor, or all and rows of zeros.
     """
-    shape = [len(range(*s.indices(n))) for s, n in zip(index, tensor.shape, strict=True)]
+    index = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, whole, strict=True))
+    shape = [s.stop - s.start for s in index]
     size = int(np.prod(shape)) * held_dtype.itemsize
     room = np.empty(size + 64, np.uint8)
     start = -room.ctypes.data % 64
@@ -145,12 +151,13 @@ def _read(tensor: StoredTensor, index: tuple[slice, ...], dtype: np.dtype, held_
         with np.errstate(over="ignore"):  # the caller checks for infinities
             out[at : at + len(rows)] = rows.astype(dtype, copy=False)
         at += len(rows)
+    out[at:] = 0
     return out
 
 
 def read_whole(tensor: StoredTensor, dtype: np.dtype) -> np.ndarray:
     """All numbers of a tensor on the host, rounded to `dtype`."""
-    return _read(tensor, (slice(None),) * len(tensor.shape), dtype, dtype)
+    return _read(tensor, (slice(None),) * len(tensor.shape), dtype, dtype, tensor.shape)
 
 
 def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
@@ -201,13 +208,13 @@ def check_tensors(
     stored: dict[str, StoredTensor],
     wanted: dict[str, str],
     shapes: dict[str, tuple[int, ...]],
-    folder: Path,
+    where: Path,
     config: str,
     ids: tuple[str, ...] = (),
 ) -> None:
     """Raises a ValueError that names the tensor unless `stored` has exactly the tensors `wanted`, in the right shapes
     and dtypes. The arguments are those of `load_tree`."""
-    _check_names(stored, wanted.values(), str(folder), config)
+    _check_names(stored, wanted.values(), str(where), config)
     for path, name in wanted.items():
         tensor = stored[name]
         _check_shape(tensor.shape, shapes[path], str(tensor), config)
@@ -221,11 +228,12 @@ def load_tree(
     wanted: dict[str, str],
     shapes: dict[str, tuple[int, ...]],
     dtype: np.dtype,
-    folder: Path,
+    where: Path,
     config: str,
     ids: tuple[str, ...] = (),
     placement: Placement = HERE,
     heads: tuple[int, int] = (1, 1),
+    held_shapes: dict[str, tuple[int, ...]] | None = None,
 ) -> Weights:
     """Reads tensors as a nested tree. All shapes are checked before any tensor is read.
 
@@ -234,23 +242,26 @@ def load_tree(
       wanted: the name in the files for each of our paths.
       shapes: the expected shape for each of our paths.
       dtype: dtype to which the numbers are rounded.
-      folder, config: the files and their configuration, for error messages.
+      where, config: the file or folder and its configuration, for error messages.
       ids: paths of token ids, which are int32 for every `dtype`.
       placement: the devices and types of the weights.
       heads: numbers of query heads and of key/value heads, which a mesh never splits.
+      held_shapes: the shape of the result for each of our paths. It may have fewer rows than the file, or further rows,
+        which are zeros. None: `shapes`.
     Raises:
       ValueError: as `check_tensors`. Also for too little memory, and for NaN or infinity.
     """
-    check_tensors(stored, wanted, shapes, folder, config, ids)
-    held = placement.held_dtype(dtype)
+    check_tensors(stored, wanted, shapes, where, config, ids)
+    held, shapes = placement.held_dtype(dtype), held_shapes or shapes
     kinds = {path: (jnp.dtype(jnp.int32),) * 2 if path in ids else (dtype, held) for path in wanted}
     floats = unflatten_dict({path: jax.ShapeDtypeStruct(shapes[path], kinds[path][1]) for path in wanted}, sep=".")
-    placement.check_room(floats, heads, str(folder))
+    placement.check_room(floats, heads, str(where))
     shardings = placement.shardings(floats, heads)
     arrays, checks, array = {}, {}, None
     try:
         for path, name in wanted.items():
-            read = functools.partial(_read, stored[name], dtype=kinds[path][0], held_dtype=kinds[path][1])
+            types = {"dtype": kinds[path][0], "held_dtype": kinds[path][1]}
+            read = functools.partial(_read, stored[name], whole=shapes[path], **types)
             array = assemble(shapes[path], shardings[path], read)
             checks[path] = all_finite(array)
             arrays[path] = placement.quantized(array)

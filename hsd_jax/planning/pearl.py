@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.config import LARGEST_TREE, TreeConfig, model_of
+from hsd_jax.config import LARGEST_TREE, TreeConfig
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.table import language_model_of
 from hsd_jax.host import sharding
@@ -188,7 +188,7 @@ def as_target(params: Params) -> Params:
     return dataclasses.replace(
         params,
         target=params.drafter,
-        target_config=model_of(language_model_of(config)),
+        target_config=language_model_of(config),
         drafter=None,
         drafter_config=None,
         tree=None,

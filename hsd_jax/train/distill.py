@@ -157,6 +157,8 @@ def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, r
     `params` are the weights of the drafter that are trained. `frozen` holds the weights of "target", and of "drafter"
     those that are not trained.
 
+    Both distributions are over the tokens that the drafter knows. Labels that it does not know do not count.
+
     A batch comes from `data.Batches`. With `hidden` (`features.py`) only the target's head runs. No gradient passes
     through the drawing of its text. The metrics are `overlap` and `agreement`. `overlap` is the mean over labels of the
     sum of min(p, q), which is 1 - TVD and the probability that the chain rule accepts a draft. `agreement` is the share
@@ -167,16 +169,17 @@ def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, r
       text.
     """
 
-    logits = how(config.kind).logits
+    logits, known = how(config.kind).logits, config.num_tokens
 
     def loss(params, frozen, batch, key, step):
         del step
         weights, starts = frozen["drafter"] | params, starts_of(batch)
-        tokens, labels, mask = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["mask"][:, 1:]
+        tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        mask, labels = batch["mask"][:, 1:] & (labels < known), jnp.minimum(labels, known - 1)
         with jax.named_scope("target"):
             hidden, features = target_states(frozen["target"], target_config, config.feature_layers, batch)
-            teacher = lm_head(frozen["target"], target_config, hidden)
-        own = logits(weights, config, tokens, features, key, starts, remat)
+            teacher = lm_head(frozen["target"], target_config, hidden)[..., :known]
+        own = logits(weights, config, tokens, features, key, starts, remat)[..., :known]
         if asked.divergence == NLL:
             values = optax.softmax_cross_entropy_with_integer_labels(own.astype(jnp.float32), labels)
         else:
@@ -194,8 +197,8 @@ def held_out_divergences(
 ) -> Callable[[Weights, Weights], dict[str, float]]:
     """Returns `divergences(weights, target)`: the mean of every divergence over the target's texts, and 1 - TVD.
 
-    Both distributions have the given temperature. Each text is read in one pass. A steered drafter reads it as for the
-    first draft of a round.
+    Both distributions have the given temperature and are over the tokens that the drafter knows. Each text is read in
+    one pass. A steered drafter reads it as for the first draft of a round.
     """
     at = np.arange(1, texts.tokens.shape[1])
     mask = (at >= texts.prompt_length[:, None]) & (at < texts.length[:, None])
@@ -205,7 +208,7 @@ def held_out_divergences(
     def sums(weights: Weights, target: Weights, tokens: Int[Array, "1 T"], mask: Bool[Array, "1 M"]):
         output = forward_sequence(target, target_config, tokens[:, :-1], feature_layers=config.feature_layers)
         own = logits_of(weights, config, tokens[:, :-1], output.features)
-        logits = output.logits / temperature, own / temperature
+        logits = tuple(x[..., : config.num_tokens] / temperature for x in (output.logits, own))
         found = [losses.named(name, asked.jsd_beta)(*logits) for name in SHOWN]
         return jnp.stack([jnp.where(mask, values, 0.0).sum() for values in found])
 

@@ -54,6 +54,8 @@ def train(
 ) -> Path:
     """Trains what the recipe describes. If weights are evaluated during the training, the best ones are kept.
 
+    At the end a drafter is loaded as `hsd_jax.load` does it, so that the run cannot end with one that does not load.
+
     Args:
       source: for a drafter its target; for a target the checkpoint with its tokenizer, None: see `tasks.TargetTask`.
       force: continue a run that was started with another recipe.
@@ -95,6 +97,7 @@ def train(
     if evaluator is None:
         task.save(params)
     wait_for_all(f"{task.folder} is written")
+    task.check()
     task.close()
     report(f"wrote {task.folder}")
     return task.folder

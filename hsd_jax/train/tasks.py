@@ -29,7 +29,7 @@ from hsd_jax.models.checkpoint import Checkpoint, Source, find, path_of
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
-from hsd_jax.params import Params
+from hsd_jax.params import Params, check_loads
 from hsd_jax.planning import simulate
 from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import TOKENIZER_FILES
@@ -58,6 +58,7 @@ class Task:
     scores(prompts): returns the function that evaluates weights;
     batches(rows): returns what `fit` reads;
     save(params, evaluation): replaces the result and, if there is an evaluation, its scores;
+    check(): raises an error if the result cannot be used;
     close(): reports final figures.
     """
 
@@ -87,6 +88,9 @@ class Task:
 
     def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
         return data.batches_of(rows, self.recipe.train, self.recipe.data, self.mesh)
+
+    def check(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -187,6 +191,11 @@ class TaughtTask(Task):
 
         replace_folder(self.folder, whole)
 
+    def check(self) -> None:
+        """Loads the drafter as `hsd_jax.load` does."""
+        if is_writer():
+            check_loads(self.folder, self.teacher, self.owner)
+
 
 class DrafterTask(TaughtTask):
     """Trains a drafter that reads the target's states, of the recipe's kind.
@@ -274,7 +283,7 @@ class DrafterTask(TaughtTask):
 class DistillTask(TaughtTask):
     """Distils the language model in `start_dir`, or its first layers, or trains its steering.
 
-    `start_dir` has the target's vocabulary.
+    `start_dir` has the target's vocabulary (`small_lm.drafting_model`).
 
     The run's folder also holds the drafter's own texts in `on_policy/`, and the figures before step 1. The result is a
     Hugging Face folder like `start_dir`; for a steered model it also holds the steering.
@@ -333,8 +342,8 @@ class DistillTask(TaughtTask):
         train, asked = self.recipe.train, self.recipe.on_policy
         if not asked.num_rows(train):
             return data.batches_of(rows, train, self.recipe.data, self.mesh, self.cached(rows))
-        writer, seed = model_of(self.config), self.recipe.data.seed_of(train.seed)
-        return contextlib.closing(MixedBatches(rows, train, seed, asked, writer, self.words.eos, self.out))
+        seed = self.recipe.data.seed_of(train.seed)
+        return contextlib.closing(MixedBatches(rows, train, seed, asked, self.config, self.words.eos, self.out))
 
     def scores(self, prompts: list[np.ndarray]) -> Evaluate:
         """Returns a function that measures held-out divergences and decodes the prompts. Stores the first weights'
@@ -355,13 +364,16 @@ class DistillTask(TaughtTask):
         return evaluate
 
     def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
-        params = jax.tree.map(fetch, self.kept | params)
+        """Writes a Hugging Face folder. Rows that only fill the vocabulary up to the target's are left out."""
+        params, num = jax.tree.map(fetch, self.kept | params), self.config.num_tokens
         words = self.start if self.start.tokenizer else self.words
 
         def write(new: Path) -> None:
             self.recipe.model.how.save_added(new, self.config, params)
             model = {name: part for name, part in params.items() if name not in self.added}
-            convert.save_target(new, model_of(self.config), model, bos=words.bos, eos=words.named_eos)
+            model |= {name: model[name][:num] for name in ("embedding", "head") if name in model}
+            config = dataclasses.replace(model_of(self.config), vocab_size=num)
+            convert.save_target(new, config, model, bos=words.bos, eos=words.named_eos)
             words.save_tokenizer(new)
 
         self.put(write, evaluation)

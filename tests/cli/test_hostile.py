@@ -22,6 +22,7 @@ import filelock
 import numpy as np
 import pytest
 from support import setups, toy
+from support.checkpoints import edit_tensors
 
 import hsd_jax
 from hsd_jax import settings
@@ -170,6 +171,37 @@ def test_drafter_config(key, bad):
     values = json.loads(json.dumps(settings.dataclasses.asdict(toy.drafter_config(toy.target_config())))) | {key: bad}
     with pytest.raises(ValueError, match=rf"^here: .*{key}"):
         settings.read(HiddenConfig, values, "here")
+
+
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(UP), [repr(UP), "1 of 20 missing"]),
+        (lambda t: t.update({NORM: t[NORM].astype(np.int8)}), [repr(NORM), "I8"]),
+        (lambda t: t.update({UP: t[UP][1:]}), [repr(UP), "[47, 32]", "[48, 32]"]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named_in_a_line(folders, tmp_path, capsys, change, words):
+    """As a target and as a draft model; nothing is hashed before."""
+    wrong = copy_of(folders / "target", tmp_path / "wrong")
+    edit_tensors(wrong / "model.safetensors", change)
+    for target, drafter in ((wrong, "lookup"), (folders / "target", wrong)):
+        assert hsd("generate", "--target", target, "--drafter", drafter, "a") == 2
+        error = capsys.readouterr().err
+        assert (
+            error.count("\n") == 1 and [w for w in [str(wrong / "model.safetensors"), *words] if w not in error] == []
+        )
+
+
+def test_a_head_that_is_not_stored_names_the_key_to_set(folders, tmp_path, capsys):
+    for values in ({"tie_word_embeddings": False}, {"tie_word_embeddings": None}):
+        untied = copy_of(folders / "target", tmp_path / str(values["tie_word_embeddings"]), **values)
+        assert hsd("generate", "--target", untied, "a") == 2
+        error = capsys.readouterr().err
+        assert "'lm_head.weight'" in error and "tie_word_embeddings to true" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("num_layers", [5_000, 10**5, 10**12])

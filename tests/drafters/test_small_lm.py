@@ -23,7 +23,7 @@ from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
-from hsd_jax.params import default_tree
+from hsd_jax.params import default_tree, with_drafter
 from hsd_jax.types import DrawScheme, RoundInputs
 
 DEPTH = setups.TREES["chain"].depth
@@ -186,8 +186,10 @@ def test_greedy_rows_are_greedy_under_the_recursive_rule():
 
 
 def test_any_target_folder_of_the_same_vocabulary_drafts(tmp_path):
+    """Also one with a head of its own, which is not taken for the rows of a reduced draft vocabulary."""
     config, weights = toy.target_config(), setups.weights("llama")
-    small_config = toy.target_config(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24)
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 24}
+    small_config = toy.target_config(**sizes, tie_embeddings=False)
     convert.save_target(tmp_path / "target", config, weights)
     convert.save_target(tmp_path / "small", small_config, toy.make_target(small_config))
     params = hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small", precision="exact")
@@ -195,6 +197,9 @@ def test_any_target_folder_of_the_same_vocabulary_drafts(tmp_path):
         5, 4, 1
     )
     prompts, settings = [[3, 1, 4], [1, 5]], {"max_new_tokens": 20, "temperature": [0.0, 0.9]}
+    head = convert.read_weights(tmp_path / "small", small_config)["head"]
+    for own in (params, with_drafter(params, tmp_path / "small")):
+        np.testing.assert_array_equal(own.drafter["head"], head)
     plain = hsd_jax.decode(params, prompts, speculate=False, **settings)
     for drafter in (tmp_path / "small", "lookup:2"):
         params = hsd_jax.load(target=tmp_path / "target", drafter=drafter, precision="exact")

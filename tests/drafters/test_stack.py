@@ -356,11 +356,12 @@ def test_what_cannot_be_stacked_is_refused():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target, a small model, heads made for that model, and a model of another vocabulary."""
+    """A target, a small model with its own head, heads made for that model, and a model of another vocabulary."""
     folder = tmp_path_factory.mktemp("stack")
     config, weights = toy.target_config(), setups.weights("llama")
-    small = toy.make_small_lm(weights)
+    small = toy.make_small_lm(weights | {"head": weights["embedding"]})
     convert.save_target(folder / "target", config, weights)
+    config = toy.target_config(tie_embeddings=False)
     convert.save_target(folder / "small", config, small)
     other = toy.target_config(vocab_size=toy.VOCAB - 1)
     convert.save_target(folder / "other", other, toy.make_target(other))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from oracles.divergence import kl, log_softmax
 from support import calls, setups
+from support.checkpoints import edit_tensors
 from support.recipes import LOOP, TARGET_VALUES, TEXT
 from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
@@ -362,6 +363,9 @@ def test_what_is_written_is_read(folders, tmp_path):
     found = hsd_jax.load(target=folders / "target", drafter=tmp_path, precision="exact")
     jax.tree.map(np.testing.assert_array_equal, found.drafter, {**model.target, STEERING: weights})
     assert found.drafter_config == config
+    edit_tensors(tmp_path / STEERING_FILE, lambda tensors: tensors.pop("mix.kernel"))
+    with pytest.raises(ValueError, match=rf"{STEERING_FILE}: .*'mix.kernel'"):
+        hsd_jax.load(target=folders / "target", drafter=tmp_path)
 
 
 def test_runs_that_are_refused(folders, tmp_path):

@@ -187,6 +187,8 @@ def test_a_file_is_read_as_a_folder_of_the_same_weights(name, tmp_path):
     assert_same(weights, convert.read_weights(folder, config))
     assert file.hash() == convert.stored_hash(folder, config) == convert.weights_hash(weights)
     assert_same(weights, random_weights(config))
+    more = {"vocab_size": config.vocab_size + 3}
+    assert_same(file.weights(**more), convert.read_weights(folder, config, **more))
 
 
 @FAMILIES

@@ -186,9 +186,11 @@ _STEERED = [
     *(_steered(one, one.name != f"block_{SKIP}") for one in _READING if one.reuse.form in (SKIP, AHEAD)),
 ]
 SMALL_LM = SmallLMConfig(**vars(VARIANTS["llama"]))
+FEWER_TOKENS = dataclasses.replace(SMALL_LM, stored_vocab_size=VOCAB - 6)
 _OTHER = [
     Proposer("lookup", CHAIN_OF_4, is_trained=False, config=LookupConfig()),
     Proposer("small_lm", CHAIN_OF_4, is_trained=False, config=SMALL_LM),
+    Proposer("small_lm_fewer", BRANCHING, is_trained=False, config=FEWER_TOKENS, is_slow=True),
 ]
 STEERED = SteeredConfig(**vars(VARIANTS["llama"]), target_hidden_size=32, steering_layers=(1, 2), num_steps=4)
 _STEERED_BY_STATES = [
@@ -196,7 +198,10 @@ _STEERED_BY_STATES = [
     Proposer("sd2_branching", BRANCHING, is_trained=False, config=STEERED, is_slow=True),
     Proposer("sd2_beam", MIDDLE, is_trained=False, config=STEERED, is_slow=True),
 ]
-_AHEAD = [Proposer("pearl", TreeConfig.chain(3), is_trained=False, config=PearlConfig(SMALL_LM, 3))]
+_AHEAD = [
+    Proposer("pearl", TreeConfig.chain(3), is_trained=False, config=PearlConfig(SMALL_LM, 3)),
+    Proposer("pearl_fewer", TreeConfig.chain(3), is_trained=False, config=PearlConfig(FEWER_TOKENS, 3), is_slow=True),
+]
 _SMALL_LM_TREES = [
     Proposer("small_lm_branching", BRANCHING, is_trained=False, config=SMALL_LM),
     Proposer("small_lm_beam", MIDDLE, is_trained=False, config=SMALL_LM, is_slow=True),

@@ -26,7 +26,7 @@ from hsd_jax.models import convert
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params
 from hsd_jax.planning.texts import write_texts
-from hsd_jax.train import distill, run, target
+from hsd_jax.train import distill, run, target, tasks
 
 SMALL = SmallLMConfig(
     **vars(dataclasses.replace(TARGET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4))
@@ -99,6 +99,29 @@ def test_the_predicted_acceptance_is_the_measured_one():
     assert abs(accepted / (4 * rows) - overlap) < 3 * np.sqrt(overlap * (1 - overlap) / (4 * rows))
 
 
+@pytest.mark.parametrize("divergence", ["fkl", pytest.param("nll", marks=pytest.mark.slow)])
+def test_tokens_that_the_drafter_lacks_are_left_out(divergence, standard_dtypes):
+    """The loss is that of both models' distributions over the tokens it knows; labels beyond them do not count."""
+    frozen, params = pair()
+    rows, known = random_rows(), 20
+    assert (rows[:, 1:] >= known).any()
+    loss = distill.make_loss(
+        TARGET, dataclasses.replace(SMALL, stored_vocab_size=known), distill.DistillLoss(divergence)
+    )
+    grad = jit(jax.value_and_grad(lambda p, b: loss(p, {"target": frozen, "drafter": {}}, b, None, None), has_aux=True))
+    (value, _), slopes = grad(params, batch_of(rows, some_mask("half")))
+    p, q = (
+        np.exp(oracle.log_softmax(np.asarray(toy.causal_pass(w, c, jnp.asarray(rows[:, :-1])).logits)[..., :known]))
+        for w, c in ((frozen, TARGET), (params, SMALL))
+    )
+    found = []
+    for row, at in zip(*np.nonzero(some_mask("half")[:, 1:] & (rows[:, 1:] < known)), strict=True):
+        nll = -np.log(q[row, at][rows[row, at + 1]])
+        found.append(nll if divergence == "nll" else oracle.divergence("fkl", p[row, at], q[row, at]))
+    np.testing.assert_allclose(value, np.mean(found), rtol=1e-4)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
+
+
 # --- recipes and runs -------------------------------------------------------------------------------------------------
 
 
@@ -112,12 +135,13 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Text, a target trained on it, and another small model of its tokenizer."""
+    """Text, a target trained on it, and another small model of its tokenizer, with a head of its own."""
     folder = tmp_path_factory.mktemp("distil")
     text = folder / "text.jsonl"
     text.write_text(json.dumps({"text": TEXT}) + "\n")
     for name, seed, tokenizer in (("target", 0, None), ("start", 5, folder / "target")):
-        values = dict(TARGET_VALUES, train=dict(LOOP, steps=1, seed=seed))
+        model = TARGET_VALUES["model"] | {"tie_embeddings": tokenizer is None}
+        values = TARGET_VALUES | {"model": model, "train": dict(LOOP, steps=1, seed=seed)}
         recipe = target.TargetRecipe.from_dict(values, "t")
         with jax.numpy_dtype_promotion("standard"):
             run.train(tokenizer, [text], folder / name, recipe, report=str)
@@ -186,10 +210,19 @@ def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path, standar
     assert drafted.text == hsd_jax.decode(params, "Question: 1", 8, speculate=False).text
 
 
-def test_a_run_without_judgement(folders, tmp_path, standard_dtypes):
-    """Two steps on the text; the result is a model of its own that drafts."""
+def test_a_run_without_judgement(folders, tmp_path, standard_dtypes, monkeypatch):
+    """Two steps on the text; the result is a model of its own that drafts, which is tried before the run says so."""
+    lines: list[str] = []
+    check, tried = tasks.check_loads, []
+
+    def spy(folder, *rest):
+        assert not any(line == f"wrote {folder}" for line in lines)
+        tried.append(check(folder, *rest))
+
+    monkeypatch.setattr(tasks, "check_loads", spy)
     asked = {"eval": {"every": 0}, "on_policy": {"share": 0.0}, "train": dict(VALUES["train"], steps=2)}
-    folder = distil(folders, tmp_path / "run", **asked)
+    folder = distil(folders, tmp_path / "run", lines, **asked)
+    assert len(tried) == 1 and lines[-1] == f"wrote {folder}"
     params = hsd_jax.load(target=folders / "target", drafter=folder, precision="exact")
     start = hsd_jax.load(target=folders / "target", drafter=folders / "start", precision="exact")
     assert params.drafter_config.kind == "small_lm"

@@ -239,9 +239,9 @@ def test_a_run_keeps_the_draft_vocabulary_it_starts_from(tmp_path):
 
 def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch):
     """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
-    kept = []
+    kept, write = [], tasks.drafter_files.save_drafter
     monkeypatch.setattr(tasks.simulate, "simulate", lambda params, *rest: {"tau": next(scores)})
-    save = lambda folder, *rest: (folder.mkdir(), kept.append(folder))  # noqa: E731
+    save = lambda folder, *rest: (write(folder, *rest), kept.append(folder))  # noqa: E731
     monkeypatch.setattr(tasks.drafter_files, "save_drafter", save)
     recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
     scores = iter([3.0, 0.0, 1.0, 0.0])  # greedy and sampled texts of each judgement

@@ -7,6 +7,7 @@ nothing. `draft.py` adds the weighted scores to the logits of a drafter.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,7 +129,8 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
 def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
     """Scores by log p of a causal language model, which reads the committed text and the path.
 
-    It takes one pass per level, as when it drafts trees of its own.
+    It takes one pass per level, as when it drafts trees of its own. A token that the model does not know is as likely
+    as in a uniform distribution.
     """
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> tree.SmallLMState:
@@ -146,7 +148,8 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         cache, logits, ancestry = carry
         if level > 0:
             logits, ancestry = tree.read_level(weights, config, cache, level, tokens, parents, ancestry)
-        return jnp.take_along_axis(jax.nn.log_softmax(logits, -1), arcs, 2), (cache, logits, ancestry)
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), arcs, 2)
+        return jnp.where(arcs < config.num_tokens, logp, -math.log(config.num_tokens)), (cache, logits, ancestry)
 
     def commit(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
         return tree.all_pending(state, verdict, num_committed)

@@ -3,17 +3,18 @@ arXiv:2302.01318). Read next: `draft.py`."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from hsd_jax.config import ModelConfig, TreeConfig, model_of
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.method import Distilled, DraftingMethod, Planning
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm.config import DraftingModel, SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.settings import shown
 from hsd_jax.types import Weights
 
 DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
@@ -25,36 +26,50 @@ def drafting_seconds(model: Any, config: ModelConfig, rows: int, tree: TreeConfi
     return tree.depth * model.drafter_pass(config, rows * tree.most_expanded)
 
 
-def load_model(
-    checkpoint: Checkpoint, target: ModelConfig, tokenizer: Tokenizer | None, dtype: Any, placement: Placement
-) -> tuple[ModelConfig, Weights]:
-    """Loads any language model that has the target's vocabulary.
+def drafting_model(checkpoint: Checkpoint, target: DraftedFor) -> DraftingModel:
+    """The configuration of a language model that drafts for a target of the same vocabulary.
 
-    Args:
-      tokenizer: the target's.
+    The tokenizers decide whether the vocabularies are the same. Both models may have further rows, and either may have
+    further tokens. If one of the two has no tokenizer, the numbers of rows must be equal.
+
     Raises:
-      ValueError: if the vocabularies differ.
+      ValueError: if the vocabularies differ; it names the first token that both spell differently.
     """
-    config = checkpoint.config
-    own = None if tokenizer is None else checkpoint.tokenizer
-    if config.vocab_size != target.vocab_size or (own and tokenizer and not own.has_vocabulary_of(tokenizer)):
+    config, size = checkpoint.config, target.config.vocab_size
+    own = None if target.tokenizer is None else checkpoint.tokenizer
+    if own is None or target.tokenizer is None:
+        if config.vocab_size != size:
+            raise ValueError(
+                f"{checkpoint}: a language model of {config.vocab_size} tokens for a target of {size}, and"
+                f" {'the target' if target.tokenizer is None else 'the language model'} has no tokenizer to compare:"
+                " both must have the same vocabulary"
+            )
+    elif (found := own.conflict_with(target.tokenizer)) is not None:
+        token, here, there = found
         raise ValueError(
-            f"{checkpoint}: a language model of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
-            " must have the same vocabulary, token by token"
+            f"{checkpoint}: token {token} is {shown(here)}, and {shown(there)} in the target: both must have the same"
+            " vocabulary"
         )
-    return config, checkpoint.weights(dtype, placement)
+    values: dict[str, Any] = vars(config) | {"vocab_size": size}
+    if config.vocab_size != size:
+        values["stored_vocab_size"] = config.vocab_size
+    return DraftingModel(**values)
 
 
 def load(
     checkpoint: Checkpoint, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[SmallLMConfig, Weights]:
-    """Loads a language model as a drafter with `load_model`. It was not trained for a particular target."""
-    model, weights = load_model(checkpoint, target.config, target.tokenizer, dtype, placement)
-    return SmallLMConfig(**vars(model), fingerprint=checkpoint.hash()), weights
+    """Loads a language model as a drafter. It was not trained for a particular target.
+
+    Raises:
+      ValueError: as `drafting_model`, and as `convert.read_weights`.
+    """
+    config = SmallLMConfig(**vars(drafting_model(checkpoint, target)), fingerprint=checkpoint.hash())
+    return config, checkpoint.weights(dtype, placement, config.vocab_size)
 
 
 DISTILLED = Distilled(
-    lambda model, *_: SmallLMConfig(**vars(model_of(model))),
+    lambda model, *_: dataclasses.replace(model, fingerprint=""),
     lambda weights, config, tokens, features, key=None, starts=None, remat=False: (
         forward_sequence(weights, config, tokens, starts, remat=remat).logits
     ),

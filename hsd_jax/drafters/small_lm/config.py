@@ -7,10 +7,23 @@ from typing import ClassVar
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
+from hsd_jax.settings import Count
 
 
 @settings.dataclass
-class SmallLMConfig(ModelConfig):
+class DraftingModel(ModelConfig):
+    """A language model with the vocabulary size of the model for which it drafts.
+
+    If its files have more rows, the last ones are cut off. If they have fewer, rows of zeros follow, and the model
+    neither knows nor drafts these tokens.
+    """
+
+    stored_vocab_size: Count | None = dataclasses.field(default=None, repr=False)
+    """The number of rows in its files. None: `vocab_size`."""
+
+
+@settings.dataclass
+class SmallLMConfig(DraftingModel):
     """An independent language model in the role of a drafter."""
 
     kind: ClassVar[str] = "small_lm"

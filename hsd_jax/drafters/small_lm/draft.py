@@ -62,7 +62,7 @@ def small_lm_drafter(
     Raises:
       ValueError: if a tree of this scheme cannot have this shape, or if the two models have different vocabularies.
     """
-    check_children(tree, config.vocab_size)
+    check_children(tree, config.num_tokens)
     if scheme in DRAWN_SCHEMES:
         tree.level_widths()  # raises here, before anything compiles
     check_vocabulary(config, target_config, "the drafter")

@@ -33,7 +33,8 @@ def config_of(
     if isinstance(model, SteeredConfig) and model.steering_layers != layers:
         raise ValueError(f"steering_layers={layers}: the model to start from is steered by {model.steering_layers}")
     about = {"target_hidden_size": target.hidden_size, "target_hash": target_hash}
-    config = SteeredConfig(**vars(model_of(model)), **about, steering_layers=layers, num_steps=num_steps)
+    own = vars(model_of(model)) | {"stored_vocab_size": model.stored_vocab_size}
+    config = SteeredConfig(**own, **about, steering_layers=layers, num_steps=num_steps)
     config.check_target(target)
     return config
 

@@ -9,13 +9,14 @@ from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import ChainLength, ModelConfig
+from hsd_jax.drafters.small_lm.config import DraftingModel
 from hsd_jax.settings import Count
 
 Layer = Annotated[int, Field(ge=1, le=10_000)]
 
 
 @settings.dataclass
-class SteeredConfig(ModelConfig):
+class SteeredConfig(DraftingModel):
     """A language model whose MLPs have a bias computed from the target's states.
 
     The other fields are those of the language model.

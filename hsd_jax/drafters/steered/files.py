@@ -11,7 +11,7 @@ import numpy as np
 from hsd_jax import settings
 from hsd_jax.config import ChainLength
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.small_lm import load_model
+from hsd_jax.drafters.small_lm import drafting_model
 from hsd_jax.drafters.steered.config import Layer, SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.host.files import write_json
@@ -67,18 +67,18 @@ def load_steered(
 
     Raises:
       FileNotFoundError: as `read_stored`.
-      ValueError: as `small_lm.load_model`; if it was trained for a target of other sizes; or, with `strict`, if the
+      ValueError: as `small_lm.drafting_model`; if it was trained for a target of other sizes; or, with `strict`, if the
         target has other weights.
     """
     own = read_stored(checkpoint.path)
     if own is None:
         return None
-    config = SteeredConfig(**vars(checkpoint.config), **vars(own))
+    config = SteeredConfig(**vars(drafting_model(checkpoint, target)), **vars(own))
     config.check_target(target.config)
     trained_for = f"{checkpoint}: trained for target {own.target_hash[:12]}"
-    # The target's own vocabulary hash, because `load_model` compares the vocabularies.
+    # The target's own vocabulary hash, because `drafting_model` compares the vocabularies.
     target.check_weights(trained_for, own.target_hash, target.vocabulary_hash, strict)
-    _, weights = load_model(checkpoint, target.config, target.tokenizer, dtype, placement)
+    weights = checkpoint.weights(dtype, placement, config.vocab_size)
     return config, {**weights, STEERING: read_steering(checkpoint.path, config, dtype, placement)}
 
 
@@ -88,7 +88,7 @@ def read_steering(folder: Path, config: SteeredConfig, dtype: Any = "float32", p
     Raises:
       ValueError: for tensors that do not fit the configuration.
     """
-    shapes = shapes_of(init_steering, config)
-    stored = {tensor.name: tensor for tensor in open_all([folder / STEERING_FILE])}
+    shapes, file = shapes_of(init_steering, config), folder / STEERING_FILE
+    stored = {tensor.name: tensor for tensor in open_all([file])}
     names, dtype = {name: name for name in shapes}, np.dtype(dtype)
-    return load_tree(stored, names, shapes, dtype, folder, STEERING_CONFIG, (), placement)
+    return load_tree(stored, names, shapes, dtype, file, STEERING_CONFIG, (), placement)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.arguments import Sampling, sampling_of_row
-from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig, model_of
+from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
 from hsd_jax.drafters.shared import follow_path
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.distributed import fetch
@@ -152,7 +152,7 @@ def count_accepted(pair: Params, texts: Texts, temperature: float) -> tuple[Int[
     models, right, common = (pair.drafter, pair.target), np.zeros((num, length), int), []
     for row in range(num):
         tokens, keys = jnp.asarray(texts.tokens[row : row + 1]), row_keys([(int(texts.seeds[row]), 0)])
-        configs = model_of(pair.drafter_config), pair.target_config
+        configs = pair.drafter_config, pair.target_config
         drafts, overlap = fetch(drafts_and_overlap(models, configs, tokens, keys, sampling))
         end = int(texts.length[row])
         for place in reversed(range(end - 1)):
