@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from support import setups, tiny_pairs, toy
 from support.checkpoints import edit_json
 from support.rules import drawn_schemes
+from tokenizers.models import WordLevel
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -25,23 +27,10 @@ from hsd_jax.tokenizer import Tokenizer
 ROWS, FEWER, MORE, TOKENS = toy.VOCAB, toy.VOCAB - 4, toy.VOCAB + 8, toy.VOCAB - 6
 
 
-class Words:
-    """As much of a tokenizer of transformers as a load and a decode ask for."""
-
-    eos_token_id = None
-
-    def __init__(self, num: int, **others: int):
-        self.vocab = {f"w{i}": i for i in range(num) if i not in others.values()} | others
-
-    def get_vocab(self):
-        return self.vocab
-
-    def decode(self, tokens, **_):
-        return " ".join(map(str, tokens))
-
-
-def tokenizer(num: int = TOKENS, **others: int) -> Tokenizer:
-    return Tokenizer(Words(num, **others), f"{num}{others}")
+def tokenizer(num: int = TOKENS, twice: bool = False, **others: int) -> Tokenizer:
+    """Words w0, w1 and so on. `others` have other spellings, or `twice` a second one."""
+    vocab = {f"w{i}": i for i in range(num) if twice or i not in others.values()} | others
+    return Tokenizer(tokenizers.Tokenizer(WordLevel(vocab, "w0")), f"{num}{twice}{others}")
 
 
 def with_words(folder, num: int = TOKENS, **others: int) -> Checkpoint:
@@ -114,10 +103,8 @@ def test_tokenizers_decide():
         assert one.conflict_with(other) is None and other.conflict_with(one) is None
     assert one.conflict_with(tokenizer(TOKENS, x=9, y=4)) == (4, "w4", "y")
     assert tokenizer(TOKENS, x=9).conflict_with(one) == (9, "x", "w9")
-    assert one.conflict_with(Tokenizer(Words(TOKENS, alias=3), "a")) == (3, "w3", "alias")
-    both = Words(TOKENS)
-    both.vocab["alias"] = 3
-    assert one.conflict_with(Tokenizer(both, "b")) is None
+    assert one.conflict_with(tokenizer(TOKENS, alias=3)) == (3, "w3", "alias")
+    assert one.conflict_with(tokenizer(TOKENS, twice=True, alias=3)) is None
 
 
 def test_other_vocabularies_are_refused(folders):
