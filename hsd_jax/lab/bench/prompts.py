@@ -215,6 +215,8 @@ def read_prompts(
         for where, key, record in records_of(path):
             if half is None or zlib.crc32(key.encode()) % 2 == HALVES.index(half):
                 found.append(prompt_of(record, key, where, count, max_tokens, chat))
+                if not found[-1].text:
+                    raise ValueError(f"{where}: the prompt is empty")
             if limit is not None and len(found) >= limit:
                 break
         if not found:
