@@ -27,6 +27,7 @@ from hsd_jax.arguments import Prompt, Row, Sampling, arrays_of, row_of, rows_of
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_same, fetch, put
+from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
 from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.models.placement import check_free
@@ -702,6 +703,7 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"{self._closed}: open another session")
+        check_jax_settings()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
