@@ -64,19 +64,40 @@ NOTHING = Row([0], 0, 0.0, 0, 1.0, (0, 0), ())
 """Fills an unused row: it has one token, may get no other, and so is finished from the start."""
 
 
-def rows_of(
-    params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, max_len: int | None = None
-) -> list[Row]:
+def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
     """The rows of a call.
 
+    Raises:
+      ValueError: naming the wrong value and the allowed ones, and the number of a wrong prompt.
+    """
+    prompts = encode(params, prompt)
+    return _rows(params, prompts, [f"prompt {row}" for row in range(len(prompts))], asked, None)
+
+
+def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row:
+    """The row of a request that comes alone.
+
     Args:
-      max_len: largest length of a row in tokens, if less than the models allow.
+      max_len: largest length of the row in tokens, if less than the models allow.
     Raises:
       ValueError: naming the wrong value and the allowed ones.
     """
-    prompts = encode(params, prompt)
+    if isinstance(prompt, (int, np.integer, Mapping)):
+        raise ValueError(
+            f"prompt of type {type(prompt).__name__}: expected a text, token ids or a conversation (a list of messages)"
+        )
+    (row,) = _rows(params, [_encode_one(params, prompt, "the prompt")], ["the prompt"], asked, max_len)
+    return row
+
+
+def _rows(
+    params: Params, prompts: list[list[int]], names: list[str], asked: Sampling, max_len: int | None
+) -> list[Row]:
+    """The rows of encoded prompts, whose names are for error messages."""
     settings = sampling_of_rows(len(prompts), asked.temperature, asked.top_k, asked.top_p)
-    new_tokens = checked_new_tokens(params, prompts, asked.max_new_tokens, max_len)
+    new_tokens = _per_row("max_new_tokens", asked.max_new_tokens, len(prompts), Whole)
+    for name, ids, new in zip(names, prompts, new_tokens, strict=True):
+        check_length(params, name, len(ids), new, max_len)
     seeds, eos = seeds_of_rows(asked.seed, len(prompts)), end_tokens_of(params, asked.eos)
     temperature, top_k, top_p = (x.tolist() for x in settings)
     per_row = zip(prompts, new_tokens, temperature, top_k, top_p, seeds, strict=True)
@@ -102,36 +123,24 @@ def arrays_of(
     return tokens, length, [row.seed for row in filled], Limits(*bounds), SamplingParams(*settings)
 
 
-def checked_new_tokens(
-    params: Params, prompts: list[list[int]], max_new_tokens: Any, max_len: int | None = None
-) -> list[int]:
-    """The number of new tokens that each row may get.
-
-    Raises:
-      ValueError: for a wrong number, or if the new tokens do not fit after a prompt.
-    """
-    values = _per_row("max_new_tokens", max_new_tokens, len(prompts), Whole)
-    for row, (ids, new) in enumerate(zip(prompts, values, strict=True)):
-        check_length(params, row, len(ids), new, max_len)
-    return values
-
-
-def check_length(params: Params, row: int, num_tokens: int, new: int, max_len: int | None = None) -> None:
+def check_length(params: Params, name: str, num_tokens: int, new: int, max_len: int | None = None) -> None:
     """Checks that `new` tokens fit after a prompt of `num_tokens`.
 
+    Args:
+      name: of the prompt, for the error message.
     Raises:
-      ValueError: naming the row.
+      ValueError: naming the prompt and the largest length.
     """
-    if max_len is not None and num_tokens + new > max_len:
-        raise ValueError(
-            f"the prompt has {num_tokens} tokens and max_new_tokens is {shown(new)}: the sum exceeds the session's"
-            f" max_len={max_len}; shorten one, or open a session with a larger max_len (at most {params.max_len})"
-        )
     if num_tokens + new > params.max_len:
         raise ValueError(
-            f"prompt {row} has {num_tokens} tokens and max_new_tokens is {shown(new)}: the sum exceeds"
+            f"{name} has {num_tokens} tokens and max_new_tokens is {shown(new)}: the sum exceeds"
             f" max_len={params.max_len}; shorten one, or load with a larger max_len (at most"
             f" {params.target_config.max_position})"
+        )
+    if max_len is not None and num_tokens + new > max_len:
+        raise ValueError(
+            f"{name} has {num_tokens} tokens and max_new_tokens is {shown(new)}: the sum exceeds the session's"
+            f" max_len={max_len}; shorten one, or open a session with a larger max_len (at most {params.max_len})"
         )
 
 
@@ -160,7 +169,7 @@ def encode(params: Params, prompt) -> list[list[int]]:
         )
     if not prompts:
         raise ValueError("prompt is an empty list: give at least one text or one token id")
-    return [_encode_one(params, p, i) for i, p in enumerate(prompts)]
+    return [_encode_one(params, p, f"prompt {i}") for i, p in enumerate(prompts)]
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -168,35 +177,35 @@ def _is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt)
 
 
-def _encode_one(params: Params, prompt, row: int) -> list[int]:
+def _encode_one(params: Params, prompt, name: str) -> list[int]:
     if isinstance(prompt, bytes):
         try:
             prompt = prompt.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"prompt {row} is not UTF-8 ({error.reason} at byte {error.start})") from error
+            raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start})") from error
     if isinstance(prompt, str):
         if params.tokenizer is None:
-            raise ValueError(f"prompt {row} is text, but the checkpoint has no tokenizer: give token ids")
-        check_unicode(prompt, f"prompt {row}")
+            raise ValueError(f"{name} is text, but the checkpoint has no tokenizer: give token ids")
+        check_unicode(prompt, name)
         if not prompt:
-            raise ValueError(f"prompt {row} is empty: give at least one token")
+            raise ValueError(f"{name} is empty: give at least one token")
         prompt = params.tokenizer.encode(prompt)
     elif _is_conversation(prompt):
         if params.tokenizer is None:
-            raise ValueError(f"prompt {row} is a conversation, but the checkpoint has no tokenizer: give token ids")
-        prompt = params.tokenizer.encode_chat(prompt, f"prompt {row}")
+            raise ValueError(f"{name} is a conversation, but the checkpoint has no tokenizer: give token ids")
+        prompt = params.tokenizer.encode_chat(prompt, name)
     try:
         ids = np.asarray(prompt)
     except (ValueError, OverflowError):  # lists of several lengths
-        raise ValueError(f"prompt {row} is {shown(prompt)}: expected a row of integers") from None
+        raise ValueError(f"{name} is {shown(prompt)}: expected a row of integers") from None
     if ids.size == 0:
-        raise ValueError(f"prompt {row} is empty: give at least one token")
+        raise ValueError(f"{name} is empty: give at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"prompt {row} has shape {ids.shape} and dtype {ids.dtype}: expected a row of integers")
+        raise ValueError(f"{name} has shape {ids.shape} and dtype {ids.dtype}: expected a row of integers")
     vocab_size = params.target_config.vocab_size
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"prompt {row} holds token {wrong}: allowed are 0 to {vocab_size - 1}")
+        raise ValueError(f"{name} holds token {wrong}: allowed are 0 to {vocab_size - 1}")
     return [int(x) for x in ids]
 
 

@@ -29,6 +29,7 @@ from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with, load_foreign, m
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put
 from hsd_jax.host.files import sha256
+from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.kernels import int8, native
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
@@ -183,8 +184,10 @@ def load(
         warning. No text depends on it, but fewer drafts are accepted the more the two targets differ.
     Raises:
       FileNotFoundError, ValueError: for a wrong argument, before anything compiles; it names the value and the remedy.
-        Also if the weights do not fit into memory, before any are read. Nothing stays loaded after an error.
+        Also if the weights do not fit into memory, before any are read, and for a setting of jax that is refused
+        (`host/jax_settings.py`). Nothing stays loaded after an error.
     """
+    check_jax_settings()
     for argument, value in (("name", name), ("target", target), ("tokenizer", tokenizer)):
         if not isinstance(value, (str, os.PathLike, Checkpoint, type(None))):
             raise ValueError(f"{argument}={shown(value)}: expected a name, a folder or a file")

@@ -18,6 +18,7 @@ from hsd_jax.arguments import Sampling
 from hsd_jax.config import NO_REUSE, NO_REUSE_FORM, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import check_mesh
+from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.host.programs import make_room
 from hsd_jax.infer.decode import GROWTH, Decoder, or_most
 from hsd_jax.infer.lossy import Lossy
@@ -169,6 +170,7 @@ def set_up(
     Raises:
       ValueError: naming the wrong value and the allowed ones.
     """
+    check_jax_settings()
     check_mesh(params.mesh)
     make_room()
     plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)

@@ -18,15 +18,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from hsd_jax.arguments import Prompt, Row, Sampling, arrays_of, rows_of
+from hsd_jax.arguments import Prompt, Row, Sampling, arrays_of, row_of, rows_of
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_same, fetch, put
+from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
 from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.models.placement import check_free
@@ -44,14 +45,15 @@ from hsd_jax.request import (
     rows_bucket,
     set_up,
 )
-from hsd_jax.settings import Count, shown, take
+from hsd_jax.settings import Count, Flag, OneOf, shown, take
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits, SamplingParams
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
-
-
+RAISE, YIELD = "raise", "yield"
+"""What `generate` does with a wrong request: it raises the error, or it yields an answer that failed."""
+OnError = Annotated[str, OneOf((RAISE, YIELD))]
 MOST_SLOTS = 4096
 
 
@@ -288,25 +290,10 @@ class Session:
         Raises:
           ValueError: if no slot is free, if the session is closed, or as `decode`. Running rows are not affected.
         """
+        sampling = Sampling(max_new_tokens, temperature, top_k, top_p, [seed], eos)
         with self._alone():
             self._check_open()
-            if isinstance(prompt, (int, np.integer, Mapping)):
-                raise ValueError(
-                    f"prompt of type {type(prompt).__name__}: expected a text, token ids or a conversation (a list of"
-                    " messages)"
-                )
-            sampling = Sampling(max_new_tokens, temperature, top_k, top_p, [seed], eos)
-            (row,) = rows_of(self.params, [prompt], sampling, self.max_len)
-            if not self.num_free:
-                raise ValueError(
-                    f"no slot is free: all {self.slots} hold a row that runs or an answer that was not taken; take or"
-                    " cancel a row, or open a session with more slots"
-                )
-            if self.params.mesh is not None:
-                check_same("the request", repr(row))
-            request = self._opened(row, self._at.index(None))
-            self._waiting.append(request)
-            return self._num_admitted - 1
+            return self._admit(row_of(self.params, prompt, sampling, self.max_len))
 
     def reserve(self) -> None:
         """Makes the caches as large as `max_len` allows before the first row. All rounds then run programs of one size.
@@ -384,7 +371,7 @@ class Session:
         self._shut(CANCELLED, "the session is closed")
 
     def generate(
-        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False
+        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False, on_error: str = RAISE
     ) -> Generator[Generated, None, None]:
         """Answers any number of requests. Each is admitted as soon as a slot is free.
 
@@ -393,32 +380,63 @@ class Session:
             is read only when a slot is free.
           ordered: True yields answers in the order of the requests and holds back those that end early. False yields
             them as rows end.
+          on_error: what a wrong request does. "raise": no further request is read, the answers to all requests before
+            it are yielded, then its error is raised. "yield": an answer that failed with this error is yielded in its
+            place, without tokens or statistics, and the others continue.
         Yields:
           Complete answers. An answer that failed says so, and the others continue.
         Raises:
-          ValueError: as `admit`, when the request is read. Also if requests from elsewhere hold all slots. After an
-            error, or if the caller stops, the running requests of this call are cancelled.
+          ValueError: at the call for a wrong argument. Then as `admit`, naming the number of the wrong request. Also if
+            requests from elsewhere hold all slots.
+          Exception: what the iterator raises, after the answers to all requests that it gave. After these errors the
+            session can be used as before, but not after an error of `step`. If the caller stops early, the running
+            requests of this call are cancelled.
         """
-        if isinstance(requests, (str, bytes)):
+        if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
             raise ValueError(f"requests={shown(requests)}: expected a list of prompts; for one prompt give [prompt]")
-        source, mine = enumerate(requests), dict[int, int]()
-        kept, due = dict[int, Generated](), 0
+        take(OnError, on_error, "on_error")
+        answers = self._answers(self._read_requests(requests, on_error))
+        return _in_order(answers) if take(Flag, ordered, "ordered") else answers
+
+    def _read_requests(self, requests: Iterable[Any], on_error: str) -> Iterator[tuple[int, Row | ValueError]]:
+        """Numbers and rows of requests. A wrong request ends this with its error, or is replaced by its error."""
+        for index, request in enumerate(requests):
+            try:
+                row = row_of(self.params, *_asked(request), self.max_len)
+            except ValueError as error:
+                if on_error == RAISE:
+                    raise ValueError(f"request {index}: {error}") from error
+                row = error
+            yield index, row
+
+    def _answers(self, source: Iterator[tuple[int, Row | ValueError]]) -> Generator[Generated, None, None]:
+        """Answers as rows end. An error of the source is raised when all rows before it have ended."""
+        mine, failure = dict[int, int](), None
         try:
             while True:
-                while self.num_free or not mine:  # if others hold all slots, `admit` raises the error
-                    if (following := next(source, None)) is None:
+                while self.num_free or not mine:  # if others hold all slots, `_admit` raises the error
+                    try:
+                        following = next(source, None)
+                    except Exception as error:  # its own or the caller's; after it the source has nothing more
+                        following, failure = None, error
+                    if following is None:
                         break
-                    index, request = following
-                    mine[self.admit(**_settings_of(request, index))] = index
+                    index, row = following
+                    if isinstance(row, Row):
+                        with self._alone():
+                            self._check_open()
+                            mine[self._admit(row)] = index
+                    else:
+                        text = None if self.params.tokenizer is None else ""
+                        yield Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), index=index)
                 if not mine:
-                    return
+                    break
                 self.step()
                 for handle in [h for h in mine if self._open[h].finish_reason is not None]:
                     taken, index = self.take(handle), mine.pop(handle)
-                    kept[index] = Generated(**vars(taken), index=index)
-                    while kept and (not ordered or due in kept):
-                        yield kept.pop(due if ordered else index)
-                        due += 1
+                    yield Generated(**vars(taken), index=index)
+            if failure is not None:
+                raise failure
         finally:
             for handle in mine:
                 if handle in self._open:
@@ -604,6 +622,18 @@ class Session:
         setup = self.setup
         return setup.decoder.prefill(setup.held, *given[:4], np.int32(num), state, setup.costs, **_sizes(capacity))
 
+    def _admit(self, row: Row) -> int:
+        """Takes a free slot for a row, which waits for its prompt to be read. Returns its handle."""
+        if not self.num_free:
+            raise ValueError(
+                f"no slot is free: all {self.slots} hold a row that runs or an answer that was not taken; take or"
+                " cancel a row, or open a session with more slots"
+            )
+        if self.params.mesh is not None:
+            check_same("the request", repr(row))
+        self._waiting.append(self._opened(row, self._at.index(None)))
+        return self._num_admitted - 1
+
     def _opened(self, row: Row, slot: int) -> _Open:
         tokenizer = self.params.tokenizer
         detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
@@ -673,6 +703,7 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"{self._closed}: open another session")
+        check_jax_settings()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -711,16 +742,28 @@ def _itemsize(x: Any) -> int:
     return 8 if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
 
 
-def _settings_of(request: Any, index: int) -> dict[str, Any]:
-    """The arguments of `admit` for a request of `Session.generate`."""
+def _asked(request: Any) -> tuple[Any, Sampling]:
+    """The prompt and the settings of a request of `Session.generate`."""
     if not isinstance(request, Mapping):
-        return {"prompt": request}
-    allowed = ["prompt", *(field.name for field in dataclasses.fields(Sampling))]
-    if wrong := [name for name in request if name not in allowed]:
-        raise ValueError(f"request {index} has {shown(wrong[0])}: allowed are {', '.join(allowed)}")
-    if "prompt" not in request:
-        raise ValueError(f"request {index} has no prompt, only {', '.join(request)}")
-    return dict(request)
+        return request, Sampling(seed=[0])
+    settings, allowed = dict(request), [field.name for field in dataclasses.fields(Sampling)]
+    if wrong := [name for name in settings if name not in ("prompt", *allowed)]:
+        raise ValueError(f"unknown key {shown(wrong[0])}; allowed are prompt, {', '.join(allowed)}")
+    if "prompt" not in settings:
+        raise ValueError(f"no prompt, only {', '.join(settings) or 'an empty mapping'}")
+    prompt = settings.pop("prompt")
+    return prompt, Sampling(**settings | {"seed": [settings.get("seed", 0)]})
+
+
+def _in_order(answers: Generator[Generated, None, None]) -> Generator[Generated, None, None]:
+    """The same answers in the order of the requests."""
+    kept, due = dict[int, Generated](), 0
+    with contextlib.closing(answers):
+        for answer in answers:
+            kept[answer.index] = answer
+            while due in kept:
+                yield kept.pop(due)
+                due += 1
 
 
 def _with_ends(limits: Any, num: int) -> Any:

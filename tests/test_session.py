@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 
 import jax
@@ -236,32 +237,100 @@ def test_generate_answers_more_requests_than_slots_in_either_order(plain):
         assert one.stats.num_target_passes == one.stats.num_tokens == len(one.tokens) and one.stats.tau == 1.0
 
 
-def test_generate_that_is_left_or_meets_a_wrong_request_cancels_its_own_alone(plain):
+def test_generate_that_is_left_cancels_its_own_alone(plain):
     with Session(plain, slots=3) as session:
         mine = session.admit([7, 8], 12, eos=())
         answers = session.generate([{"prompt": [3, 4], "max_new_tokens": 9}] * 5)
         next(answers)
         answers.close()
         assert session.num_free == 2
-        with pytest.raises(ValueError, match="max_new_tokens=-1"):
-            list(session.generate([{"prompt": [1], "max_new_tokens": new} for new in (9, -1)]))
-        assert session.num_free == 2
         assert finish(session, mine)[0] == text_of(plain, [7, 8], 12)
 
 
-def test_generate_says_what_is_wrong_with_its_requests(plain):
+def fine(num: int) -> dict:
+    """A request whose text has `num` tokens."""
+    return {"prompt": [3, num], "max_new_tokens": num, "eos": ()}
+
+
+def refuses(error: Exception):
+    """A source of requests that gives two and then raises."""
+    yield from (fine(9), fine(2))
+    raise error
+
+
+BAD_REQUESTS = {
+    "an empty prompt": ([], "the prompt is empty"),
+    "an unknown key": ({"role": "user", "content": "x"}, "'role'.* prompt, max_new_tokens"),
+    "no prompt": ({"max_new_tokens": 3}, "no prompt, only max_new_tokens"),
+    "no text": (7, "type int"),
+    "a text": ("Hi", "no tokenizer"),
+    "a conversation": ([{"role": "user", "content": "x"}], "no tokenizer"),
+    "temperature": ({"prompt": [1], "temperature": -1.0}, "temperature=-1"),
+    "max_new_tokens": ({"prompt": [1], "max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+    "seed": ({"prompt": [1], "max_new_tokens": 2, "seed": "x"}, "seed='x'"),
+    "eos": ({"prompt": [1], "max_new_tokens": 2, "eos": [VOCAB]}, f"eos={VOCAB}"),
+    "length": ({"prompt": [1] * MAX_LEN}, f"{MAX_LEN} tokens.*max_len={MAX_LEN}"),
+    "ids": ([3, VOCAB], f"token {VOCAB}"),
+    "shape": ([[3], [4]], r"\(2, 1\)"),
+    "nothing": (None, "dtype object"),
+}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_wrong_request_is_named_and_spoils_no_other(plain, ordered):
+    """The two before it are answered, although they still run when it is read. Then its error comes, or an answer in
+    its place, and the session goes on."""
+    whole = {num: text_of(plain, [3, num], num) for num in (9, 2)}
+    with Session(plain, slots=2) as session:
+        for bad, message in BAD_REQUESTS.values():
+            found = []
+            with pytest.raises(ValueError, match=f"^request 2: .*{message}"):
+                for answer in session.generate(iter([fine(9), fine(2), bad, fine(2)]), ordered):
+                    found.append(answer)
+            assert [one.index for one in found] == ([0, 1] if ordered else [1, 0])
+            assert {one.index: one.tokens.tolist() for one in found} == {0: whole[9], 1: whole[2]}
+            assert session.num_free == 2
+        several = [fine(9), *[bad for bad, _ in BAD_REQUESTS.values()], fine(2)]
+        found = list(session.generate(several, ordered, on_error="yield"))
+    assert sorted(one.index for one in found) == list(range(len(several)))
+    assert not ordered or [one.index for one in found] == list(range(len(several)))
+    (first, *failed, last) = sorted(found, key=lambda one: one.index)
+    assert [first.tokens.tolist(), last.tokens.tolist()] == [whole[9], whole[2]]
+    for one, (_, message) in zip(failed, BAD_REQUESTS.values(), strict=True):
+        assert one.finish_reason == "failed" and re.search(message, one.error)
+        assert len(one.tokens) == 0 and one.text is None and one.stats is None
+
+
+@pytest.mark.parametrize("on_error", ["raise", "yield"])
+def test_an_error_of_the_source_comes_after_the_answers_and_leaves_the_session_open(plain, on_error):
+    found, error = [], KeyError("disk")
+    with Session(plain, slots=1) as session:
+        with pytest.raises(KeyError) as raised:
+            for answer in session.generate(refuses(error), on_error=on_error):
+                found.append(answer)
+        assert raised.value is error and [len(one.tokens) for one in found] == [9, 2]
+        with pytest.raises(KeyboardInterrupt):  # at once
+            list(session.generate(refuses(KeyboardInterrupt())))
+        assert session.num_free == 1
+        (again,) = session.generate([fine(9)])
+    assert again.tokens.tolist() == found[0].tokens.tolist()
+
+
+def test_generate_says_what_is_wrong_with_its_arguments_at_once(plain):
     with Session(plain, slots=1) as session:
         for wrong, message in [
-            ("Hello", "requests='Hello'"),
-            ([3, 4], "prompt of type int"),
-            ([{"role": "user", "content": "x"}], "request 0 .*'role': .*prompt, max_new_tokens"),
-            ([{"prompt": [1], "max_new_tokens": 2}, {"max_new_tokens": 3}], "request 1 .*prompt"),
+            ({"requests": "Hello"}, "requests='Hello'"),
+            ({"requests": fine(2)}, "requests={'prompt'"),
+            ({"requests": 3}, "requests=3"),
+            ({"requests": [], "on_error": "ignore"}, "on_error='ignore': .*'raise' or 'yield'"),
+            ({"requests": [], "ordered": "yes"}, "ordered='yes'"),
         ]:
             with pytest.raises(ValueError, match=message):
-                list(session.generate(wrong))
+                session.generate(**wrong)
         held = session.admit([1, 2], 4)
-        with pytest.raises(ValueError, match="all 1 "):
-            list(session.generate([{"prompt": [3, 4], "max_new_tokens": 4}]))
+        for on_error in ("raise", "yield"):
+            with pytest.raises(ValueError, match="all 1 "):
+                list(session.generate([{"prompt": [3, 4], "max_new_tokens": 4}], on_error=on_error))
         session.step(rounds=2)
     taken = session.take(held)
     assert taken.finish_reason == "cancelled" and taken.stats.num_tokens == len(taken.tokens) == 2

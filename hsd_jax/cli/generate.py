@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import sys
 import time
@@ -47,7 +48,7 @@ def add_text_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
     """Declares how prompts are read, and the length of the answer; `encode_prompt` reads it."""
     text = parser.add_argument_group("text")
     text.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
-    text.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    text.add_argument("--system", type=options.argument_text, metavar="TEXT", help="system message, with --chat")
     text.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
     add_value(text, "--max-new-tokens N", options.WHOLE, "per prompt", max_new_tokens)
 
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json or args.no_stream or len(prompts) > 1:
         out = hsd_jax.decode(params, prompts, **settings)
         if args.json:
-            print(json.dumps(_record(out, args), ensure_ascii=False))
+            is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+            print(json.dumps(_record(out, args), ensure_ascii=not is_utf8))  # escaped, no character is lost
         else:
             for row in range(len(prompts)):
                 if len(prompts) > 1:
@@ -134,7 +136,7 @@ def read_prompt(prompt: str) -> str | bytes:
         if sys.stdin is None:
             raise ValueError('prompt "-" reads stdin, which is closed')
         return sys.stdin.buffer.read()  # the library checks that it is UTF-8
-    return prompt
+    return options.argument_text(prompt)
 
 
 def encode_prompt(params, text: str | bytes, args: argparse.Namespace):

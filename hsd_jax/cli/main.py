@@ -7,6 +7,7 @@ the library are the exception. The commands are imported only after Ctrl-C is ha
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -92,10 +93,12 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
     plain = warnings.showwarning
     try:
         _check_streams()
+        from hsd_jax.cli.options import argument_text
         from hsd_jax.host.programs import use_setting
 
         args = build_parser().parse_args(argv)
-        args.command_line = " ".join(["hsd", *argv])
+        command = argument_text(" ".join(["hsd", *argv]))
+        args.command_line = command.encode("utf-8", "replace").decode()  # for results, which are UTF-8
         warnings.showwarning = _show_warning
         use_setting()
         if getattr(args, "distributed", False) or ("distributed" in args and os.environ.get("HSD_COORDINATOR")):
@@ -135,12 +138,18 @@ def _end_others(error: BaseException) -> None:
 
 
 def _check_streams() -> None:
-    """Raises a ValueError if stdout is closed. A closed stderr becomes os.devnull, so that no file gets its number."""
+    """Raises a ValueError if stdout is closed. A closed stderr becomes os.devnull, so that no file gets its number.
+
+    stdout writes a question mark for a character that the terminal's encoding lacks. stderr, as Python makes it,
+    writes an escape.
+    """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         raise ValueError("stdout is closed; redirect it to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _drop_output() -> None:

@@ -6,7 +6,9 @@ Each `add_*` function declares options. Its docstring names the function that re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,16 @@ def value_of(hint: Any):
 COUNT, WHOLE, SEED = value_of(Count), value_of(Whole), value_of(Seed)
 TEMPERATURE, TOP_P, SHARE = value_of(Temperature), value_of(TopP), value_of(Share)
 WEIGHT, POSITIVE = value_of(NotNegative), value_of(Positive)
+
+
+def argument_text(argument: str) -> str:
+    """A text of the command line. Bytes that the locale's encoding lacks (as under LC_ALL=C) are read as UTF-8."""
+    try:
+        argument.encode("utf-8")
+    except UnicodeEncodeError:  # Python has replaced such bytes by lone surrogates
+        with contextlib.suppress(UnicodeError):  # else the library refuses the text
+            return os.fsencode(argument).decode("utf-8")
+    return argument
 
 
 def _path_type(check: Callable[[str], Path]):

@@ -224,4 +224,4 @@ def join(command: str) -> None:
     sys.stdout.flush()
     mine = os.dup(1) if is_writer() else os.open(os.devnull, os.O_WRONLY)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(mine, "w")
+    sys.stdout = os.fdopen(mine, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)

@@ -256,7 +256,7 @@ def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[li
     for number, row in enumerate(rows):
         if len(row) < 2:
             raise ValueError(f"prompt {number} has 1 token: at least 2 are needed for drafting")
-        check_length(params, number, len(row), max_new_tokens)
+        check_length(params, f"prompt {number}", len(row), max_new_tokens)
     return rows
 
 

@@ -23,6 +23,7 @@ from hsd_jax import settings
 from hsd_jax.host import lock, sharding
 from hsd_jax.host.distributed import check_mesh, check_same, wait_for_all
 from hsd_jax.host.files import is_writer
+from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.models.checkpoint import Source
 from hsd_jax.train import data, manifest
 from hsd_jax.train.curves import draw_curves
@@ -70,6 +71,7 @@ def train(
         leaves no files.
       FloatingPointError, OSError: see `loop.fit`.
     """
+    check_jax_settings()
     check_mesh(mesh)
     out, report = Path(out), report if is_writer() else lambda line: None
     loop = recipe.train.on_platform()

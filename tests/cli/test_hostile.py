@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import resource
@@ -26,6 +27,7 @@ from support.checkpoints import edit_tensors
 
 import hsd_jax
 from hsd_jax import settings
+from hsd_jax import tokenizer as tokenizer_lib
 from hsd_jax.cli import generate as generate_cli
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
@@ -626,6 +628,32 @@ def test_streams_that_are_closed_or_full(folders, redirect, code, error):
     argv = ["sh", "-c", command, sys.executable, str(folders / "drafter")]
     found = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stderr) == (code, error)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", "caf? ?"), ("latin-1", "caf\xe9 ?"), ("cp1252", "caf\xe9 \u2022")]
+)
+def test_a_terminal_that_lacks_characters(folders, monkeypatch, encoding, shown):
+    """An answer is printed with question marks for them, at once or as a stream. JSON loses no character."""
+    said = "caf\xe9 \u2022"
+    monkeypatch.setattr(tokenizer_lib.IncrementalDecoder, "push", lambda *_, is_last=False: said if is_last else "")
+    one = ["generate", "--target", folders / "target", "--max-new-tokens", "2", "the"]
+    for argv in (one, [*one, "--no-stream"], [*one, "--json"]):
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", out)
+        assert hsd(*argv) == 0
+        found = out.buffer.getvalue()
+        if "--json" in argv:
+            assert json.loads(found.decode("ascii"))["text"] == [said]
+        else:
+            assert found.decode(encoding) == f"{shown}\n"
+
+
+def test_a_prompt_whose_bytes_the_locale_does_not_name():
+    """Python decodes arguments by the locale and writes a surrogate for each byte that it does not name."""
+    assert options.argument_text("caf\udcc3\udca9 the") == "caf\xe9 the"
+    assert options.argument_text("caf\xe9") == "caf\xe9"
+    assert options.argument_text("\udcff") == "\udcff"
 
 
 def test_stdin_that_is_closed(folders, monkeypatch, capsys):

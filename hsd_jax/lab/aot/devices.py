@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.host.sharding import MESH_AXES, TRAINING_AXES, mesh_sizes
 from hsd_jax.lab.aot.kinds import GPU, Devices
 
@@ -44,7 +45,12 @@ def mesh_of(devices: Devices, spec: str | None, is_training: bool = False) -> di
 
 
 def prepare_process() -> None:
-    """Restricts this process to the CPU, and keeps the compilers from looking for devices. Call it before jax runs."""
+    """Restricts this process to the CPU, and keeps the compilers from looking for devices. Call it before jax runs.
+
+    Raises:
+      ValueError: for a setting of jax that is refused.
+    """
+    check_jax_settings()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")

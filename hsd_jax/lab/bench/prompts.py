@@ -224,7 +224,10 @@ def read_prompts(
         name = name_of(record)
         if half is not None and zlib.crc32(name.encode()) % 2 != HALVES.index(half):
             return []
-        return [prompt_of(record.fields, name, record.where, count, max_tokens, chat)]
+        prompt = prompt_of(record.fields, name, record.where, count, max_tokens, chat)
+        if not prompt.text:
+            raise ValueError(f"{record.where}: the prompt is empty")
+        return [prompt]
 
     prompts = []
     for path in files:

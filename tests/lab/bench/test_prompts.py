@@ -130,6 +130,13 @@ def test_a_conversation_that_the_template_refuses_is_named(asked):
         prompts.dialogue_prompt([("System", "be brief")], "x", "here", len, 9)
 
 
+def test_an_empty_prompt_is_named(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    with pytest.raises(ValueError, match=r"some\.jsonl:2: .*empty"):
+        prompts.read_prompts([path], len)
+
+
 def test_figures_count_one_start_token(tmp_path):
     """Bits per byte, scores and joined contexts of prompts that a template has rendered."""
     params = hsd_jax.load(target=chat.write_target(tmp_path / "target", chat.CHATML), precision="exact")

@@ -1,0 +1,26 @@
+"""Settings of jax under which this package does not work. They come from environment variables or the user's program.
+
+`load`, `train` and every call that decodes refuse them before anything is computed. No other setting of jax changes
+whether speculative text equals that of plain decoding.
+"""
+
+from __future__ import annotations
+
+import jax
+
+REFUSED = {
+    "jax_enable_x64": (True, "hsd_jax computes in 32 bits", False),
+    "jax_numpy_rank_promotion": ("raise", "hsd_jax adds arrays of different ranks", "allow"),
+    "jax_disable_jit": (True, "hsd_jax runs compiled programs", False),
+}
+"""By name: the refused value, the reason, and the value to set instead."""
+
+
+def check_jax_settings() -> None:
+    """Raises a ValueError if jax has a setting of REFUSED. It names the setting and how to change it."""
+    for name, (refused, why, allowed) in REFUSED.items():
+        if getattr(jax.config, name) == refused:
+            raise ValueError(
+                f"{name}={refused!r}: {why}; call jax.config.update({name!r}, {allowed!r}), or call hsd_jax in the block"
+                f" `with jax.{name.removeprefix('jax_')}({allowed!r}):`. The environment variable is {name.upper()}"
+            )
