@@ -21,6 +21,6 @@ def check_jax_settings() -> None:
     for name, (refused, why, allowed) in REFUSED.items():
         if getattr(jax.config, name) == refused:
             raise ValueError(
-                f"{name}={refused!r}: {why}; call jax.config.update({name!r}, {allowed!r}), or call hsd_jax in the block"
-                f" `with jax.{name.removeprefix('jax_')}({allowed!r}):`. The environment variable is {name.upper()}"
+                f"{name}={refused!r}: {why}; set it to {allowed!r} with jax.config.update({name!r}, {allowed!r}) or the"
+                f" environment variable {name.upper()}"
             )

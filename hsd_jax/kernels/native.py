@@ -4,9 +4,9 @@ For a few rows, XLA's CPU product packs the weights on every call. `cpu/rows_mat
 bfloat16 and 8-bit weights without conversion. For 8-bit weights in groups it rounds rows to 8 bits and sums integers
 (`int8.GroupedInt8`, `cpu/integers.h`). `cpu/gated_mlp.cc` computes the MLP in one call. `cpu/attend.cc` computes the
 attention of a layer in one call instead of ten (docs/history.md has the measurements). A row's result is bitwise the
-same for any number of other rows, and for any tree that verified it. Without a compiler, on another platform, or with
-HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so they are switched on
-only while a decode loop is traced. Read next: `ops.py`, which calls them.
+same for any number of other rows, and for any tree that verified it. Without a compiler (a warning says so), on another
+platform, or with HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so
+they are switched on only while a decode loop is traced. Read next: `ops.py`, which calls them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.host.files import sha256, user_cache
-from hsd_jax.kernels.build import verified, write_with_checksum
+from hsd_jax.host.files import sha256
+from hsd_jax.kernels.build import library_folders, verified, write_with_checksum
 from hsd_jax.kernels.int8 import Kernel, Quantized
 
 FOLDER = Path(__file__).parent / "cpu"
@@ -80,6 +80,8 @@ ISAS = {
 MOST_BEST = 16
 """The largest k of `top_k`, which keeps a sorted list."""
 OFF = "off"
+XLA_SPEED = "a quarter to two thirds"
+"""The speed of SmolLM2 and the bundled pair without the kernels, in parts of that with them (docs/history.md)."""
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
 _isa: contextvars.ContextVar[str] = contextvars.ContextVar("hsd_native", default=OFF)
@@ -385,22 +387,30 @@ def available(isa: str | None = None) -> bool:
 
 @functools.cache
 def _registered(isa: str) -> bool:
+    builder = compiler()
+    if builder is None:
+        return _warn_of_xla("no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)")
     try:
-        builder = compiler()
-        if builder is None:
-            return False
-        loaded = ctypes.cdll.LoadLibrary(str(_build(builder, isa)))
+        loaded = _load(builder, isa)
         handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
     except subprocess.CalledProcessError as error:
         text = (error.stderr or b"").decode(errors="replace").strip()
         why = next((line for line in text.splitlines() if "error" in line), text[:200])
-        warnings.warn(f"the CPU kernels do not compile; XLA is used instead and is slower ({why})", stacklevel=2)
-        return False
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
-        return False  # no compiler, no home folder, or a cache that forbids execution: XLA is used instead
+        return _warn_of_xla(f"{builder} does not compile them ({why}); install another g++ or clang++")
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        return _warn_of_xla(f"they cannot be built and loaded ({error}); set XDG_CACHE_HOME to a folder of your own")
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(f"hsd_{isa}_{name}", jax.ffi.pycapsule(handler), platform="cpu")
     return True
+
+
+def _warn_of_xla(why: str) -> bool:
+    warnings.warn(
+        f"decoding without the CPU kernels, by XLA in float32, at {XLA_SPEED} of the speed: {why}."
+        f" {ISA_VARIABLE}={OFF} chooses this without a warning",
+        stacklevel=2,
+    )
+    return False
 
 
 def compiler() -> str | None:
@@ -422,19 +432,38 @@ def _run(command: list[str]) -> None:
         raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
 
 
-def _build(compiler: str, isa: str) -> Path:
-    """The compiled library of an instruction set. It comes from the user's cache if this source was built before."""
+def _load(compiler: str, isa: str) -> ctypes.CDLL:
+    """The compiled library of an instruction set, from the first folder that has it, else that can hold and run it.
+
+    Raises:
+      OSError, subprocess.SubprocessError: of the first folder, if there is none.
+    """
+    name, failures = _library_name(compiler, isa), []
+    for folder in sorted(library_folders(), key=lambda folder: not verified(folder / name)):
+        try:
+            if not verified(folder / name):
+                _build(compiler, isa, folder / name)
+            return ctypes.cdll.LoadLibrary(str(folder / name))
+        except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, or it forbids execution
+            failures.append(error)
+    raise failures[0]
+
+
+def _flags_of(isa: str) -> tuple[str, ...]:
+    return (*FLAGS, *ISAS[isa].flags)
+
+
+def _library_name(compiler: str, isa: str) -> str:
+    """The file name of the library that this compiler makes of these sources for this machine and this jax."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
     sources = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    flags = (*FLAGS, *ISAS[isa].flags)
-    identity = "\n".join([*sources, compiler, *flags, jax.__version__, *cpu[:2]])
-    cache = user_cache()
-    library = cache / f"native-{isa}-{sha256(identity)[:16]}.so"
-    if not verified(library):
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            built = Path(folder) / "native.so"
-            command = [compiler, *flags, "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)]
-            _run(command)
-            write_with_checksum(built, library)
-    return library
+    identity = "\n".join([*sources, compiler, *_flags_of(isa), jax.__version__, *cpu[:2]])
+    return f"native-{isa}-{sha256(identity)[:16]}.so"
+
+
+def _build(compiler: str, isa: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder) / "native.so"
+        _run([compiler, *_flags_of(isa), "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)])
+        write_with_checksum(built, library)

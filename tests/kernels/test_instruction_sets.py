@@ -78,11 +78,12 @@ def test_off_says_so_and_holds_bfloat16_wider(asked):
 
 def test_an_instruction_set_is_part_of_a_library_s_name(tmp_path, monkeypatch):
     """Levels are compiled for themselves, with their own flags."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     commands = []
     monkeypatch.setattr(native, "_run", commands.append)
     monkeypatch.setattr(native, "write_with_checksum", lambda built, library: None)
-    names = [native._build("g++", isa).name for isa in native.ISAS]
+    names = [native._library_name("g++", isa) for isa in native.ISAS]
+    for isa, name in zip(native.ISAS, names, strict=True):
+        native._build("g++", isa, tmp_path / name)
     assert len(set(names)) == len(names) and all(f"-{isa}-" in n for isa, n in zip(native.ISAS, names, strict=True))
     for command, one in zip(commands, native.ISAS.values(), strict=True):
         assert set(one.flags) <= set(command)

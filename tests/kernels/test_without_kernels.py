@@ -1,0 +1,126 @@
+"""Machines on which the kernels cannot be built, or not where they usually are: what is said, and where they go."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from hsd_jax.kernels import build, native
+
+LIBRARY = ctypes.CDLL(None)
+
+
+@pytest.fixture
+def builds(monkeypatch, tmp_path):
+    """`builds()`: whether a process that has built nothing yet gets kernels. Compiling and loading are pretended."""
+    monkeypatch.setattr(native, "compiler", lambda: "g++")
+    monkeypatch.setattr(native, "_run", lambda command: Path(command[-1]).write_bytes(b"kernels"))
+    monkeypatch.setattr(native.ctypes.cdll, "LoadLibrary", lambda path: loaded.append(Path(path)) or LIBRARY)
+    monkeypatch.setattr(native, "SYMBOLS", {})
+    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "tmp").mkdir()
+    loaded: list[Path] = []
+
+    def call() -> list[Path]:
+        loaded.clear()
+        native._registered.cache_clear()
+        assert native._registered("avx2") == bool(loaded)
+        return loaded
+
+    yield call
+    native._registered.cache_clear()
+
+
+def below_a_file(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+
+
+def test_kernels_go_to_the_cache(builds, tmp_path):
+    [library] = builds()
+    assert library.parent == tmp_path / "home" / "hsd_jax" and builds() == [library]
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_user_alone(builds, monkeypatch, tmp_path):
+    below_a_file(monkeypatch, tmp_path)
+    [library] = builds()
+    folder = library.parent
+    assert folder.parent == tmp_path / "tmp" and folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(native, "_run", lambda command: pytest.fail("compiled again"))
+    assert builds() == [library]
+    monkeypatch.setattr(native, "_run", lambda command: Path(command[-1]).write_bytes(b"kernels"))
+    folder.chmod(0o777)  # anybody could put a library there
+    [other] = builds()
+    assert other.parent != folder and other.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_forbids_execution_or_is_full_is_replaced(builds, monkeypatch, tmp_path):
+    def load(path):
+        if "home" in path:
+            raise OSError("failed to map segment from shared object")
+        loaded.append(path)
+        return LIBRARY
+
+    loaded: list[str] = []
+    monkeypatch.setattr(native.ctypes.cdll, "LoadLibrary", load)
+    native._registered.cache_clear()
+    assert native._registered("avx2") and "tmp" in loaded[0]
+
+    def run(command):
+        if "home" in command[-1]:
+            raise subprocess.CalledProcessError(1, command, stderr=b"fatal error: No space left on device")
+        Path(command[-1]).write_bytes(b"kernels")
+
+    for there in (tmp_path / "home" / "hsd_jax").iterdir():
+        there.unlink()
+    monkeypatch.setattr(native, "_run", run)
+    native._registered.cache_clear()
+    assert native._registered("avx2") and len(loaded) == 2
+
+
+def test_a_read_only_cache_with_kernels_is_used(builds, monkeypatch):
+    [library] = builds()
+    monkeypatch.setattr(native, "_build", lambda *a: pytest.fail("built again"))
+    assert builds() == [library]
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "no folder"])
+def test_one_warning_says_what_it_costs_and_what_to_do(builds, monkeypatch, tmp_path, fault):
+    if fault == "no compiler":
+        monkeypatch.setattr(native, "compiler", lambda: None)
+    elif fault == "no folder":
+        below_a_file(monkeypatch, tmp_path)
+        (tmp_path / "tmp").rmdir()
+    else:
+        monkeypatch.setattr(native, "_run", failing)
+    remedy = "XDG_CACHE_HOME" if fault == "no folder" else r"install .*g\+\+"
+    with pytest.warns(UserWarning, match=rf"{native.XLA_SPEED} .*{remedy}") as said:
+        assert builds() == []
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not native._registered("avx2")
+
+
+def failing(command):
+    raise subprocess.CalledProcessError(1, command, stderr=b"x.cc:1: error: no such header")
+
+
+@pytest.mark.slow
+def test_a_process_without_a_compiler_says_so_once(tmp_path):
+    code = (
+        "import hsd_jax; p = hsd_jax.load('demo');"
+        "[hsd_jax.decode(p, 'User: Hi\\nAssistant:', max_new_tokens=8) for _ in range(2)]"
+    )
+    base = {name: value for name, value in os.environ.items() if name != native.ISA_VARIABLE} | {"PATH": str(tmp_path)}
+    for changes, num in (({}, 1), ({native.ISA_VARIABLE: "off"}, 0)):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=base | changes, capture_output=True, text=True, check=True)
+        assert done.stderr.count(native.XLA_SPEED) == num
