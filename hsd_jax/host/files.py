@@ -8,10 +8,12 @@ old file is still there. This module does not know what the files mean, and it i
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,14 +225,14 @@ def kept_file(variable: str, name: str, *about: str) -> Path | None:
     """The file in which a record is kept for this user. It is named after the texts that say what the record is about.
 
     The environment variable `variable` names its folder. If the variable is empty, it is the folder `name` in
-    `user_cache`. None if the variable is "off", or if the user has no home directory.
+    `user_cache`. None if the variable is "off", or if there is no such folder.
     """
     setting = os.environ.get(variable, "")
     if is_off(setting):
         return None
     try:
         folder = Path(setting).expanduser() if setting else user_cache() / name
-    except RuntimeError:  # HOME is not set, and the user database has no entry
+    except (OSError, RuntimeError):  # no temporary folder either; or "~", and this user has no home directory
         return None
     return folder / f"{sha256(*about)[:16]}.json"
 
@@ -238,7 +240,34 @@ def kept_file(variable: str, name: str, *about: str) -> Path | None:
 def user_cache() -> Path:
     """This user's folder for files that can be made again: compiled programs and kernels, and records of `tune`.
 
+    If there is none and none can be made, as in a container without a home, it is `own_temporary_folder`.
+
     Raises:
-      RuntimeError: if this user has no home directory.
+      OSError: as `own_temporary_folder`.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: HOME is not set, and the user database has no entry
+        return own_temporary_folder()
+    return folder
+
+
+def own_temporary_folder() -> Path:
+    """A temporary folder that no other user can write, because what is in it may be executed.
+
+    Raises:
+      OSError: if there is no place for temporary files.
+    """
+    return _own_folder_in(tempfile.gettempdir())
+
+
+@functools.cache
+def _own_folder_in(place: str) -> Path:
+    folder = Path(place) / f"hsd_jax-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="hsd_jax-", dir=place))  # another user made the first one, or can write it

@@ -5,6 +5,7 @@ Python code switches the cache on disk on with `compilation_cache`. The command 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -49,7 +50,7 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
         return None
     try:
         folder = cache_folder("" if where is True else str(where))
-    except RuntimeError as error:  # HOME is not set, and the user database has no entry
+    except RuntimeError as error:  # "~", and HOME is not set, and the user database has no entry
         raise ValueError(f"compilation_cache({where!r}): this user has no home directory; name a folder") from error
     if where is not True:
         check_new_folder(folder)
@@ -68,18 +69,21 @@ def use_setting() -> None:
     setting = os.environ.get("HSD_CACHE", "")
     if is_off(setting):
         return
+    if not setting:
+        with contextlib.suppress(OSError):  # the user did not ask for a cache, so its absence is no error
+            compilation_cache()
+        return
     try:
-        compilation_cache(setting or True)
+        compilation_cache(setting)
     except ValueError as error:
-        if setting:  # without it the user did not ask for a cache, so its absence is no error
-            raise ValueError(f"HSD_CACHE={setting}: {error}") from error
+        raise ValueError(f"HSD_CACHE={setting}: {error}") from error
 
 
 def cache_folder(setting: str = "") -> Path:
     """The folder for this kind of CPU. Machines with different instruction sets may share a home directory.
 
     Raises:
-      RuntimeError: if the folder would be in the home directory, and the user has none.
+      RuntimeError: if the folder is given by "~", and the user has no home directory.
     """
     root = Path(setting).expanduser() if setting else user_cache()
     try:

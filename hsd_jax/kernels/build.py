@@ -7,35 +7,15 @@ loads libraries.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import stat
-import tempfile
 from pathlib import Path
 
-from hsd_jax.host.files import replacing, sha256, user_cache, write_text
+from hsd_jax.host.files import own_temporary_folder, replacing, sha256, user_cache, write_text
 
 
 def library_folders() -> list[Path]:
-    """Where libraries may be: this user's cache, and a temporary folder for when that cannot be written.
-
-    Other users cannot write the temporary folder, because libraries in it are executed.
-    """
-    folders = []
-    with contextlib.suppress(RuntimeError):  # no home directory
-        folders.append(user_cache())
-    with contextlib.suppress(OSError):  # no temporary folder
-        folders.append(_own_temporary_folder())
-    return folders
-
-
-def _own_temporary_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"hsd_jax-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    about = folder.lstat()
-    if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077:
-        return folder
-    return Path(tempfile.mkdtemp(prefix="hsd_jax-"))  # another user has made the first one, or could write it
+    """Where libraries may be: this user's cache, and a temporary folder for when that is read-only, full or no place
+    for programs."""
+    return list(dict.fromkeys((user_cache(), own_temporary_folder())))
 
 
 def checksum_path(library: Path) -> Path:

@@ -80,7 +80,7 @@ ISAS = {
 MOST_BEST = 16
 """The largest k of `top_k`, which keeps a sorted list."""
 OFF = "off"
-XLA_SPEED = "a quarter to two thirds"
+XLA_SPEED = "a quarter to half"
 """The speed of SmolLM2 and the bundled pair without the kernels, in parts of that with them (docs/history.md)."""
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 

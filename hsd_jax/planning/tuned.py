@@ -192,7 +192,7 @@ class Tuned:
         """Writes the record where `decode` looks for it. Choices for other sizes that are already there stay.
 
         Returns:
-          The file; None if records are not kept (HSD_TUNED=off, or no home directory).
+          The file; None if records are not kept (HSD_TUNED=off, or no folder for them).
         Raises:
           OSError: if the folder is not writable.
         """

@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -356,7 +357,8 @@ def test_where_compiled_programs_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     monkeypatch.setenv("HSD_CACHE", "")
-    programs.use_setting()  # nothing is kept
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert programs.cache_folder().parent == tmp_path / f"hsd_jax-{os.getuid()}"
     monkeypatch.setenv("HSD_CACHE", "~/x")
     with pytest.raises(ValueError, match="no home"):
         programs.use_setting()

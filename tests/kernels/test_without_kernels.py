@@ -6,12 +6,14 @@ import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
 import pytest
 
-from hsd_jax.kernels import build, native
+from hsd_jax.host import files
+from hsd_jax.kernels import native
 
 LIBRARY = ctypes.CDLL(None)
 
@@ -23,7 +25,7 @@ def builds(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "_run", lambda command: Path(command[-1]).write_bytes(b"kernels"))
     monkeypatch.setattr(native.ctypes.cdll, "LoadLibrary", lambda path: loaded.append(Path(path)) or LIBRARY)
     monkeypatch.setattr(native, "SYMBOLS", {})
-    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     (tmp_path / "tmp").mkdir()
     loaded: list[Path] = []
@@ -57,6 +59,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_user_alo
     assert builds() == [library]
     monkeypatch.setattr(native, "_run", lambda command: Path(command[-1]).write_bytes(b"kernels"))
     folder.chmod(0o777)  # anybody could put a library there
+    files._own_folder_in.cache_clear()
     [other] = builds()
     assert other.parent != folder and other.parent.stat().st_mode & 0o777 == 0o700
 

@@ -415,6 +415,9 @@ def test_records_may_be_switched_off(params, kept_folder, monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr("pathlib.Path.home", no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(kept_folder))
+    assert tuned.kept_path(conditions).is_relative_to(kept_folder)
+    monkeypatch.setattr("tempfile.tempdir", str(kept_folder / "nothing"))
     assert tuned.kept_path(conditions) is None
 
 
