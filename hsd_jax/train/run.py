@@ -50,6 +50,7 @@ def train(
     report: Report = print,
     force: bool = False,
     start_dir: str | Path | None = None,
+    stop_at: float | None = None,
 ) -> Path:
     """Trains what the recipe describes. If weights are evaluated during the training, the best ones are kept.
 
@@ -57,6 +58,7 @@ def train(
       source: for a drafter its target; for a target the checkpoint with its tokenizer, None: see `tasks.TargetTask`.
       force: continue a run that was started with another recipe.
       start_dir: the model to start from, see the tasks. A continued run of a language model needs it, too.
+      stop_at: a time of `time.perf_counter` at which the run ends, if its steps have not ended before (`loop.fit`).
     Returns:
       The folder of the result: `out` for a target, `out/drafter` for a drafter.
     Raises:
@@ -88,7 +90,8 @@ def train(
     note, on_start = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
     with task.batches(rows) as batches, _journal_of(out, loop, report) as journal:
         model = task.loss, params, task.frozen
-        params = fit(*model, batches, loop, out, journal, shardings, place, evaluator, note, on_start, task.stages)
+        rest = evaluator, note, on_start, task.stages, stop_at
+        params = fit(*model, batches, loop, out, journal, shardings, place, *rest)
     if evaluator is None:
         task.save(params)
     wait_for_all(f"{task.folder} is written")
