@@ -107,16 +107,14 @@ class Counts:
     tokens: int = 0
     """New tokens, dropped texts included."""
     seconds: float = 0.0
-    """Of the batches, without those that compiled a program."""
-    timed_tokens: int = 0
-    """New tokens of these batches."""
+    """Of the batches. Their programs are compiled before."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
     is_done: bool = False
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second; None before the second batch."""
-        return self.timed_tokens / self.seconds if self.seconds else None
+        """Tokens a second; None before the first batch."""
+        return self.tokens / self.seconds if self.seconds else None
 
     def describe(self, what: str) -> str:
         """One line."""
@@ -167,7 +165,8 @@ class Writer:
             while session.num_running and time.perf_counter() < stop_at:
                 session.run(ROUNDS)
             taken = [session.take(row) for row in range(num)]
-        self._least = min(self._least, time.perf_counter() - begun)
+        if stop_at < math.inf:  # else it was run to compile
+            self._least = min(self._least, time.perf_counter() - begun)
         return Written([t.tokens for t in taken], [t.finish_reason == STOP for t in taken])
 
 
@@ -220,9 +219,7 @@ class Stage:
             file.flush()
             os.fsync(file.fileno())
         num = sum(map(len, written.tokens))
-        if self.counts.batches:  # the first one compiles
-            self.counts.seconds += seconds
-            self.counts.timed_tokens += num
+        self.counts.seconds += seconds
         self.counts.batches, self.counts.rows = self.counts.batches + 1, self.counts.rows + len(batch)
         self.counts.kept, self.counts.tokens = self.counts.kept + len(kept), self.counts.tokens + num
         for why, number in dropped.items():

@@ -1,13 +1,14 @@
-"""Packs what a run on a GPU machine needs into two transfers, and holds large tracked files back meanwhile.
+"""Packs what a run on a GPU machine needs into two transfers, and holds other files back meanwhile.
 
     python benchmarks/gpu/pack.py --start runs/best/drafter --prompts prompts.jsonl.gz --minutes 9
     python benchmarks/gpu/pack.py --restore
 
 A transfer takes the checkout and the ignored folder `.gpu/`, together at most 64 MiB. The payload is one archive: the
-wheels that the machine lacks, the file of the target's weights, the drafter to start from, and the prompts. It is cut
-in two, and each half goes with one transfer. Large tracked files are moved to `.git` while the transfers run: this
-program waits, and moves them back when it ends, however it ends. If it is killed at once, `--restore` or the next start
-moves them back. All limits are checked before anything is written.
+wheels that the machine lacks, the package with the target's weights, the drafter to start from, and the prompts. It is
+cut in two, and each half goes with one transfer. Files of the checkout that are large, or that the run does not read,
+are in the folder of git while the transfers run: this program waits, and moves them back when it ends, however it ends.
+If it is killed at once, `--restore` or the next start moves them back. All limits are checked before anything is
+written but what was downloaded.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ LIMIT = 64 * 2**20
 SLACK = 2**20
 """Bytes that are left free, for names and blocks."""
 LARGE = 2**20
-"""Tracked files from this size on are held back."""
+"""Files from this size on are held back."""
+NEEDED = ("hsd_jax/", "benchmarks/", "pyproject.toml", ".gitignore")
+"""What else is held back: all files with another beginning."""
 FOLDER, AWAY, JOURNAL = ".gpu", "held-back", "held-back.json"
 THERE = "/tmp/gpu"
 """The payload's folder on the GPU machine."""
@@ -221,8 +224,8 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], tuple[str, str]]:
     if len(set(names)) < len(names):
         raise ValueError(f"--prompts: two files are named {max(names, key=names.count)}; their names must differ")
     sizes = tree()
-    large = [name for name, size in sizes.items() if size >= LARGE]
-    room = LIMIT - SLACK - sum(size for name, size in sizes.items() if name not in large)
+    held = [name for name, size in sizes.items() if size >= LARGE or not name.startswith(NEEDED)]
+    room = LIMIT - SLACK - sum(size for name, size in sizes.items() if name not in held)
     if room <= 0:
         raise ValueError(
             f"the checkout without its large files takes {(LIMIT - SLACK - room) / 2**20:.1f} MiB; at most 63"
@@ -246,7 +249,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], tuple[str, str]]:
     options += f" {args.options}" if args.options else ""
     found = commands((first, second), hashlib.sha256(content).hexdigest(), options, args.minutes)
     say(f"checkout {(LIMIT - SLACK - room) / 2**20:.1f} MiB; parts {first / 2**20:.1f} and {second / 2**20:.1f} MiB")
-    return large, found
+    return held, found
 
 
 def _bytes(path: Path) -> int:
@@ -260,9 +263,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"moved back: {name}")
         if args.restore:
             return 0
-        large, found = prepare(args)
-        with held_back(large):
-            say(f"held back until this program ends: {', '.join(large) or 'nothing'}")
+        held, found = prepare(args)
+        with held_back(held):
+            travels = sum(tree().values()) + max((REPO / FOLDER / f"part-{i}").stat().st_size for i in (1, 2))
+            if travels > LIMIT:
+                raise ValueError(f"a transfer would take {travels / 2**20:.1f} MiB; are new files in the checkout?")
+            say(f"held back until this program ends: {len(held)} files")
             for number, command in enumerate(found, 1):
                 say(f"\ntransfer {number}, carry {FOLDER}/part-{number}:\n{command}")
             say(f"\nEnter, or {args.wait:g} minutes, ends this program")

@@ -15,10 +15,12 @@ import argparse
 import dataclasses
 import json
 import math
+import shutil
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
+from hsd_jax.host import programs
 from hsd_jax.host.files import check_new_folder, read_json, write_json
 from hsd_jax.models.cache import cache_dtype
 from hsd_jax.models.checkpoint import Checkpoint, find
@@ -44,16 +47,14 @@ from hsd_jax.train.recipe import read_recipe
 from hsd_jax.train.run import train
 from hsd_jax.train.tasks import JUDGED
 
-SHARES = {"questions": 0.14, "answers": 0.26, "second questions": 0.03, "second answers": 0.09, "training": 0.46}
-"""Shares of the minutes. The first stage also loads and compiles. The rest is for the end."""
+SHARES = {"questions": 0.09, "answers": 0.3, "second questions": 0.03, "second answers": 0.1, "training": 0.46}
+"""Shares of the time that is left when the target is loaded and its programs are compiled. The rest is for the end."""
 LEAST_MINUTES = 1.0
 ROWS, MOST_ROWS = {"cpu": 16}, 1024
 """Rows of a batch by platform, and elsewhere."""
 LONGEST = 752
 """Most tokens of a conversation. With the slots that a round may write these are caches of 768 slots."""
 MOST_ANSWERS = 200_000
-PASSES = 4
-"""The training reads the text so many times, if the time allows it."""
 REPORT, STATE = "report.json", "state.json"
 
 
@@ -89,11 +90,8 @@ class Run:
         self.settings = self._settings()
         self.state = self._read_state()
         self.counts = {name: Counts(**self.state["stages"].get(name, {})) for name in SHARES if name != "training"}
-        done = [name for name, counts in self.counts.items() if counts.is_done]
-        if self.state["steps"] is not None:
-            done = list(self.counts)  # the training has begun with the answers that there were
-        self.ends = deadlines(SHARES, done, self.begin, 60 * args.minutes)
         self._published: Any = None
+        self._rehearsal: threading.Thread | None = None
 
     # --- checks, before anything is written -------------------------------------------------------------------------
 
@@ -113,7 +111,8 @@ class Run:
 
     def _recipe(self) -> DrafterRecipe:
         values = read_recipe(str(self.args.config), [*self.args.set, f"model.kind={self.args.kind}"])
-        return DrafterRecipe.from_dict(values, str(self.args.config))
+        recipe = DrafterRecipe.from_dict(values, str(self.args.config))
+        return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=self.args.seed))
 
     def _check_models(self, source: Checkpoint) -> ModelConfig:
         config, recipe = source.config, self.recipe
@@ -170,7 +169,7 @@ class Run:
                 raise ValueError(
                     f"{self.work}: is not empty and holds no {STATE} of an earlier run; choose another --work"
                 )
-            return {"settings": _plain(self.settings), "stages": {}, "steps": None}
+            return {"settings": _plain(self.settings), "stages": {}, "is_training": False}
         state = read_json(path)
         there, here = (manifest.flattened(x) for x in (state["settings"], _plain(self.settings)))
         for name in here | there:
@@ -188,11 +187,21 @@ class Run:
         self.work.mkdir(parents=True, exist_ok=True)
         self.out.mkdir(parents=True, exist_ok=True)
         self.save()
-        if self.state["steps"] is None:
+        if not self.state["is_training"] and not all(counts.is_done for counts in self.counts.values()):
             self._write()
+        else:
+            self._divide_time()
         drafter = self._train()
         self.publish(drafter)
         self.say(f"done in {time.perf_counter() - self.begin:.0f} s")
+
+    def _divide_time(self) -> None:
+        """Sets when each stage ends."""
+        done = [name for name, counts in self.counts.items() if counts.is_done]
+        if self.state["is_training"]:
+            done = list(self.counts)  # the training has begun with the answers that there were
+        now = time.perf_counter()
+        self.ends = deadlines(SHARES, done, now, self.begin + 60 * self.args.minutes - now)
 
     def _write(self) -> None:
         checkpoint, seed, work = self.source, self.args.seed, self.work
@@ -202,7 +211,10 @@ class Run:
         # A drafter without weights, because nothing is drafted. None would be the one of a bundled name.
         params = hsd_jax.load(checkpoint, drafter="lookup", dtype=dtype, max_len=self.max_len)
         writer = Writer(params, self.rows)
-        self.say(f"{self.rows:,} rows at once; the target is there after {time.perf_counter() - self.begin:.0f} s")
+        self.say("the target is loaded")
+        writer.write([words.header()], [1.0], [0], 1, math.inf)
+        self.say(f"{self.rows:,} rows at once; programs are compiled")
+        self._divide_time()
         asked, answered, again, more = (work / f"{name.replace(' ', '-')}.jsonl" for name in self.counts)
 
         def stage(name: str, path: Path) -> Stage | None:
@@ -235,28 +247,45 @@ class Run:
 
     def _train(self) -> Path:
         files = [self.work / f"{name}.jsonl" for name in ("answers", "second-answers")]
-        files = [path for path in files if path.is_file() and path.stat().st_size]
-        loop = self.recipe.train
-        if self.state["steps"] is None:
-            tokens = sum(self._tokens_of(path) for path in files)
-            self.state["steps"] = max(1, int(self.args.passes * tokens / (loop.batch * loop.length)))
+        if self._rehearsal is not None:
+            self._rehearsal.join()
+        if not self.state["is_training"]:
+            self.state["is_training"] = True
             self.save()
-        loop = dataclasses.replace(loop, steps=self.state["steps"], seed=self.args.seed)
-        loop = dataclasses.replace(loop, warmup=min(loop.warmup, max(1, loop.steps // 10)))
-        recipe = dataclasses.replace(self.recipe, train=loop)
         run = self.work / "run"
 
         def report(line: str) -> None:
             self.say(line)
             self.publish(run / "drafter")
 
-        rest: Any = {"start_dir": self.args.start, "stop_at": self.ends["training"]}
-        return train(self.source, files, run, recipe, report=report, **rest)
+        written = [path for path in files if path.is_file() and path.stat().st_size]
+        return self._trained(written, run, self.ends["training"], report)
 
-    @staticmethod
-    def _tokens_of(path: Path) -> int:
-        lines = answers.read_records(path)
-        return sum(len(line["prompt_tokens"]) + len(line["response_tokens"]) for _, line in lines)
+    def _trained(self, files: Sequence[Path], run: Path, stop_at: float, report: Callable[[str], None]) -> Path:
+        start = {"start_dir": self.args.start, "stop_at": stop_at}
+        return train(self.source, files, run, self.recipe, report=report, **start)
+
+    def _rehearse(self) -> None:
+        """Trains one step with the first answers, so that the training's programs are compiled meanwhile.
+
+        The step itself is compiled once more then, and found in jax's cache on disk.
+        """
+        files, run = [self.work / "rehearsal.jsonl"], self.work / "rehearsal"
+        try:
+            self._trained(files, run, time.perf_counter(), lambda line: None)
+            self.say("the programs of the training are compiled")
+        except Exception as error:  # the training itself may still succeed, or will say why not
+            self.say(f"the rehearsal of the training failed: {type(error).__name__}: {error}")
+        shutil.rmtree(run, ignore_errors=True)
+
+    def _may_rehearse(self) -> None:
+        """Starts the rehearsal as soon as there are enough answers."""
+        loop, answered = self.recipe.train, self.work / "answers.jsonl"
+        needed = 1.5 * (loop.batch + self.recipe.eval.prompts + 2) * loop.length
+        if self._rehearsal is None and not self.state["is_training"] and self.counts["answers"].tokens > needed:
+            shutil.copyfile(answered, self.work / "rehearsal.jsonl")
+            self._rehearsal = threading.Thread(target=self._rehearse, daemon=True)
+            self._rehearsal.start()
 
     # --- what it says -----------------------------------------------------------------------------------------------
 
@@ -268,6 +297,7 @@ class Run:
         self.state["stages"] = {name: dataclasses.asdict(counts) for name, counts in self.counts.items()}
         write_json(self.work / STATE, self.state)
         write_json(self.out / REPORT, self.report())
+        self._may_rehearse()
 
     def report(self) -> dict[str, Any]:
         device = jax.devices()[0]
@@ -322,21 +352,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value of the recipe")
     add("--rows", type=int, metavar="N", help=f"rows of a batch (default: what fits, up to {MOST_ROWS:,})")
     add("--answers", type=int, default=MOST_ANSWERS, metavar="N", help=f"most answers (default: {MOST_ANSWERS:,})")
-    add("--passes", type=float, default=PASSES, metavar="N", help=f"times the text is read (default: {PASSES})")
     add("--device", choices=("gpu", "any"), default="gpu", help="any: run on what jax finds (default: gpu)")
     add("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     for name in ("rows", "answers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: expected at least 1")
-    if not args.passes > 0:
-        parser.error(f"--passes {args.passes:g}: expected more than 0")
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
+        programs.use_setting()
         Run(args).go()
     except (ValueError, OSError, FloatingPointError) as error:
         print(error, file=sys.stderr)
