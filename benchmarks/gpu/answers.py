@@ -106,6 +106,8 @@ class Counts:
     kept: int = 0
     tokens: int = 0
     """New tokens, dropped texts included."""
+    size: int = 0
+    """Bytes of the file. What a killed run has written behind them belongs to no batch."""
     seconds: float = 0.0
     """Of the batches. Their programs are compiled before."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -181,6 +183,10 @@ class Stage:
     save: Callable[[], None]
     """Stores the counts of all stages."""
 
+    def __post_init__(self):
+        if self.path.is_file() and self.path.stat().st_size > self.counts.size:
+            os.truncate(self.path, self.counts.size)
+
     def run(
         self,
         writer: Writer,
@@ -218,6 +224,7 @@ class Stage:
             file.write("".join(kept))
             file.flush()
             os.fsync(file.fileno())
+            self.counts.size = file.tell()
         num = sum(map(len, written.tokens))
         self.counts.seconds += seconds
         self.counts.batches, self.counts.rows = self.counts.batches + 1, self.counts.rows + len(batch)

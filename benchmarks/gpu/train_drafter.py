@@ -283,6 +283,7 @@ class Run:
         loop, answered = self.recipe.train, self.work / "answers.jsonl"
         needed = 1.5 * (loop.batch + self.recipe.eval.prompts + 2) * loop.length
         if self._rehearsal is None and not self.state["is_training"] and self.counts["answers"].tokens > needed:
+            shutil.rmtree(self.work / "rehearsal", ignore_errors=True)  # of a killed run
             shutil.copyfile(answered, self.work / "rehearsal.jsonl")
             self._rehearsal = threading.Thread(target=self._rehearse, daemon=True)
             self._rehearsal.start()

@@ -179,13 +179,18 @@ class Deadline:
     """
 
     def __init__(self, stop_at: float | None, steps: int):
-        self._stop_at, self._steps = stop_at, steps
+        self._stop_at, self._steps = math.inf if stop_at is None else stop_at, steps
         self._begin: float | None = None
         self._evaluated = self._evaluation = -math.inf
 
+    @property
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self._stop_at - time.perf_counter()
+
     def place(self, done: int) -> int:
         """The number of steps whose learning rate the next step has, after `done` steps."""
-        if self._stop_at is None or self._begin is None:
+        if self._stop_at == math.inf or self._begin is None:
             return done
         share = (time.perf_counter() - self._begin) / max(self._stop_at - self._begin, 1e-9)
         return max(done, min(int(share * self._steps), self._steps - 1))
@@ -196,7 +201,7 @@ class Deadline:
 
     def paced(self, state: dict[str, Any], done: int) -> dict[str, Any]:
         """The state of the run before its next step, with the learning rate of `place`."""
-        if self._stop_at is None:
+        if self._stop_at == math.inf:
             return state
         is_count = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
         count = np.int32(self.place(done))
@@ -207,12 +212,12 @@ class Deadline:
 
     def is_near(self) -> bool:
         """Whether only the last evaluation still fits."""
-        return self._stop_at is not None and time.perf_counter() + max(self._evaluation, 0.0) >= self._stop_at
+        return self.left <= max(self._evaluation, 0.0)
 
     def evaluates(self, done: int, every: int) -> bool:
         """Whether an evaluation is due after this step. If there is a deadline, the clock decides, and the first one is
         due at once: its time is then known."""
-        if self._stop_at is None:
+        if self._stop_at == math.inf:
             return done % every == 0
         return time.perf_counter() - self._evaluated >= EVALUATION_SECONDS
 
@@ -293,7 +298,7 @@ def fit(
                 speed = tokens_per_step * (done - last) / (now - clock)
                 clock, last = now, done
                 values["learning_rate"] = float(np.asarray(rate_of(deadline.place(done - 1))))
-                journal.step(done, done * tokens_per_step, speed, values)
+                journal.step(done, done * tokens_per_step, speed, values, deadline.left)
             if evaluator is not None and is_evaluated:
                 begun = time.perf_counter()
                 evaluation = evaluator.evaluate(state["params"])

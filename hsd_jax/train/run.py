@@ -69,6 +69,8 @@ def train(
       FloatingPointError, OSError: see `loop.fit`.
     """
     check_mesh(mesh)
+    if stop_at is not None and jax.process_count() > 1:
+        raise ValueError("stop_at: the clocks of several processes differ; end the run by train.steps")
     out, report = Path(out), report if is_writer() else lambda line: None
     loop = recipe.train.on_platform()
     recipe = dataclasses.replace(recipe, train=loop)

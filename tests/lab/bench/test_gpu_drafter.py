@@ -146,6 +146,11 @@ def test_questions_are_sorted_out(tmp_path):
     assert kept == [[["User", "How are you?"]], [["User", "And you?"]]]
     assert counts.dropped == {"duplicates": 1, "too short": 1, "without an end": 1, "loops": 1}
     assert counts.is_done and counts.batches == 1 and counts.rows == 6 and saved[-1] == 2
+    path = tmp_path / "q.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + whole[:9])  # the rest of a killed run
+    answers.Stage("questions", counts, path, 0.0, lambda: None)
+    assert path.read_text() == whole and counts.size == path.stat().st_size
 
 
 def test_the_time_is_divided():
@@ -247,6 +252,10 @@ def test_large_files_come_back_after_a_kill(checkout):
     (away / "deep").mkdir(parents=True)
     journal.write_text(json.dumps(["deep/large"]))
     (checkout / "deep" / "large").rename(away / "deep" / "large")
+    (checkout / "deep" / "large").write_text("another")
+    with pytest.raises(ValueError, match=r"deep/large.*delete one"):
+        pack.restore()
+    (checkout / "deep" / "large").unlink()
     assert pack.restore() == ["deep/large"] and (checkout / "deep" / "large").is_file()
     assert not journal.exists() and not away.exists()
 
