@@ -169,7 +169,8 @@ class Writer:
             taken = [session.take(row) for row in range(num)]
         if stop_at < math.inf:  # else it was run to compile
             self._least = min(self._least, time.perf_counter() - begun)
-        return Written([t.tokens for t in taken], [t.finish_reason == STOP for t in taken])
+        tokens = [np.zeros(0, np.int32) if t.error is not None else t.tokens for t in taken]
+        return Written(tokens, [t.finish_reason == STOP for t in taken])
 
 
 @dataclasses.dataclass
@@ -303,27 +304,36 @@ def answers(stage: Stage, writer: Writer, words: Words, seed: int, prompts: Sequ
     stage.run(writer, (plan[i : i + writer.rows] for i in starts), ANSWER_TOKENS, lines, most)
 
 
-def prompts_of(
-    own: Path, files: Sequence[Path], words: Words, room: int, seed: int, report: Callable[[str], None]
-) -> list[Prompt]:
-    """The prompts of the target's own questions and of files, each once. Files give at most as many as there are
-    questions, if there are any.
+def prompts_of_files(files: Sequence[Path], words: Words, room: int, seed: int) -> list[Prompt]:
+    """The prompts of files in a random order. A conversation gives a random turn, a text its beginnings.
 
-    A conversation of `own` ends with the question. One of a file gives a random turn.
+    Raises:
+      ValueError: naming file and line, as `read_prompts`.
     """
-    config = GenerateConfig(ANSWER_TOKENS, seed=seed, all_turns=True)
-    read = words.tokenizer, words.bos, words.template, room
-    mine = []
+    if not files:
+        return []
+    config = GenerateConfig(ANSWER_TOKENS, seed=seed, prefix_tokens=64, stride=512)
+    found = read_prompts(files, words.tokenizer, words.bos, words.template, room, config)
+    return [found[i] for i in draw(seed, len(found)).permutation(len(found))]
+
+
+def prompts_of(
+    own: Path, others: Sequence[Prompt], words: Words, room: int, seed: int, report: Callable[[str], None]
+) -> list[Prompt]:
+    """The prompts of the target's own questions, each conversation up to its last one, and of files, each once.
+
+    Args:
+      others: those of files. At most as many are taken as there are questions, if there are any.
+    """
+    mine: list[Prompt] = []
     if own.is_file() and own.stat().st_size:
-        mine = list({p.source: p for p in read_prompts([own], *read, config, report)}.values())
-    others: list[Prompt] = []
-    if files:
-        others = read_prompts(files, *read, dataclasses.replace(config, all_turns=False, prefix_tokens=64, stride=512))
-        order = draw(seed, len(others)).permutation(len(others))
-        others = [others[i] for i in order[: len(mine) or None]]
-    found = {p.tokens: p for p in [*mine, *others]}
-    report(f"{len(mine):,} own questions, {len(others):,} prompts of files, {len(found):,} different ones")
-    return list(found.values())
+        config = GenerateConfig(ANSWER_TOKENS, seed=seed, all_turns=True)
+        found = read_prompts([own], words.tokenizer, words.bos, words.template, room, config, report)
+        mine = list({prompt.source: prompt for prompt in found}.values())
+    others = others[: len(mine) or None]
+    prompts = {prompt.tokens: prompt for prompt in [*mine, *others]}
+    report(f"{len(mine):,} own questions, {len(others):,} prompts of files, {len(prompts):,} different ones")
+    return list(prompts.values())
 
 
 def to_follow(asked: Path, answered: Path, words: Words, eos: Sequence[int], room: int) -> list[Turns]:

@@ -44,12 +44,13 @@ from hsd_jax.train import data, manifest
 from hsd_jax.train.drafter import TRAINED, DrafterRecipe, drafter_config
 from hsd_jax.train.journal import METRICS, read_metrics
 from hsd_jax.train.recipe import read_recipe
+from hsd_jax.train.response_prompts import Prompt
 from hsd_jax.train.run import train
 from hsd_jax.train.tasks import JUDGED
 
 SHARES = {"questions": 0.09, "answers": 0.3, "second questions": 0.03, "second answers": 0.1, "training": 0.46}
 """Shares of the time that is left when the target is loaded and its programs are compiled. The rest is for the end."""
-LEAST_MINUTES = 1.0
+LEAST_MINUTES, MOST_MINUTES = 1.0, 1440.0
 ROWS, MOST_ROWS = {"cpu": 16}, 1024
 """Rows of a batch by platform, and elsewhere."""
 LONGEST = 752
@@ -90,6 +91,9 @@ class Run:
         self.settings = self._settings()
         self.state = self._read_state()
         self.counts = {name: Counts(**self.state["stages"].get(name, {})) for name in SHARES if name != "training"}
+        tokenizer, bos, _ = data.read_tokenizer(self.source)
+        self.words = Words(tokenizer, bos, data.template_of(self.source))
+        self.others = answers.prompts_of_files(args.prompts, self.words, self.max_len, args.seed)
         self._published: Any = None
         self._rehearsal: threading.Thread | None = None
 
@@ -97,8 +101,8 @@ class Run:
 
     def _check_call(self) -> None:
         args = self.args
-        if not args.minutes >= LEAST_MINUTES:
-            raise ValueError(f"--minutes {args.minutes:g}: allowed are {LEAST_MINUTES:g} and more")
+        if not LEAST_MINUTES <= args.minutes <= MOST_MINUTES:
+            raise ValueError(f"--minutes {args.minutes:g}: allowed are {LEAST_MINUTES:g} to {MOST_MINUTES:g}")
         if args.device == "gpu" and jax.default_backend() != "gpu":
             raise ValueError(f"no GPU: jax runs on {jax.default_backend()!r}; --device any takes what is there")
         for path in args.prompts:
@@ -204,9 +208,7 @@ class Run:
         self.ends = deadlines(SHARES, done, now, self.begin + 60 * self.args.minutes - now)
 
     def _write(self) -> None:
-        checkpoint, seed, work = self.source, self.args.seed, self.work
-        tokenizer, bos, _ = data.read_tokenizer(checkpoint)
-        words = Words(tokenizer, bos, data.template_of(checkpoint))
+        checkpoint, seed, work, words = self.source, self.args.seed, self.work, self.words
         dtype = None if jax.default_backend() == "cpu" else "bfloat16"
         # A drafter without weights, because nothing is drafted. None would be the one of a bundled name.
         params = hsd_jax.load(checkpoint, drafter="lookup", dtype=dtype, max_len=self.max_len)
@@ -221,18 +223,18 @@ class Run:
             counts = self.counts[name]
             return None if counts.is_done else Stage(name, counts, path, self.ends[name], self.save)
 
-        def answer(name: str, path: Path, own: Path, files: Sequence[Path], most: int) -> None:
+        def answer(name: str, path: Path, own: Path, others: Sequence[Prompt]) -> None:
             if (this := stage(name, path)) is None:
                 return
-            prompts = answers.prompts_of(own, files, words, self.max_len, seed, self.say)
+            prompts = answers.prompts_of(own, others, words, self.max_len, seed, self.say)
             if prompts:
-                answers.answers(this, writer, words, seed, prompts, most)
+                answers.answers(this, writer, words, seed, prompts, self.args.answers)
             self.say(this.counts.describe(name))
 
         if (this := stage("questions", asked)) is not None:
             answers.questions(this, writer, words, seed, self.args.answers)
             self.say(this.counts.describe("questions"))
-        answer("answers", answered, asked, self.args.prompts, self.args.answers)
+        answer("answers", answered, asked, self.others)
         if not answered.is_file() or not answered.stat().st_size:
             raise ValueError(
                 f"no answer was written in {60 * self.args.minutes:.0f} s; give more --minutes, or fewer --rows"
@@ -243,7 +245,7 @@ class Run:
                 answers.questions(this, writer, words, seed, self.args.answers, turns)
             self.say(this.counts.describe("second questions"))
         if again.is_file() and again.stat().st_size:
-            answer("second answers", more, again, [], self.args.answers)
+            answer("second answers", more, again, [])
 
     def _train(self) -> Path:
         files = [self.work / f"{name}.jsonl" for name in ("answers", "second-answers")]
@@ -359,6 +361,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("rows", "answers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: expected at least 1")
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed}: expected at least 0")
     return args
 
 
