@@ -597,7 +597,7 @@ def check_assistant(folder: str, vocab_size: int, tokenizer: Tokenizer) -> None:
     """
     assistant = find(folder)
     own = assistant.tokenizer
-    if assistant.config.vocab_size != vocab_size or (own and not own.has_vocabulary_of(tokenizer)):
+    if assistant.config.vocab_size != vocab_size or (own and own.conflict_with(tokenizer)):
         raise ValueError(f"--assistant {folder}: has another vocabulary than the target")
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,14 +79,16 @@ class Journal:
             self._bar.start()
             self._bar.update(TASK, completed=step)
 
-    def step(self, step: int, tokens: int, tokens_per_s: float, values: dict[str, Any]) -> None:
-        """Logs the metrics of a training step."""
+    def step(
+        self, step: int, tokens: int, tokens_per_s: float, values: dict[str, Any], at_most: float = math.inf
+    ) -> None:
+        """Logs the metrics of a training step. The run takes at most `at_most` more seconds."""
         self._write({"step": step, "tokens": tokens, "tokens_per_s": tokens_per_s, **values}, "train")
         about = f"{line_of(values)}, {tokens_per_s:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(TASK, about=about)
             return
-        left = (self._steps - step) * tokens / step / tokens_per_s
+        left = max(min((self._steps - step) * tokens / step / tokens_per_s, at_most), 0.0)
         self.report(f"step {step}/{self._steps}, {about}, {_minutes(left)} left")
 
     def log_evaluation(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:

@@ -31,6 +31,8 @@ Batch = dict[str, Any]
 Loss = Callable[[Any, Any, Batch, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 """`loss(params, frozen, batch, key, step) -> (scalar in nats per token, metrics)`."""
 COMPUTE = ("float32", "bfloat16")
+EVALUATION_SECONDS = 60.0
+"""Seconds between two evaluations of a run that ends by the clock."""
 
 
 @settings.dataclass
@@ -164,6 +166,66 @@ class Evaluator:
     """Called with weights and metrics whenever `tau` is the best so far. It must write atomically."""
 
 
+class Deadline:
+    """The end of a run by the clock. Without one, the number of steps decides everything.
+
+    The learning rate then follows the share of the time that is over, if that is more than the share of the steps. So
+    it has fallen to its last value at the end, however fast the machine is. The time counts from the end of the first
+    step, which compiles. Such a run cannot be repeated exactly.
+
+    Args:
+      stop_at: a time of `time.perf_counter`; None: there is no deadline.
+      steps: steps of the run, which may end it before.
+    """
+
+    def __init__(self, stop_at: float | None, steps: int):
+        self._stop_at, self._steps = math.inf if stop_at is None else stop_at, steps
+        self._begin: float | None = None
+        self._evaluated = self._evaluation = -math.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self._stop_at - time.perf_counter()
+
+    def place(self, done: int) -> int:
+        """The number of steps whose learning rate the next step has, after `done` steps."""
+        if self._stop_at == math.inf or self._begin is None:
+            return done
+        share = (time.perf_counter() - self._begin) / max(self._stop_at - self._begin, 1e-9)
+        return max(done, min(int(share * self._steps), self._steps - 1))
+
+    def stepped(self) -> None:
+        """A step has been given to the device."""
+        self._begin = time.perf_counter() if self._begin is None else self._begin
+
+    def paced(self, state: dict[str, Any], done: int) -> dict[str, Any]:
+        """The state of the run before its next step, with the learning rate of `place`."""
+        if self._stop_at == math.inf:
+            return state
+        is_count = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
+        count = np.int32(self.place(done))
+        there = jax.tree.map(
+            lambda x: x._replace(count=count) if is_count(x) else x, state["opt_state"], is_leaf=is_count
+        )
+        return dict(state, opt_state=there)
+
+    def is_near(self) -> bool:
+        """Whether only the last evaluation still fits."""
+        return self.left <= max(self._evaluation, 0.0)
+
+    def evaluates(self, done: int, every: int) -> bool:
+        """Whether an evaluation is due after this step. If there is a deadline, the clock decides, and the first one is
+        due at once: its time is then known."""
+        if self._stop_at == math.inf:
+            return done % every == 0
+        return time.perf_counter() - self._evaluated >= EVALUATION_SECONDS
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation has ended, which took `seconds`."""
+        self._evaluated, self._evaluation = time.perf_counter(), seconds
+
+
 def fit(
     loss: Loss,
     params: Any,
@@ -178,6 +240,7 @@ def fit(
     note: dict[str, Any] | None = None,
     on_start: Callable[[], None] = lambda: None,
     stages: Sequence[tuple[int, Loss]] = (),
+    stop_at: float | None = None,
 ) -> Any:
     """Trains and returns the parameters. Continues from the newest checkpoint in `out/checkpoints`, if there is one.
 
@@ -188,6 +251,8 @@ def fit(
       note: saved with every checkpoint (recipe, hashes, revision).
       on_start: called before the first step, after the newest checkpoint and its batches were found to fit.
       stages: other losses for the beginning, each with its last step, ascending. Each is compiled when it begins.
+      stop_at: a time of `time.perf_counter` at which the run ends if it has not before, see `Deadline`. It is then
+        evaluated after its first step, every EVALUATION_SECONDS and at its end.
     Raises:
       FloatingPointError: at the first loss or gradient that is not finite, naming step and batch. No checkpoint is
         written after that step.
@@ -211,28 +276,31 @@ def fit(
     start = int(state["step"])
     tokens_per_step = config.batch * config.length
     clock, last = time.perf_counter(), start
+    deadline = Deadline(stop_at, config.steps)
     unchecked: tuple[int, dict[str, jax.Array]] | None = None
     try:
         for done in range(start + 1, config.steps + 1):
             batches.refresh(done - 1, state["params"])
             train_step = next(program for until, program in programs if done <= until)
-            state, metrics = train_step(state, frozen, place(next(batches)))
+            state, metrics = train_step(deadline.paced(state, done - 1), frozen, place(next(batches)))
+            deadline.stepped()
+            is_last = done == config.steps or deadline.is_near()
+            is_evaluated = evaluator is not None and (is_last or deadline.evaluates(done, evaluator.every))
             # A step is checked while the next one runs, so that the device never waits for the host.
-            is_due = done % config.log_every == 0 or done % config.checkpoint_every == 0 or done == config.steps
-            if evaluator is not None:
-                is_due = is_due or done % evaluator.every == 0
+            is_due = done % config.log_every == 0 or done % config.checkpoint_every == 0 or is_last or is_evaluated
             for step, values in ([unchecked] if unchecked else []) + ([(done, metrics)] if is_due else []):
                 check_finite(values, step, config, checkpoints.latest_step())
             unchecked = None if is_due else (done, metrics)
             journal.advance(done)
-            if done % config.log_every == 0 or done == config.steps:
+            if done % config.log_every == 0 or is_last:
                 values = {k: fetch(v).tolist() for k, v in metrics.items()}
                 now = time.perf_counter()
                 speed = tokens_per_step * (done - last) / (now - clock)
                 clock, last = now, done
-                values["learning_rate"] = float(np.asarray(rate_of(done - 1)))
-                journal.step(done, done * tokens_per_step, speed, values)
-            if evaluator is not None and (done % evaluator.every == 0 or done == config.steps):
+                values["learning_rate"] = float(np.asarray(rate_of(deadline.place(done - 1))))
+                journal.step(done, done * tokens_per_step, speed, values, deadline.left)
+            if evaluator is not None and is_evaluated:
+                begun = time.perf_counter()
                 evaluation = evaluator.evaluate(state["params"])
                 is_best = not best or evaluation["tau"] > best["tau"]
                 if is_best:
@@ -241,8 +309,11 @@ def fit(
                 journal.log_evaluation(done, done * tokens_per_step, evaluation, is_best)
                 clock = time.perf_counter()  # an evaluation is not part of the training speed
                 last = done
-            if done % config.checkpoint_every == 0 or done == config.steps:
+                deadline.evaluated(clock - begun)
+            if done % config.checkpoint_every == 0 or is_last:
                 checkpoints.save(done, state, {"data": batches.get_state(), "best": best, **(note or {})})
+            if is_last:
+                break
     finally:
         checkpoints.close()
     return state["params"]

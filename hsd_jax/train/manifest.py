@@ -75,10 +75,10 @@ def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{out} holds checkpoints without a {RECIPE}; choose another folder, or --force")
     try:
-        there = _flatten(read_json(path))
+        there = flattened(read_json(path))
     except ValueError as error:
         raise ValueError(f"{error}; choose another folder") from error
-    here = _flatten(values)
+    here = flattened(values)
     for key in here | there:
         old = there.get(key, _default(recipe, key))
         if key not in here or here[key] != old:
@@ -118,14 +118,15 @@ def _revision() -> str:
         return "unknown"
 
 
-def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+def flattened(value: Any, name: str = "") -> dict[str, Any]:
+    """The values of nested dicts and lists by their dotted paths."""
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list):
         items = enumerate(value)
     else:
         return {name: value}
-    return {k: v for key, part in items for k, v in _flatten(part, f"{name}.{key}" if name else str(key)).items()}
+    return {k: v for key, part in items for k, v in flattened(part, f"{name}.{key}" if name else str(key)).items()}
 
 
 def _default(recipe: Any, key: str) -> Any:

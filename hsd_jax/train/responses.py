@@ -234,7 +234,7 @@ def _write_lines(
             ended[begun + answer.index] = answer
             text = ""
             while (following := ended.pop(done, None)) is not None and following.error is None:
-                text += _line(tokenizer, plan[done], following.tokens.tolist())
+                text += line_of(tokenizer, plan[done], following.tokens.tolist())
                 done += 1
             if text:
                 try:
@@ -262,7 +262,8 @@ def _num_slots(plan: Sequence[ResponseJob], config: GenerateConfig) -> int:
     return min(config.batch, len(plan), MOST_SLOTS)
 
 
-def _line(tokenizer: Tokenizer, job: ResponseJob, tokens: list[int]) -> str:
+def line_of(tokenizer: Tokenizer, job: ResponseJob, tokens: list[int]) -> str:
+    """The line of a file of responses: JSON and a line break."""
     prompt = list(job.prompt.tokens)
     record = {
         "prompt": job.prompt.text,

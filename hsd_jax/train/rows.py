@@ -140,6 +140,7 @@ def encoded(
     for start in range(0, len(documents), _ENCODED_AT_ONCE):
         some = documents[start : start + _ENCODED_AT_ONCE]
         texts = iter(tokenizer.encode_batch([d.text for d in some if d.tokens is None], add_special_tokens=False))
+        found: list[Encoded] = []
         for document in some:
             if document.tokens is None:
                 ids, labels = _of_text(document, next(texts), bos, eos, special, on_responses)
@@ -150,8 +151,9 @@ def encoded(
                     f"{document.where}: holds token {max(ids)}; the model has {vocab_size} tokens: check that"
                     " this is the model's tokenizer"
                 )
-            _check_spelling(document, tokenizer)
-            yield np.asarray(ids, np.int32), labels
+            found.append((np.asarray(ids, np.int32), labels))
+        _check_spelling([d for d in some if d.tokens is not None], tokenizer)
+        yield from found
 
 
 def _of_text(document: Document, encoding, bos, eos: int, special: dict[int, str], on_responses: bool):
@@ -188,16 +190,21 @@ def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int
     return [*ids, *tail], labels
 
 
-def _check_spelling(document: Document, tokenizer: Tokenizer) -> None:
-    """Raises a ValueError if sampled tokens do not spell their text, because they are another tokenizer's."""
-    if document.tokens is None:
-        return
-    ((start, _),) = document.responses
-    if spoken(tokenizer.decode, *document.tokens) != document.text[start:]:
-        raise ValueError(
-            f"{document.where}: response_tokens do not spell the response with this tokenizer: they were sampled from"
-            " another target; generate again, or drop prompt_tokens and response_tokens to read the text"
-        )
+def _check_spelling(documents: Sequence[Document], tokenizer: Tokenizer) -> None:
+    """Raises a ValueError if sampled tokens do not spell their text, because they are another tokenizer's.
+
+    All are decoded at once, which the tokenizer does on all cores.
+    """
+    pairs = [document.tokens for document in documents if document.tokens is not None]
+    before = tokenizer.decode_batch([prompt for prompt, _ in pairs])
+    whole = tokenizer.decode_batch([[*prompt, *response] for prompt, response in pairs])
+    for document, (_, response), first, both in zip(documents, pairs, before, whole, strict=True):
+        ((start, _),) = document.responses
+        if _added(first, both, lambda: tokenizer.decode(response)) != document.text[start:]:  # noqa: B023
+            raise ValueError(
+                f"{document.where}: response_tokens do not spell the response with this tokenizer: they were sampled"
+                " from another target; generate again, or drop prompt_tokens and response_tokens to read the text"
+            )
 
 
 def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list[int]) -> str:
@@ -205,8 +212,12 @@ def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list
 
     Both are decoded together, because some tokenizers write a token in another way at the start of a text.
     """
-    before, whole = decode(prompt), decode([*prompt, *response])
-    return whole[len(before) :] if whole.startswith(before) else decode(response)
+    return _added(decode(prompt), decode([*prompt, *response]), lambda: decode(response))
+
+
+def _added(before: str, whole: str, alone: Callable[[], str]) -> str:
+    """The end of a text, which is `alone()` if the text does not begin with `before`."""
+    return whole[len(before) :] if whole.startswith(before) else alone()
 
 
 def _packed(encoded: list[Encoded], length: int) -> Rows:

