@@ -196,6 +196,9 @@ def test_a_folder_without_the_file_is_read_by_transformers(tmp_path):
     tokenizer = Tokenizer.find(folder)
     assert tokenizer.decode(tokenizer.encode("In 2024 it's")) == "In 2024 it's" and tokenizer.eos_id == 1
     assert data.read_tokenizer(folder)[0].encode("1000").ids == tokenizer.encode("1000")
+    (tmp_path / "copy").mkdir()
+    find(folder).save_tokenizer(tmp_path / "copy")
+    assert Tokenizer.find(tmp_path / "copy").encode("In 2024 it's") == tokenizer.encode("In 2024 it's")
     (folder / "merges.txt").write_text("#version: 0.2\nzz zz\n")
     with pytest.raises(ValueError, match=f"{folder.name}: the tokenizer cannot be read .*tokenizer.json.*--tokenizer"):
         Tokenizer.find(folder)

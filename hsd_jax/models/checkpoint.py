@@ -111,6 +111,9 @@ class Folder:
         return Tokenizer.find(self.path)
 
     def save_tokenizer(self, folder: Path) -> None:
+        if not (self.path / TOKENIZER_FILES[0]).is_file():
+            words = self.tokenizer()
+            return None if words is None else words.save(folder)
         for name in TOKENIZER_FILES:
             if (self.path / name).is_file() and self.path.resolve() != folder.resolve():
                 shutil.copyfile(self.path / name, folder / name)

@@ -154,8 +154,9 @@ class GgufFile:
             or holds NaN or infinity; it names the tensor. Also for too little memory, before anything is read.
         """
         dtype, heads = checked_dtype(self.dtype if dtype is None else dtype), sharding.heads_of(self.config)
+        tensors = self._tensors()  # first, because it checks the number of layers
         rest = {"placement": placement, "heads": heads, "held_shapes": held_shapes(self.config, vocab_size)}
-        return load_tree(*self._tensors(), dtype, self.path, _METADATA, **rest)
+        return load_tree(*tensors, dtype, self.path, _METADATA, **rest)
 
     def hash(self, dtype: Any = None) -> str:
         """`convert.weights_hash` of the weights in this dtype, from a few megabytes of the file.

@@ -288,8 +288,8 @@ def test_a_run_that_broke_off_ends_with_the_same_file(folder, whole, tmp_path, m
     out = tmp_path / "own.jsonl"
     out.write_bytes(content[:kept])
     responses.settings_path(out).write_bytes(responses.settings_path(whole).read_bytes())
-    admitted, admit = [], Session.admit
-    monkeypatch.setattr(Session, "admit", lambda *a, **k: admitted.append(1) or admit(*a, **k))
+    admitted, admit = [], Session._admit
+    monkeypatch.setattr(Session, "_admit", lambda *a, **k: admitted.append(1) or admit(*a, **k))
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0
     assert out.read_bytes() == content
     assert len(admitted) == 12 - done
