@@ -389,7 +389,8 @@ class _ControlTokens:
         values = json.loads(self._raw.to_str())
         values["post_processor"] = None  # it names control tokens, and a rendered text needs none
         for token in values["added_tokens"]:
-            token["content"] = self._names.get(token["content"], token["content"])
+            if token["content"] in self._names:  # found also beside a word, because no other text spells it
+                token |= {"content": self._names[token["content"]], "single_word": False}
         model = values["model"]
         if isinstance(model.get("vocab"), dict):
             model["vocab"] = {self._names.get(piece, piece): number for piece, number in model["vocab"].items()}
