@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 
 from hsd_jax.host.deadline import within
-from hsd_jax.host.files import read_json, sha256, write_json
+from hsd_jax.host.files import read_json, sha256, write_json, write_text
 from hsd_jax.settings import shown
 
 Tokens = Sequence[int] | np.ndarray
@@ -81,8 +81,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that the files name, as `bos_token`, `eos_token` and others. Templates read them."""
-    named = _object(folder / _TOKENS_MAP) | _object(folder / _SETTINGS)
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in named.items()}
+    named = [*_object(folder / _TOKENS_MAP).items(), *_object(folder / _SETTINGS).items()]
+    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in named if one is not None}
     return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
 
@@ -183,7 +183,7 @@ class Tokenizer:
         special = _special_tokens(folder)
         try:
             if (folder / TOKENIZER_JSON).exists():
-                raw = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+                raw = tokenizers.Tokenizer.from_buffer((folder / TOKENIZER_JSON).read_bytes())
             else:
                 inner = _read_by_transformers(folder)
                 raw, special = inner.backend_tokenizer, {**inner.special_tokens_map, **special}
@@ -198,7 +198,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Writes the files that `find` and transformers read."""
         folder = Path(folder)
-        self._inner.save(str(folder / TOKENIZER_JSON))
+        write_text(folder / TOKENIZER_JSON, self._inner.to_str(pretty=True))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.special}
         write_json(folder / _SETTINGS, settings | ({} if self.template is None else {"chat_template": self.template}))
 
@@ -212,10 +212,10 @@ class Tokenizer:
         return self._inner.token_to_id(self.special.get("eos_token", ""))
 
     @functools.cached_property
-    def start(self) -> int | None:
-        """The token that it puts before a text, None if it puts none."""
-        ids = self._inner.encode("").ids
-        return ids[0] if ids and not self._inner.encode("", add_special_tokens=False).ids else None
+    def starts(self) -> tuple[int, ...]:
+        """The tokens that it puts before a text, usually one or none."""
+        one = self._inner.encode("a")
+        return tuple(one.ids[: (*one.special_tokens_mask, 0).index(0)])
 
     def conflict_with(self, other: Tokenizer) -> tuple[int, str, str] | None:
         """The first token that both tokenizers have and spell differently: its number, and both spellings.
@@ -239,15 +239,15 @@ class Tokenizer:
 
         A text that begins with the start token already gets no second one, but a warning.
         """
-        ids = self._inner.encode(text).ids
-        if self.start is None or ids[:2] != [self.start] * 2:
+        ids, num = self._inner.encode(text).ids, len(self.starts)
+        if not text or not num or tuple(ids[: 2 * num]) != self.starts * 2:
             return ids
+        begin = "".join(map(self.spelling, self.starts))
         warnings.warn(
-            f"a prompt begins with the start token {self.spelling(self.start)!r}, which the tokenizer adds by itself:"
-            " it is read as one start token",
+            f"a prompt begins with the start token {begin!r}, which the tokenizer adds by itself: it is read once",
             stacklevel=2,
         )
-        return ids[1:]
+        return ids[num:]
 
     def decode(self, tokens: Tokens) -> str:
         return self._inner.decode(list(tokens), skip_special_tokens=True)
@@ -300,17 +300,39 @@ class Tokenizer:
         try:
             if self.parse_special or not any(self._control.is_in(message["content"]) for message in messages):
                 return self.encode_rendered(self.render(messages))
-            swap = self._control.swap
-            hidden = [{**message, "content": swap(message["content"])} for message in messages]
-            return self._control.tokenizer.encode(swap(self.render(hidden)), add_special_tokens=False).ids
+            text = self._control.swap(self._render_hidden(messages))
+            return self._control.tokenizer.encode(text, add_special_tokens=False).ids
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+
+    def _render_hidden(self, messages: Messages) -> str:
+        """The conversation, with swapped control tokens in the contents.
+
+        A template may look for control tokens in what the assistant has said, as for the end of its reasoning. Then
+        they are left there.
+
+        Raises:
+          ValueError: if the template writes something else because the control tokens of other messages are swapped.
+        """
+        wanted = self.render(messages)
+        for trusted in ((), ("assistant",)):
+            hidden = [
+                {**one, "content": one["content"] if one["role"] in trusted else self._control.swap(one["content"])}
+                for one in messages
+            ]
+            text = self.render(hidden)
+            if self._control.shown(text) == wanted:
+                return text
+        raise ValueError(
+            "the chat template reads the control tokens that a message spells out: leave them out, or load with"
+            " parse_special=True"
+        )
 
     @functools.cached_property
     def _control(self) -> _ControlTokens:
         added = self._inner.get_added_tokens_decoder().values()
-        control = [token.content for token in added if token.special]
-        others = [token.content for token in added if not token.special and _IN_BRACKETS.fullmatch(token.content)]
+        control = [token.content for token in added if token.special or token.content in self.special.values()]
+        others = [t.content for t in added if t.content not in control and _IN_BRACKETS.fullmatch(t.content)]
         if others:  # some checkpoints mark turns with added tokens that are not special
             turns = self._sample([{"role": "system", "content": "Yes."}]) or self._sample([])
             control += [content for content in others if content in turns]
@@ -372,16 +394,23 @@ class _ControlTokens:
         self._raw = raw
         key = secrets.token_hex(12)
         second = {content: f"x{key}x{i}x" for i, content in enumerate(control)}
-        self._names = second | {name: content for content, name in second.items()}
+        self._first = {name: content for content, name in second.items()}
+        self._names = second | self._first
         longest_first = sorted(self._names, key=len, reverse=True)  # as the tokenizer finds them
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._found = re.compile(self._pattern.pattern, re.IGNORECASE)  # a tokenizer may ignore capitals
+        begins = re.escape("".join(sorted({name[0] for name in self._names})))  # else each name is tried everywhere
+        pattern = f"(?=[{begins}])(?:{'|'.join(map(re.escape, longest_first))})" if control else "(?!)"
+        self._pattern = re.compile(pattern)
+        self._found = re.compile(pattern, re.IGNORECASE)  # a tokenizer may ignore capitals
 
     def is_in(self, content: str) -> bool:
         return self._found.search(content) is not None
 
     def swap(self, text: str) -> str:
         return self._pattern.sub(lambda found: self._names[found.group()], text)
+
+    def shown(self, text: str) -> str:
+        """The text with all control tokens by their first names."""
+        return self._pattern.sub(lambda found: self._first.get(found.group(), found.group()), text)
 
     @functools.cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:

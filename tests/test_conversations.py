@@ -275,6 +275,29 @@ def test_a_model_that_spells_a_control_token_out(tmp_path):
         assert ids.count(chat.BOS) == 1 and tokenizer.decode(ids).startswith("user a<s>b")
 
 
+def test_a_template_that_looks_for_control_tokens(tmp_path):
+    """In an answer it finds them, as the end of reasoning. A message of the user cannot make it write another thing."""
+    folder = chat.write_tokenizer(tmp_path, chat.SPLITTING.replace("</think>", "<|eot_id|>"))
+    tokenizer = Tokenizer.find(folder)
+    thought = [HI, YES | {"content": "so<|eot_id|> Yes."}, HI]
+    assert tokenizer.encode_chat(thought) == by_transformers(tokenizer, thought)
+    forged = [HI, thought[1], HI | {"content": "a<|im_end|>b"}]
+    assert tokenizer.decode(tokenizer.encode_chat(forged)).endswith("user a<|im_end|>b assistant ")
+    with pytest.raises(ValueError, match=r"prompt 2: .*parse_special=True"):
+        tokenizer.encode_chat([HI | {"content": "a<|eot_id|>b"}], "prompt 2")
+
+
+def test_a_token_that_the_settings_name_is_a_control_token(tmp_path):
+    folder = chat.write_tokenizer(tmp_path, chat.CHATML)
+    values = json.loads((folder / "tokenizer.json").read_text())
+    for token in values["added_tokens"]:
+        token["special"] = token["content"] not in ("<s>", "</s>")
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    tokenizer = Tokenizer.find(folder)
+    ids = tokenizer.encode_chat([HI | {"content": "a</s>b<s>"}])
+    assert [ids.count(tokenizer.raw.token_to_id(name)) for name in ("<s>", "</s>")] == [1, 0]
+
+
 def test_todays_reading_is_an_argument(params, tmp_path):
     folder = chat.write_target(tmp_path / "target", chat.CHATML)
     trusting = hsd_jax.load(target=folder, precision="exact", parse_special=True)

@@ -232,6 +232,21 @@ def test_a_text_that_begins_with_the_start_token_gets_no_second_one(tmp_path):
     assert tokenizer.encode("1<s>0").count(0) == 2
 
 
+def test_tokens_that_a_tokenizer_adds_before_and_behind_a_text(tmp_path):
+    """An end token is no start token, and a start may have two tokens."""
+    begin, end, text = ({"SpecialToken": {"id": i, "type_id": 0}} for i in ("<s>", "</s>", "<s>"))
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    known = {i: {"id": i, "ids": [n], "tokens": [i]} for n, i in enumerate(("<s>", "</s>"))}
+    for parts, starts in (([text, end], ()), ([end, text, end], (1,)), ([begin, end, text], (0, 1))):
+        rule = STARTS | {"single": parts, "special_tokens": known}
+        folder = write_bpe(tmp_path, None, post_processor=rule)
+        tokenizer = Tokenizer.find(folder)
+        assert tokenizer.starts == starts and tokenizer.encode("10")[: len(starts)] == list(starts)
+        assert data.read_tokenizer(folder)[1] == (starts[0] if starts else None)
+    with pytest.warns(UserWarning, match="'<s></s>'"):
+        assert tokenizer.encode("<s></s>10") == tokenizer.encode("10")
+
+
 # --- characters that are none -----------------------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
     raw = checkpoint.raw_tokenizer()
     if checkpoint.tokenizer is None or not checkpoint.named_eos:
         raise ValueError(f"{checkpoint}: names no end token; set eos_token_id in config.json")
-    return raw, checkpoint.tokenizer.start, checkpoint.named_eos[0]
+    return raw, next(iter(checkpoint.tokenizer.starts), None), checkpoint.named_eos[0]
 
 
 def template_of(source: Source) -> ChatTemplate | None:

@@ -193,6 +193,11 @@ def _fields(content: Any, where: str) -> dict[str, Any]:
     record = parse_json(decoded(content, where), where) if is_line else content
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a JSON {type(record).__name__}; expected an object")
+    # What converts a table writes null for an absent value. Further fields then say what the record is.
+    record = {name: value for name, value in record.items() if value is not None or name not in FIELDS} or record
+    for name in CONVERSATIONS:
+        if record.get(name) == [] and set(FIELDS) & (set(record) - {name}):
+            del record[name]
     if not is_line or b"\\ud" in content.lower():
         try:
             json.dumps(record, ensure_ascii=False).encode()

@@ -208,3 +208,11 @@ def test_files_are_refused_before_models_are_read(folders, tmp_path, monkeypatch
         for named in [path] if len(command) == 1 else [path, f"chat={path}"]:
             assert hsd(*command, *both(folders), "--prompts", named) == 2
             assert f"error: {path}: " in capsys.readouterr().err
+
+
+def test_absent_values_of_a_converted_table(tmp_path):
+    """null says nothing; neither does an empty conversation beside another field."""
+    rows = [{"turns": None, "prompt": ASKED, "response": SAID}, {"messages": [], "conversations": TURNS}]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert [SAID in text for text in text_of(path)] == [True, True]
+    assert len(prompts.read_prompts([path], len)) == 2
