@@ -9,13 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hsd_jax.host.files import own_temporary_folder, replacing, sha256, user_cache, write_text
-
-
-def library_folders() -> list[Path]:
-    """Where libraries may be: this user's cache, and a temporary folder for when that is read-only, full or no place
-    for programs."""
-    return list(dict.fromkeys((user_cache(), own_temporary_folder())))
+from hsd_jax.host.files import replacing, sha256, write_text
 
 
 def checksum_path(library: Path) -> Path:

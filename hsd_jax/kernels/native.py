@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.host.files import sha256
-from hsd_jax.kernels.build import library_folders, verified, write_with_checksum
+from hsd_jax.host.files import own_temporary_folder, sha256, user_cache
+from hsd_jax.kernels.build import verified, write_with_checksum
 from hsd_jax.kernels.int8 import Kernel, Quantized
 
 FOLDER = Path(__file__).parent / "cpu"
@@ -394,8 +394,8 @@ def _registered(isa: str) -> bool:
         loaded = _load(builder, isa)
         handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
     except subprocess.CalledProcessError as error:
-        text = (error.stderr or b"").decode(errors="replace").strip()
-        why = next((line for line in text.splitlines() if "error" in line), text[:200])
+        text = (error.stderr or b"").decode(errors="replace")
+        why = next((line for line in text.splitlines() if "error" in line), " ".join(text.split())[:200])
         return _warn_of_xla(f"{builder} does not compile them ({why}); install another g++ or clang++")
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return _warn_of_xla(f"they cannot be built and loaded ({error}); set XDG_CACHE_HOME to a folder of your own")
@@ -433,18 +433,21 @@ def _run(command: list[str]) -> None:
 
 
 def _load(compiler: str, isa: str) -> ctypes.CDLL:
-    """The compiled library of an instruction set, from the first folder that has it, else that can hold and run it.
+    """The compiled library of an instruction set, from this user's cache, else from a temporary folder.
+
+    The temporary folder is not asked for unless the cache is read-only, full or no place for programs.
 
     Raises:
-      OSError, subprocess.SubprocessError: of the first folder, if there is none.
+      OSError, subprocess.SubprocessError: what is wrong with the cache, if neither can be used.
     """
     name, failures = _library_name(compiler, isa), []
-    for folder in sorted(library_folders(), key=lambda folder: not verified(folder / name)):
+    for place in (user_cache, own_temporary_folder):
         try:
-            if not verified(folder / name):
-                _build(compiler, isa, folder / name)
-            return ctypes.cdll.LoadLibrary(str(folder / name))
-        except (OSError, subprocess.CalledProcessError) as error:  # read-only, full, or it forbids execution
+            library = place() / name
+            if not verified(library):
+                _build(compiler, isa, library)
+            return ctypes.cdll.LoadLibrary(str(library))
+        except (OSError, subprocess.CalledProcessError) as error:
             failures.append(error)
     raise failures[0]
 
