@@ -230,27 +230,44 @@ def kept_file(variable: str, name: str, *about: str) -> Path | None:
     setting = os.environ.get(variable, "")
     if is_off(setting):
         return None
+    file = f"{sha256(*about)[:16]}.json"
     try:
-        folder = Path(setting).expanduser() if setting else user_cache() / name
+        if setting:
+            return Path(setting).expanduser() / file
+        with contextlib.suppress(OSError):
+            if os.path.isfile(there := home_cache() / name / file):  # also if that folder is read-only
+                return there
+        return user_cache() / name / file
     except (OSError, RuntimeError):  # no temporary folder either; or "~", and this user has no home directory
         return None
-    return folder / f"{sha256(*about)[:16]}.json"
+
+
+def home_cache() -> Path:
+    """The folder in this user's home directory. It may be missing or read-only.
+
+    Raises:
+      FileNotFoundError: if this user has no home directory.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
+    except RuntimeError as error:  # HOME is not set, and the user database has no entry
+        raise FileNotFoundError("this user has no home directory") from error
 
 
 def user_cache() -> Path:
     """This user's folder for files that can be made again: compiled programs and kernels, and records of `tune`.
 
-    If there is none and none can be made, as in a container without a home, it is `own_temporary_folder`.
+    It can be written. It is `home_cache`, or else, as in a container without a home, `own_temporary_folder`.
 
     Raises:
       OSError: as `own_temporary_folder`.
     """
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
+    with contextlib.suppress(OSError):
+        folder = home_cache()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: HOME is not set, and the user database has no entry
-        return own_temporary_folder()
-    return folder
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return own_temporary_folder()
 
 
 def own_temporary_folder() -> Path:

@@ -1,7 +1,6 @@
 """Settings of jax under which this package does not work. They come from environment variables or the user's program.
 
-`load`, `train` and every call that decodes refuse them before anything is computed. No other setting of jax changes
-whether speculative text equals that of plain decoding.
+`load`, `train` and every call that decodes refuse them before anything is computed.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ REFUSED = {
     "jax_enable_x64": (True, "hsd_jax computes in 32 bits", False),
     "jax_numpy_rank_promotion": ("raise", "hsd_jax adds arrays of different ranks", "allow"),
     "jax_disable_jit": (True, "hsd_jax runs compiled programs", False),
+    "jax_transfer_guard": ("disallow", "hsd_jax moves arrays between host and device", "allow"),
 }
 """By name: the refused value, the reason, and the value to set instead."""
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.host.files import own_temporary_folder, sha256, user_cache
+from hsd_jax.host.files import home_cache, own_temporary_folder, sha256
 from hsd_jax.kernels.build import verified, write_with_checksum
 from hsd_jax.kernels.int8 import Kernel, Quantized
 
@@ -109,10 +109,14 @@ def traced_platform() -> str:
 def enabled(on: bool, isa: str | None = None) -> Iterator[None]:
     """Programs traced inside use the kernels if `on` is True and the kernels are available.
 
+    If they are wanted and cannot be built, a warning says so once.
+
     Args:
       isa: one of ISAS. None: `selected_isa`.
     """
     isa = selected_isa() if isa is None else isa
+    if on and isa != OFF and traced_platform() == "cpu" and _fault(isa):
+        _warn_of_xla(_fault(isa))
     token = _isa.set(isa if on and available(isa) else OFF)
     try:
         yield
@@ -223,8 +227,10 @@ def _select_isa(wanted: str) -> str:
     here = cpu_isas()
     if wanted in here and _is_known_to_compiler(wanted):
         return wanted
-    best = next((name for name in reversed(here) if _is_known_to_compiler(name)), OFF)
-    if wanted == "":
+    known = (name for name in reversed(here) if _is_known_to_compiler(name))
+    # A compiler that knows none of them fails to build the kernels, and a warning gives its error.
+    best = next(known, here[0] if here else OFF)
+    if wanted in ("", best):
         return best
     if wanted == "amx":
         why = "this version has no AMX kernel"
@@ -382,35 +388,38 @@ def available(isa: str | None = None) -> bool:
       isa: one of ISAS or OFF. None: `selected_isa`.
     """
     isa = selected_isa() if isa is None else isa
-    return isa != OFF and traced_platform() == "cpu" and _registered(isa)
+    return isa != OFF and traced_platform() == "cpu" and not _fault(isa)
 
 
 @functools.cache
-def _registered(isa: str) -> bool:
+def _fault(isa: str) -> str:
+    """Builds and registers the kernels. Returns why that fails and what would help, or an empty text."""
     builder = compiler()
     if builder is None:
-        return _warn_of_xla("no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)")
+        return "no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)"
     try:
         loaded = _load(builder, isa)
         handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
     except subprocess.CalledProcessError as error:
         text = (error.stderr or b"").decode(errors="replace")
-        why = next((line for line in text.splitlines() if "error" in line), " ".join(text.split())[:200])
-        return _warn_of_xla(f"{builder} does not compile them ({why}); install another g++ or clang++")
+        said = " ".join(text.split())[:200] or f"it exits with {error.returncode}"
+        why = next((line for line in text.splitlines() if "error" in line), said)
+        return f"{builder} does not compile them ({why}); install another g++ or clang++"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        return _warn_of_xla(f"they cannot be built and loaded ({error}); set XDG_CACHE_HOME to a folder of your own")
+        return f"they cannot be built and loaded ({error}); set XDG_CACHE_HOME to a folder of your own"
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(f"hsd_{isa}_{name}", jax.ffi.pycapsule(handler), platform="cpu")
-    return True
+    return ""
 
 
-def _warn_of_xla(why: str) -> bool:
+@functools.cache
+def _warn_of_xla(why: str) -> None:
+    """Warns once. Called where a program would use the kernels, and so not on a mesh."""
     warnings.warn(
         f"decoding without the CPU kernels, by XLA in float32, at {XLA_SPEED} of the speed: {why}."
         f" {ISA_VARIABLE}={OFF} chooses this without a warning",
         stacklevel=2,
     )
-    return False
 
 
 def compiler() -> str | None:
@@ -441,7 +450,7 @@ def _load(compiler: str, isa: str) -> ctypes.CDLL:
       OSError, subprocess.SubprocessError: what is wrong with the cache, if neither can be used.
     """
     name, failures = _library_name(compiler, isa), []
-    for place in (user_cache, own_temporary_folder):
+    for place in (home_cache, own_temporary_folder):
         try:
             library = place() / name
             if not verified(library):

@@ -32,12 +32,14 @@ def builds(monkeypatch, tmp_path):
 
     def call() -> list[Path]:
         loaded.clear()
-        native._registered.cache_clear()
-        assert native._registered("avx2") == bool(loaded)
+        native._fault.cache_clear()
+        with native.enabled(True, "avx2"):
+            assert native.is_on() == native.available("avx2") == bool(loaded)
         return loaded
 
     yield call
-    native._registered.cache_clear()
+    native._fault.cache_clear()
+    native._warn_of_xla.cache_clear()
 
 
 def below_a_file(monkeypatch, tmp_path) -> None:
@@ -76,8 +78,8 @@ def test_a_folder_that_forbids_execution_or_is_full_is_replaced(builds, monkeypa
 
     loaded: list[str] = []
     monkeypatch.setattr(native.ctypes.cdll, "LoadLibrary", load)
-    native._registered.cache_clear()
-    assert native._registered("avx2") and "tmp" in loaded[0]
+    native._fault.cache_clear()
+    assert native.available("avx2") and "tmp" in loaded[0]
 
     def run(command):
         if "home" in command[-1]:
@@ -87,8 +89,8 @@ def test_a_folder_that_forbids_execution_or_is_full_is_replaced(builds, monkeypa
     for there in (tmp_path / "home" / "hsd_jax").iterdir():
         there.unlink()
     monkeypatch.setattr(native, "_run", run)
-    native._registered.cache_clear()
-    assert native._registered("avx2") and len(loaded) == 2
+    native._fault.cache_clear()
+    assert native.available("avx2") and len(loaded) == 2
 
 
 def test_a_read_only_cache_with_kernels_is_used(builds, monkeypatch):
@@ -112,7 +114,41 @@ def test_one_warning_says_what_it_costs_and_what_to_do(builds, monkeypatch, tmp_
     assert len(said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not native._registered("avx2")
+        assert builds() == []
+
+
+def test_nothing_is_said_where_the_kernels_are_not_used_anyway(builds, monkeypatch):
+    """On a mesh, on another platform and off on purpose, although something asks whether they are available."""
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    native._fault.cache_clear()
+    assert not native.available("avx2")
+    with native.enabled(False, "avx2"), native.enabled(True, native.OFF):
+        assert not native.is_on()
+    with native.compiled_for("gpu"), native.enabled(True, "avx2"):
+        assert not native.is_on()
+
+
+def test_a_compiler_that_knows_no_instruction_set_is_named(builds, monkeypatch):
+    monkeypatch.setattr(native, "cpu_isas", lambda: ("avx2", "avx512"))
+    monkeypatch.setattr(native, "compiler", lambda: "/bin/false")
+    monkeypatch.setattr(native, "_run", failing)
+    monkeypatch.delenv(native.ISA_VARIABLE, raising=False)
+    native._fault.cache_clear()
+    native._select_isa.cache_clear()
+    with pytest.warns(UserWarning, match="/bin/false does not compile"), native.enabled(True):
+        assert not native.is_on()
+    native._select_isa.cache_clear()
+
+
+def test_a_read_only_home_is_read_and_new_files_go_elsewhere(builds, monkeypatch, tmp_path):
+    home, allowed = tmp_path / "home" / "hsd_jax", os.access
+    (home / "rates").mkdir(parents=True)
+    there = files.kept_file("HSD_NOWHERE", "rates", "a")
+    there.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != home and allowed(path, mode))
+    assert there.is_relative_to(home) and files.kept_file("HSD_NOWHERE", "rates", "a") == there
+    for other in (files.user_cache(), files.kept_file("HSD_NOWHERE", "rates", "b")):
+        assert other.is_relative_to(tmp_path / "tmp")
 
 
 def failing(command):
