@@ -51,7 +51,7 @@ from hsd_jax.host import programs  # noqa: E402
 pytest.register_assert_rewrite("support")  # whose asserts then show their values, as those of tests do
 
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update("jax_numpy_dtype_promotion", "strict")  # tests that run optax ask for `standard_dtypes`
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 # jax_numpy_rank_promotion stays "allow": the layers add [H] biases and norm weights to [B, N, H] activations on
 # purpose, and shapes are checked at function borders anyway.
 
@@ -119,13 +119,6 @@ def pytest_report_header() -> str:
     level = "fully optimized" if IS_OPTIMIZED else "compiled fast (HSD_TEST_OPTIMIZED=1: as users do)"
     shapes = "checked" if CHECKS_SHAPES else "NOT checked: beartype is missing (pip install -e '.[test]')"
     return f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, shapes {shapes}, {level}"
-
-
-@pytest.fixture
-def standard_dtypes():
-    """Implicit dtype promotion as jax has it by default: optax's Adam raises a float to an int32 step count."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture

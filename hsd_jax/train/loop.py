@@ -136,7 +136,8 @@ def make_train_step(loss: Loss, config: LoopConfig, shardings: Any = None) -> Ca
         like = jax.eval_shape(grad_fn, state["params"], frozen, first, key, state["step"])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         ((value, metrics), grads), _ = jax.lax.scan(one_pass, zeros, (jnp.arange(num_passes), parts))
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises a float to an int32 step count
+            updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
         return dict(state, params=params, opt_state=opt_state, step=state["step"] + 1), metrics

@@ -623,7 +623,7 @@ def test_help_of_training_names_every_drafter_that_is_trained(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [["model.rank=8"], ["model.kind=eagle"], ["model.kind=medusa"]], ids=str)
-def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes, changes):
+def test_train_drafter_end_to_end(folders, tmp_path, changes):
     out = tmp_path / "run"
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))

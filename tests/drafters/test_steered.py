@@ -239,7 +239,7 @@ def init_both(key: jax.Array, config: SteeredConfig) -> dict:
     return {**init_target(key, SMALL), STEERING: init_steering(key, config)}
 
 
-def test_the_loss_is_that_of_every_offset_by_hand(standard_dtypes):
+def test_the_loss_is_that_of_every_offset_by_hand():
     """KL(target || drafter) at every label; the token before it is steered from 1 to 3 places off, in packed rows
     never from another document. No gradient to the target."""
     frozen, params = random_weights(init_target, TARGET, 2), random_weights(init_both, STEERED, 1)
@@ -294,7 +294,7 @@ def train(folders, out, start="start", **model):
     return run.train(folders / "target", files, out, recipe, report=str, start_dir=start and folders / start)
 
 
-def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
+def test_a_run_and_its_folder(folders, tmp_path):
     """With the model frozen: its file stays, what steers it learns; the result drafts for its target alone."""
     folder = train(folders, tmp_path / "run", frozen=True)
     params = hsd_jax.load(target=folders / "target", drafter=folder, precision="exact")

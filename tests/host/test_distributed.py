@@ -98,7 +98,7 @@ def test_two_processes_decode_as_one(tmp_path):
 
 @slow
 @pytest.mark.parametrize(("num", "devices"), [(2, 2), (4, 1)])
-def test_processes_decode_and_train_as_one(tmp_path, standard_dtypes, num, devices):
+def test_processes_decode_and_train_as_one(tmp_path, num, devices):
     folder = tmp_path / "many"
     assert_as_one(folder, num, devices, hosts.decode(None), "decode", "train")
     hosts.train(None, folder / "alone")

@@ -195,7 +195,7 @@ def test_heads_are_never_cut():
 
 
 @needs_devices
-def test_training_compiles_its_step_once(compiled, standard_dtypes):
+def test_training_compiles_its_step_once(compiled):
     """The step returns its state where it found it, to the letter: dispatch, too, sees one kind of call."""
     mesh, config = sharding.make_mesh("data=2,model=2"), loop.LoopConfig(steps=3, batch=4, length=2, warmup=1)
 

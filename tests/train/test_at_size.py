@@ -211,7 +211,7 @@ def test_precision_follows_the_platform_unless_named():
 
 
 @pytest.mark.slow
-def test_steps_in_bfloat16_follow_those_in_float32(standard_dtypes):
+def test_steps_in_bfloat16_follow_those_in_float32():
     _, weights, frozen = make()
     batch = batch_of(random_rows())
     history = {}
@@ -233,7 +233,7 @@ def test_steps_in_bfloat16_follow_those_in_float32(standard_dtypes):
 
 @needs_devices
 @pytest.mark.parametrize("spec", ["fsdp=4,model=2", pytest.param("data=2,fsdp=2,model=2", marks=pytest.mark.slow)])
-def test_a_state_in_parts_trains_as_a_whole_one(spec, standard_dtypes):
+def test_a_state_in_parts_trains_as_a_whole_one(spec):
     """Two steps; every matrix of weights and optimizer that the axis divides is held in parts, before and after."""
     config, weights, frozen = make(num_layers=1)
     mesh = sharding.make_mesh(spec, sharding.TRAINING_AXES)
@@ -272,7 +272,7 @@ def test_a_state_in_parts_trains_as_a_whole_one(spec, standard_dtypes):
 
 
 @needs_devices
-def test_medusa_trains_on_a_mesh(standard_dtypes):
+def test_medusa_trains_on_a_mesh():
     """Its heads are no heads of attention, of which it has none: a step on four devices is that on one."""
     config, weights, frozen = make(kind="medusa", rank=128, num_layers=1)
     mesh = sharding.make_mesh("fsdp=2,model=2", sharding.TRAINING_AXES)
@@ -302,7 +302,7 @@ def test_axes_of_rows_and_their_numbers():
 
 @pytest.mark.slow
 @needs_devices
-def test_a_step_from_configurations_alone(standard_dtypes):
+def test_a_step_from_configurations_alone():
     """It compiles without a weight, and is the step that `fit` runs: real arrays in the same places give its loss."""
     config, weights, frozen = make(draft_vocab=0.5)
     mesh = sharding.make_mesh("fsdp=2", sharding.TRAINING_AXES)

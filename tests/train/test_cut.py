@@ -52,7 +52,7 @@ def assert_same(found, wanted) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-def test_a_cut_model_is_the_first_layers(folder, tmp_path, standard_dtypes):
+def test_a_cut_model_is_the_first_layers(folder, tmp_path):
     """With no step size the result is the target's embedding, first layers, last norm and head, to the bit."""
     lines: list[str] = []
     still = dict(LOOP, learning_rate=0.0, steps=1, warmup=0)

@@ -44,7 +44,7 @@ SLOW_DIVERGENCES = [pytest.param(name, marks=pytest.mark.slow) for name in ("rkl
 
 
 @pytest.mark.parametrize("divergence", ["fkl", "nll", *SLOW_DIVERGENCES])
-def test_the_loss_is_the_mean_over_labels(divergence, standard_dtypes):
+def test_the_loss_is_the_mean_over_labels(divergence):
     """Against loops over rows and positions in float64, one mask; no gradient to the target."""
     frozen, params = pair()
     rows, mask = random_rows(), some_mask("half")
@@ -100,7 +100,7 @@ def test_the_predicted_acceptance_is_the_measured_one():
 
 
 @pytest.mark.parametrize("divergence", ["fkl", pytest.param("nll", marks=pytest.mark.slow)])
-def test_tokens_that_the_drafter_lacks_are_left_out(divergence, standard_dtypes):
+def test_tokens_that_the_drafter_lacks_are_left_out(divergence):
     """The loss is that of both models' distributions over the tokens it knows; labels beyond them do not count."""
     frozen, params = pair()
     rows, known = random_rows(), 20
@@ -156,7 +156,7 @@ def distil(folders, out, lines=None, start="start", **changes):
 
 
 @pytest.mark.parametrize("kind", [*distill.STEERED, pytest.param(distill.PLAIN, marks=pytest.mark.slow)])
-def test_a_cache_of_the_targets_states_changes_nothing(folders, tmp_path, standard_dtypes, monkeypatch, kind):
+def test_a_cache_of_the_targets_states_changes_nothing(folders, tmp_path, monkeypatch, kind):
     """The same weights to rounding, and the steps of the cached run do not read the target's layers."""
     model = {"kind": kind} | ({"num_steps": 3, "steering_layers": [1]} if kind in distill.STEERED else {})
     changes = {"on_policy": {}, "eval": {"every": 0}, "model": model}
@@ -178,7 +178,7 @@ def test_text_of_the_drafter_is_in_no_cache():
 
 
 @pytest.mark.slow
-def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path, standard_dtypes):
+def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path):
     """Stopped after step 2 of 4, between two refreshes; the result drafts for its target."""
     lines: list[str] = []
     whole = distil(folders, tmp_path / "whole", lines)
@@ -210,7 +210,7 @@ def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path, standar
     assert drafted.text == hsd_jax.decode(params, "Question: 1", 8, speculate=False).text
 
 
-def test_a_run_without_judgement(folders, tmp_path, standard_dtypes, monkeypatch):
+def test_a_run_without_judgement(folders, tmp_path, monkeypatch):
     """Two steps on the text; the result is a model of its own that drafts, which is tried before the run says so."""
     lines: list[str] = []
     check, tried = tasks.check_loads, []

@@ -58,7 +58,7 @@ def test_a_grown_model_says_the_same(change):
                 assert bool((leaf == 0).all()) == is_new
 
 
-def test_a_run_starts_from_a_shallower_model(shallow, tmp_path, standard_dtypes):
+def test_a_run_starts_from_a_shallower_model(shallow, tmp_path):
     """With no step size it ends as it began, with the tokenizer of the model it started from."""
     data, start, still = [shallow / "text.txt"], shallow / "target", recipe_of(4, learning_rate=0.0, steps=1, warmup=0)
     run.train(None, data, tmp_path / "deep", still, report=str, start_dir=start)
@@ -72,7 +72,7 @@ def test_a_run_starts_from_a_shallower_model(shallow, tmp_path, standard_dtypes)
     assert (tmp_path / "deep" / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
 
 
-def test_a_grown_run_that_broke_off_goes_on(shallow, tmp_path, standard_dtypes):
+def test_a_grown_run_that_broke_off_goes_on(shallow, tmp_path):
     """Bit for bit, with --start given again; from another start, or none, it is another run."""
     data, start, recipe = [shallow / "text.txt"], shallow / "target", recipe_of(3)
     run.train(None, data, tmp_path / "whole", recipe, report=str, start_dir=start)

@@ -248,7 +248,7 @@ def test_other_passes_are_those_without_it():
     assert len(set(values)) > 0.9 * len(values) and np.isfinite(values).all()
 
 
-def test_steps_of_training_with_every_option(standard_dtypes):
+def test_steps_of_training_with_every_option():
     """Two passes a step, some on policy, all else switched on too: ten finite steps that draw the states nearer."""
     config, weights, frozen = make(feature_layers=(0, 1))
     options = {"divergence": "jsd", "jsd_beta": 0.3, "anneal_steps": 4, "feature_weight": 0.1, "feature_steps": 6}

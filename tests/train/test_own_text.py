@@ -48,7 +48,7 @@ def divergences(p: np.ndarray, q: np.ndarray, beta: float) -> dict[str, np.ndarr
 # --- held-out figures -------------------------------------------------------------------------------------------------
 
 
-def test_held_out_divergences(standard_dtypes):
+def test_held_out_divergences():
     """Of what was written, prompts left out, both distributions at the temperature; texts of different lengths."""
     (drafter, frozen), rows = models(), random_rows()
     texts = Texts.join(
@@ -70,7 +70,7 @@ def test_held_out_divergences(standard_dtypes):
 # --- text the drafter writes itself -----------------------------------------------------------------------------------
 
 
-def test_rows_hold_what_plain_decoding_of_the_drafter_says(standard_dtypes):
+def test_rows_hold_what_plain_decoding_of_the_drafter_says():
     """At temperature 0, token by token from whole causal passes; labels are what was written, the end token too."""
     weights = random_weights(init_target, SMALL, 1)
     prompts = [random_rows(3)[i, : 2 + i] for i in range(3)]
@@ -124,7 +124,7 @@ def writers():
     return [random_weights(init_target, SMALL, seed) for seed in range(3)]
 
 
-def test_a_batch_mixes_own_text_and_rows(mixed, writers, standard_dtypes):
+def test_a_batch_mixes_own_text_and_rows(mixed, writers):
     """The last rows are those of `data.Batches`; the first go on from the beginnings of the rows they stand for, each
     in one document, by the weights of the last refresh."""
     batches, plain = mixed()
@@ -151,7 +151,7 @@ def test_a_batch_mixes_own_text_and_rows(mixed, writers, standard_dtypes):
 
 
 @pytest.mark.parametrize("broken_at", [3, 5])
-def test_batches_go_on_where_a_run_broke_off(mixed, writers, broken_at, standard_dtypes, monkeypatch):
+def test_batches_go_on_where_a_run_broke_off(mixed, writers, broken_at, monkeypatch):
     """At a refresh and between two, with the texts on disk, and none written again before the next one."""
     whole = taken(mixed(folder="whole")[0], range(7), writers)
     first = mixed()[0]
@@ -167,7 +167,7 @@ def test_batches_go_on_where_a_run_broke_off(mixed, writers, broken_at, standard
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "other share"])
-def test_texts_that_are_not_the_runs_are_refused(mixed, writers, tmp_path, damage, standard_dtypes):
+def test_texts_that_are_not_the_runs_are_refused(mixed, writers, tmp_path, damage):
     first = mixed(1.0 if damage == "other share" else 0.5)[0]
     taken(first, range(4), writers)
     path = tmp_path / "a" / "on_policy" / "00000003.npz"

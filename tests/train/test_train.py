@@ -53,10 +53,10 @@ from hsd_jax.train.rows import _one_document
 REPO = Path(__file__).resolve().parents[2]
 
 
-def test_passes_of_a_step_are_averaged(monkeypatch, standard_dtypes):
+def test_passes_of_a_step_are_averaged(monkeypatch):
     def loss(params, frozen, batch, key, step):
         rows = batch["rows"]
-        return jnp.mean((rows @ params - frozen) ** 2), {"largest": rows.max(), "step": step + 0.0}
+        return jnp.mean((rows @ params - frozen) ** 2), {"largest": rows.max(), "step": jnp.float32(step)}
 
     monkeypatch.setattr(loop, "make_optimizer", lambda config: optax.sgd(1.0))
     rows = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
@@ -72,7 +72,7 @@ def test_passes_of_a_step_are_averaged(monkeypatch, standard_dtypes):
         assert int(state["step"]) == 5 and float(metrics["step"]) == 4
 
 
-def test_bfloat16_compute_keeps_float32_masters(standard_dtypes):
+def test_bfloat16_compute_keeps_float32_masters():
     """The loss sees matrices in bfloat16 and vectors as they are; weights and optimizer stay float32."""
     seen = {}
 
@@ -144,7 +144,7 @@ def test_target_run_leaves_a_folder_that_loads(files):
     assert ids[0] == 0 and max(ids) < 300
 
 
-def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dtypes):
+def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
     recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
     args = files / "target", [files / "text.jsonl"]
 
@@ -178,7 +178,7 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dt
     assert config.vocabulary_hash == target.tokenizer.vocabulary_hash
 
 
-def test_a_run_of_cheap_steps(files, tmp_path, standard_dtypes):
+def test_a_run_of_cheap_steps(files, tmp_path):
     """Stages up to their last step, a sample of the columns, what the target says from a cache, its last layer to begin
     with."""
     loss = {"sample": 40, "stages": [{"until": 3, "anchors_per_row": 4, "num_steps": 2}]}
@@ -197,7 +197,7 @@ def test_a_run_of_cheap_steps(files, tmp_path, standard_dtypes):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
+def test_a_run_with_a_reduced_vocabulary(files, tmp_path):
     """From text to a folder that loads; coverage is reported of the labels and of the held-out texts."""
     values = DRAFTER_VALUES | {"model": DRAFTER_VALUES["model"] | {"draft_vocab": 0.1}}
     recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
@@ -238,7 +238,7 @@ def test_a_run_keeps_the_draft_vocabulary_it_starts_from(tmp_path):
     assert fewer.tolist() == [5, 6]
 
 
-def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch):
+def test_the_best_drafter_is_kept(files, tmp_path, monkeypatch):
     """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
     kept, write = [], tasks.drafter_files.save_drafter
     monkeypatch.setattr(tasks.simulate, "simulate", lambda params, *rest: {"tau": next(scores)})
@@ -250,7 +250,7 @@ def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch)
     assert len(kept) == 1 and json.loads((folder / "judged.json").read_text())["tau"] == 3.0
 
 
-def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path, standard_dtypes):
+def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path):
     """Found although nobody looks at that step, and before a checkpoint could hold it."""
     rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
 
@@ -267,7 +267,7 @@ def quiet_journal(out: Path) -> journal.Journal:
     return journal.Journal(out, 9, lambda line: None)
 
 
-def test_a_run_ends_by_the_clock(tmp_path, standard_dtypes, monkeypatch):
+def test_a_run_ends_by_the_clock(tmp_path, monkeypatch):
     reads = itertools.count()
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: float(next(reads))))
     rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
@@ -314,7 +314,7 @@ def test_the_clock_leaves_time_for_the_last_evaluation(monkeypatch):
     assert deadline.place(3) == 999
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, standard_dtypes, monkeypatch):
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
     config = loop.LoopConfig(steps=6, batch=2, length=4, warmup=1, checkpoint_every=2)
     save = checkpoint.ocp.CheckpointManager.save
@@ -340,7 +340,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, standard_dtypes, monkey
     assert np.isfinite(run_it()).all()
 
 
-def test_force_continues_with_another_recipe(files, finished, tmp_path, standard_dtypes):
+def test_force_continues_with_another_recipe(files, finished, tmp_path):
     args = files / "target", [files / "text.jsonl"], tmp_path / "run"
     shutil.copytree(finished, tmp_path / "run")
     longer = drafter.DrafterRecipe.from_dict(dict(DRAFTER_VALUES, train=dict(LOOP, steps=6)), "recipe")
@@ -353,7 +353,7 @@ def test_force_continues_with_another_recipe(files, finished, tmp_path, standard
     assert note["recipe"]["train"]["steps"] == 6 and note["recipe"]["target"] and note["revision"] and note["rows"]
 
 
-def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard_dtypes):
+def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path):
     """A parallel trunk begins as the recurrent one it is given; what that lacks, its slots, begins as in any run."""
     model = dict(DRAFTER_VALUES["model"], trunk="parallel", num_steps=4)
     values = dict(
@@ -488,7 +488,7 @@ def test_a_terminal_shows_a_bar(tmp_path):
     ],
     ids=str,
 )
-def test_a_mesh_trains_as_one_device_does(files, finished, tmp_path, standard_dtypes, spec, changes):
+def test_a_mesh_trains_as_one_device_does(files, finished, tmp_path, spec, changes):
     """Losses, acceptance and judgements of every step, within what sums in another order make of float32.
 
     That a step on a mesh is that on one device is `test_at_size.py`'s in every run.

@@ -346,7 +346,6 @@ V5E = AbstractDevice("TPU v5 lite", 1, "tpu")
 
 # jax 0.11 announced the end of the compiler of our GPU kernels (kernels/triton.py).
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.usefixtures("standard_dtypes")
 @pytest.mark.parametrize("device", [H100, V5E], ids=lambda device: device.platform)
 @pytest.mark.parametrize("what", [kinds.PREFILL, kinds.PLAIN, kinds.SPECULATIVE, kinds.TRAIN])
 def test_lowered_for_a_device_no_program_holds_a_cpu_kernel_or_a_converted_cache(what, device):
