@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import itertools
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ REPO = Path(__file__).resolve().parent.parent
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HSD_TUNED"] = "off"  # what `hsd tune` has found on this machine is not for tests to follow,
 os.environ["HSD_RATES"] = "off"  # and neither is how fast it is
+if not (shutil.which("g++") or shutil.which("clang++")):
+    os.environ["HSD_NATIVE_ISA"] = "off"  # without a warning, which would be an error in every test that decodes
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 # Shapes are checked where functions are. Not in types.py: jax builds pytrees of None, of 0 and of placeholders
