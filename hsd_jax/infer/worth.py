@@ -26,7 +26,7 @@ STOP_MARGIN = 0.6
 rounds are a small sample: n is the number of remembered rounds times the number of unfinished rows."""
 SHARE_OF_PRICE = 0.6
 """Verified nodes have to earn this share of the price of a longer pass. At 1 too many drafts were left out where they
-are accepted more often than their drafter says. No number is best everywhere (docs/history.md, session 32)."""
+are accepted more often than their drafter says. No number is best everywhere (docs/history.md)."""
 FEWEST_ROUNDS = 6
 """The number of rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32

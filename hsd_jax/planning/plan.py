@@ -28,7 +28,7 @@ from hsd_jax.types import Costs
 
 LEAST_GAIN = 1.05
 """The predicted speed of a chosen tree must be at least this many times that of plain decoding. The ratios
-of short chains were predicted within about 5 per cent on one kind of processor (docs/history.md, session 33)."""
+of short chains were predicted within about 5 per cent on one kind of processor (docs/history.md)."""
 EQUALLY_GOOD = 0.985
 """Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest is
 chosen, because a round can drop drafts that do not pay, but not add levels; of several that deep, the smallest."""

@@ -303,7 +303,7 @@ def test_the_rates_of_a_gpu_fit_the_rounds_of_an_h200(name, tree, rows, millisec
     assert 0.8 < 1e3 * seconds / milliseconds < 1.25, 1e3 * seconds
 
 
-ON_ZEN_4 = {  # ms of passes over rows of 128 tokens each (`hsd bench sizes`, session 32)
+ON_ZEN_4 = {  # ms of passes over rows of 128 tokens each (`hsd bench sizes` at 52465d5)
     "demo": {1: 1.10, 2: 1.25, 4: 1.35, 6: 1.62, 8: 1.87, 12: 2.78, 16: 3.33},
     "smollm2": {1: 9.54, 2: 11.09, 4: 11.92, 6: 12.74, 8: 14.21, 12: 19.25, 16: 23.15},
 }
