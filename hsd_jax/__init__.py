@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hsd_jax.planning.tuned import Tuned
     from hsd_jax.session import Generated, RequestStats, Session, Taken
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DecodeResult",
