@@ -1,6 +1,6 @@
 """Checks the arguments of a call row by row: prompts, lengths, settings, seeds and end tokens.
 
-Nothing here depends on the drafter. Read next: `request.py`, which decides how the rows are decoded.
+Nothing here depends on the drafter.
 """
 
 from __future__ import annotations
@@ -65,11 +65,7 @@ NOTHING = Row([0], 0, 0.0, 0, 1.0, (0, 0), ())
 
 
 def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
-    """The rows of a call.
-
-    Raises:
-      ValueError: naming the wrong value and the allowed ones, and the number of a wrong prompt.
-    """
+    """The rows of a call."""
     prompts = encode(params, prompt)
     return _rows(params, prompts, [f"prompt {row}" for row in range(len(prompts))], asked, None)
 
@@ -79,8 +75,6 @@ def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row
 
     Args:
       max_len: largest length of the row in tokens, if less than the models allow.
-    Raises:
-      ValueError: naming the wrong value and the allowed ones.
     """
     if isinstance(prompt, (int, np.integer, Mapping)):
         raise ValueError(
@@ -128,8 +122,6 @@ def check_length(params: Params, name: str, num_tokens: int, new: int, max_len: 
 
     Args:
       name: of the prompt, for the error message.
-    Raises:
-      ValueError: naming the prompt and the largest length.
     """
     if num_tokens + new > params.max_len:
         raise ValueError(
@@ -149,11 +141,6 @@ def encode(params: Params, prompt) -> list[list[int]]:
 
     A sequence that holds a mapping is one conversation. A sequence that holds only integers is one prompt of ids. Any
     other sequence is a batch, whose items may be of different kinds.
-
-    Raises:
-      ValueError: for an empty prompt, a text or conversation without a tokenizer, a text that is not UTF-8, ids outside
-        the vocabulary, and a conversation that `Tokenizer.encode_chat` refuses. It names the prompt, and the message of
-        a conversation.
     """
     if isinstance(prompt, (str, bytes)):
         prompts: list = [prompt]

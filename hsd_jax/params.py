@@ -1,6 +1,6 @@
 """`Params`, the models and settings that users pass around, and `load`, which makes them from names, folders and files.
 
-A wrong checkpoint raises an error here, before anything compiles. Read next: `api.py`.
+A wrong checkpoint raises an error here, before anything compiles.
 """
 
 from __future__ import annotations
@@ -324,8 +324,6 @@ def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False
 
     Args:
       drafter, strict: as in `load`.
-    Raises:
-      FileNotFoundError, ValueError: as `load`.
     """
     target_hash, _ = params.fingerprints()
     dtype = DTYPES.get(params.dtype, params.target["final_norm"]["weight"].dtype)  # int8: the dtype of its vectors

@@ -4,8 +4,7 @@
 The host repeats four steps. It puts a row whose prompt has been read into its slot. It calls the loop. It queues a
 chunk of a waiting prompt, which the device reads into a separate state. It fetches the new tokens. Only the last step
 waits for the device. In a single process it waits only for the rounds: the device reads the chunk while the host
-returns answers and admits requests. Read next: `infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`,
-which copies rows between states.
+returns answers and admits requests.
 """
 
 from __future__ import annotations
@@ -787,9 +786,6 @@ def prepare(
     3. It looks up or makes the decoder of that plan.
     4. It pads the rows to the number of the program and places them on the mesh.
     5. It reads the prompts. Only this step compiles anything.
-
-    Raises:
-      ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
     sampling, speculation = sampling or Sampling(), speculation or Speculation()
     rows = rows_of(params, prompt, sampling)

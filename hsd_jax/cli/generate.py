@@ -127,11 +127,7 @@ def check_text_arguments(args: argparse.Namespace) -> None:
 
 
 def read_prompt(prompt: str) -> str | bytes:
-    """The prompt, or stdin for "-".
-
-    Raises:
-      ValueError: if stdin is closed.
-    """
+    """The prompt, or stdin for "-"."""
     if prompt == "-":
         if sys.stdin is None:
             raise ValueError('prompt "-" reads stdin, which is closed')
@@ -140,11 +136,7 @@ def read_prompt(prompt: str) -> str | bytes:
 
 
 def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
-    """The prompt as `decode` takes it: a text, token ids with --ids, a conversation with --chat.
-
-    Raises:
-      ValueError: if --ids are not whole numbers, or the checkpoint has no tokenizer for a text.
-    """
+    """The prompt as `decode` takes it: a text, token ids with --ids, a conversation with --chat."""
     if isinstance(text, bytes):
         text = with_unix_lines(decoded(text, "stdin"))
     if args.ids:

@@ -183,11 +183,7 @@ def add_target_arguments(group: Group, which: Group | None = None, is_required: 
 
 
 def source_of(args: argparse.Namespace) -> Any:
-    """The target that the options of `add_target_arguments` name, or None.
-
-    Raises:
-      FileNotFoundError, ValueError: as `models.checkpoint.find`.
-    """
+    """The target that the options of `add_target_arguments` name, or None."""
     from hsd_jax.models.checkpoint import find
 
     source = "demo" if getattr(args, "demo", False) else args.target
@@ -248,11 +244,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = No
 
 
 def prompts_of(args: argparse.Namespace, params, files: Sequence[str] | None = None) -> list[Any]:
-    """The prompts of the demo, or of `files`, or else of the files of --prompts.
-
-    Raises:
-      FileNotFoundError, ValueError: as `lab.bench.prompts.for_checkpoint`.
-    """
+    """The prompts of the demo, or of `files`, or else of the files of --prompts."""
     from hsd_jax.lab.bench.prompts import for_checkpoint
 
     how = args.half, args.limit, args.max_new_tokens, args.chat_template, args.skip_bad_lines
@@ -359,12 +351,7 @@ def add_tuned_argument(group: argparse._ArgumentGroup) -> None:
 
 
 def tuned_of(args: argparse.Namespace, params) -> Any:
-    """The argument `tuned` of `decode`. Prints a line if the record of --tuned was made under other conditions.
-
-    Raises:
-      FileNotFoundError, ValueError: if there is no such record, if it is for another pair, or if an option contradicts
-        it.
-    """
+    """The argument `tuned` of `decode`. Prints a line if the record of --tuned was made under other conditions."""
     if args.tuned is None:
         return not args.no_tuned
     given = f"--tuned {args.tuned}: the record says how to draft"
@@ -381,9 +368,6 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
 
     Args:
       changes: values in place of those of --dtype, --quantize or --drafter.
-    Raises:
-      FileNotFoundError, ValueError: as `hsd_jax.load`, if an option needs another one, or if a file of --prompts is
-        missing or has an ending that is not allowed.
     """
     import hsd_jax
     from hsd_jax import params as params_lib

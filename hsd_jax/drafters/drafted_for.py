@@ -38,8 +38,6 @@ class DraftedFor(NamedTuple):
           target_hash: fingerprint of that target. Nothing is checked if it is empty.
           vocabulary_hash: hash of the vocabulary of that target; empty if unknown.
           strict: whether to refuse a drafter for other weights in any case.
-        Raises:
-          ValueError: naming both targets, if `strict`, or if the vocabularies differ.
         """
         if target_hash in ("", self.hash):
             return

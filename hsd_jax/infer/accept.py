@@ -1,7 +1,7 @@
 """Acceptance rules: given a tree and the target's logits at its nodes, they choose the accepted path.
 
 A rule lists the draw schemes for which it is lossless. `check_legal` refuses any other pair. This module knows no
-drafter. Read next: `rules.py`, the table of the rules by name.
+drafter.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
 
     Args:
       drafts_ahead: as in `Drafter`.
-    Raises:
-      ValueError: if `rule` is not lossless for trees drawn under `scheme`, or for drafts made ahead.
     """
     if rule.judges_jointly and drafts_ahead:
         raise ValueError(
@@ -310,11 +308,7 @@ def kseq_rule(max_depth: int) -> AcceptRule:
 
 
 def block_rule(tree: TreeConfig) -> AcceptRule:
-    """Block verification (`block.py`): judges the drafts of a drawn chain together.
-
-    Raises:
-      ValueError: for a tree that is not a chain.
-    """
+    """Block verification (`block.py`): judges the drafts of a drawn chain together."""
     if tree.width > 1:
         raise ValueError(
             f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1), for example"
@@ -348,9 +342,6 @@ def pairs_rule(tree: TreeConfig) -> AcceptRule:
 
     It looks at both children before it accepts one. So it is not lossless for a stochastic beam: there the second
     child's score decides whether it is in the tree, and this score depends on the first child's token.
-
-    Raises:
-      ValueError: for a tree that is neither a chain nor a branching with at most two children per node.
     """
     if tree.width > 2 or (tree.width > 1 and tree.branching is None):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 A decode is a prefill of the padded prompts and one `lax.while_loop` over rounds. Both are jitted and donate the state.
 The loop ends when fewer than `least_live` rows run, after `num_rounds` rounds, or when a row has filled its caches. The
-host waits for that, and the session (`hsd_jax/session.py`) then makes full caches larger. Read first: `step.py`.
+host waits for that, and the session (`hsd_jax/session.py`) then makes full caches larger.
 """
 
 from __future__ import annotations

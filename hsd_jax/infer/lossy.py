@@ -12,7 +12,7 @@ is always one that the target may draw there. In one step with one child, with a
     e(x) = a(x) + (1 - sum of a) * norm((p - q)_+)(x)
 
 This is p if f(p) = p. It is q, the drafter's distribution, if f(p) >= q everywhere. At temperature 0 p is a point mass,
-which f does not change, and the text stays greedy. Read next: `accept.py`.
+which f does not change, and the text stays greedy.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class Lossy:
 
         Args:
           rule: the acceptance rule of the call.
-        Raises:
-          ValueError: for an unknown function, an epsilon outside (0, 1], or a rule other than recursive.
         """
         if value is None:
             return None

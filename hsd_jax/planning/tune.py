@@ -2,8 +2,7 @@
 
 A candidate must be compiled to be measured. So the speed of most candidates is only predicted: their tau by simulation
 on text that the target wrote (`simulate.py`), and the seconds of a round from the timings of a few trees. The best
-candidates are then measured, interleaved with plain decoding, and the fastest is chosen. Read first: `measure.py`, then
-`tuned.py` for the result.
+candidates are then measured, interleaved with plain decoding, and the fastest is chosen.
 """
 
 from __future__ import annotations
@@ -223,11 +222,7 @@ def _models(params: Params) -> tuple[Weights, Any, Weights, Any]:
 
 
 def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequence[str] | None) -> list[Candidate]:
-    """All pairs of a tree and a form of reuse that this drafter allows.
-
-    Raises:
-      ValueError: for a tree that it does not allow, or a form that it allows with none of the trees.
-    """
+    """All pairs of a tree and a form of reuse that this drafter allows."""
     _, config, *_ = _models(params)
     if (trees is not None and not trees) or (reuses is not None and not reuses):
         raise ValueError("trees and reuses: give at least one, or None for the usual ones")
@@ -263,11 +258,7 @@ def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[li
 def _by_size(
     params: Params, rows: Sequence[list[int]], batch: int, max_new_tokens: int, report: Callable[[str], None]
 ) -> list[tuple[int, list[list[int]]]]:
-    """Full batches of prompts whose caches have the same size, with the slots of these caches.
-
-    Raises:
-      ValueError: if no batch is full.
-    """
+    """Full batches of prompts whose caches have the same size, with the slots of these caches."""
     sizes: dict[int, list[list[int]]] = {}
     for row in rows:
         slots = first_capacity(len(row), len(row) + max_new_tokens, MOST_LOOKAHEAD, params.max_len)

@@ -1,8 +1,7 @@
 """A way to decode, and the record that `tune` makes: for calls of each size the fastest way, and all candidates.
 
 Records are kept in a folder of this user. `decode` finds them there by the fingerprints of both models and the name of
-the machine. A record may also be saved to a file. `planning/plan.py` reads records. Read next: `planning/tune.py`,
-which makes them.
+the machine. A record may also be saved to a file. `planning/plan.py` reads records.
 """
 
 from __future__ import annotations
@@ -237,11 +236,7 @@ def kept_path(conditions: Conditions) -> Path | None:
 
 
 def check_keeping(params: Params) -> None:
-    """Checks, before the work starts, that a record for such params can be kept.
-
-    Raises:
-      ValueError, OSError: if the folder is a file, or is not writable.
-    """
+    """Checks, before the work starts, that a record for such params can be kept."""
     path = kept_path(Conditions.of(params))
     if path is not None:
         check_new_folder(path.parent)

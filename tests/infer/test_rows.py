@@ -87,11 +87,7 @@ def test_a_scalar_has_no_axes_and_what_says_nothing_has_rows():
 
 
 def check_copied(copied: Callable[..., Any], proposer: str, capacity: int = SMALL) -> None:
-    """From one of two rows, in caches of `capacity` slots, into one of six.
-
-    Raises:
-      AssertionError: naming the array, if it is not in its slot, or another row has changed.
-    """
+    """From one of two rows, in caches of `capacity` slots, into one of six."""
     into, source = filled(shapes_of(proposer), 0), filled(shapes_of(proposer, 2, capacity), 1)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(into)[0]]
     found = jax.jit(copied)(into, jnp.int32(SLOT), source, ROW)

@@ -30,8 +30,6 @@ def read_scorer(
       scorer: one of four: ZERO_GRAM; a folder of `hsd train ngram`; the folder of a hidden-state drafter, whose token
         information scores; or a language model, named as a target is.
       dtype: of weights that are multiplied.
-    Raises:
-      FileNotFoundError, ValueError: if it is none of these, or was made for another target or tokenizer.
     """
     if scorer == ZERO_GRAM:
         return None, {}

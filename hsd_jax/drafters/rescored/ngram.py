@@ -45,12 +45,7 @@ def save_ngram(folder: str | Path, config: NgramConfig, weights: Weights) -> Non
 
 
 def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramConfig, Weights]:
-    """Reads what `save_ngram` wrote.
-
-    Raises:
-      FileNotFoundError: if one of the two files is missing.
-      ValueError: for a configuration or tensors that are not those of an n-gram model.
-    """
+    """Reads what `save_ngram` wrote."""
     folder = Path(folder)
     config = settings.read(NgramConfig, read_json(folder / NGRAM_CONFIG), str(folder / NGRAM_CONFIG))
     file = folder / NGRAM_FILE

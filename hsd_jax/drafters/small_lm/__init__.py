@@ -1,5 +1,6 @@
 """An independent small language model as a drafter (Leviathan et al., arXiv:2211.17192; Chen et al.,
-arXiv:2302.01318). Read next: `draft.py`."""
+arXiv:2302.01318).
+"""
 
 from __future__ import annotations
 
@@ -31,9 +32,6 @@ def drafting_model(checkpoint: Checkpoint, target: DraftedFor) -> DraftingModel:
 
     The tokenizers decide whether the vocabularies are the same. Both models may have further rows, and either may have
     further tokens. If one of the two has no tokenizer, the numbers of rows must be equal.
-
-    Raises:
-      ValueError: if the vocabularies differ; it names the first token that both spell differently.
     """
     config, size = checkpoint.config, target.config.vocab_size
     own = None if target.tokenizer is None else checkpoint.tokenizer
@@ -61,8 +59,6 @@ def load(
 ) -> tuple[SmallLMConfig, Weights]:
     """Loads a language model as a drafter. It was not trained for a particular target.
 
-    Raises:
-      ValueError: as `drafting_model`, and as `convert.read_weights`.
     """
     config = SmallLMConfig(**vars(drafting_model(checkpoint, target)), fingerprint=checkpoint.hash())
     return config, checkpoint.weights(dtype, placement, config.vocab_size)

@@ -20,8 +20,6 @@ class StackConfig:
       middle: the small language model.
       inner: the configuration of any drafter for the middle model. It may be another stack.
       length: tokens that the inner drafter drafts in a round (T of the level below in methods.md 4.3).
-    Raises:
-      ValueError: naming the wrong value, or both vocabularies if they differ.
     """
 
     kind: ClassVar[str] = "stack"
