@@ -252,12 +252,7 @@ def largest_capacity(lookahead: int, max_len: int) -> int:
 
 
 def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
-    """The acceptance rule and the draw scheme of the trees.
-
-    Args:
-      accept: name of a rule; "auto" means "match".
-      draw: None: the scheme that suits the rule.
-    """
+    """The acceptance rule ("auto" means "match") and the draw scheme of the trees (None: the one that suits it)."""
     take(Scheme | None, draw, "draw")
     rule = "match" if take(Rule, accept, "accept") == AUTO else accept
     return rule, RULES[rule].scheme if draw is None else DrawScheme(draw)

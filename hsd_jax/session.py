@@ -392,7 +392,7 @@ class Session:
             requests of this call are cancelled.
         """
         if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
-            raise ValueError(f"requests={shown(requests)}: expected a list of prompts; for one prompt give [prompt]")
+            raise ValueError(f"requests={shown(requests)}: expected a list of prompts")
         take(OnError, on_error, "on_error")
         answers = self._answers(self._read_requests(requests, on_error))
         return _in_order(answers) if take(Flag, ordered, "ordered") else answers
@@ -526,10 +526,7 @@ class Session:
     def _fail(self, request: _Open) -> None:
         num = len(request.row.tokens)
         request.finish_reason = FAILED
-        request.error = (
-            f"the target gave NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt;"
-            " its weights are damaged, or too large for the dtype of the computation"
-        )
+        request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
         self._clear(request.slot)
 
     def _stats_of(self, slots: Sequence[int]) -> list[RequestStats]:
@@ -624,10 +621,7 @@ class Session:
     def _admit(self, row: Row) -> int:
         """Takes a free slot for a row, which waits for its prompt to be read. Returns its handle."""
         if not self.num_free:
-            raise ValueError(
-                f"no slot is free: all {self.slots} hold a row that runs or an answer that was not taken; take or"
-                " cancel a row, or open a session with more slots"
-            )
+            raise ValueError(f"no slot is free: all {self.slots} hold a row that runs or was not taken")
         if self.params.mesh is not None:
             check_same("the request", repr(row))
         self._waiting.append(self._opened(row, self._at.index(None)))
@@ -694,9 +688,7 @@ class Session:
 
     def _of(self, handle: int) -> _Open:
         if not isinstance(handle, (int, np.integer)) or handle not in self._open:
-            there = ", ".join(map(str, self._open)) or "none"
-            was = " (it was taken to its end)" if isinstance(handle, int) and 0 <= handle < self._num_admitted else ""
-            raise ValueError(f"handle={shown(handle)} is not open{was}: open handles are {there}")
+            raise ValueError(f"handle={shown(handle)}: open handles are {', '.join(map(str, self._open)) or 'none'}")
         return self._open[int(handle)]
 
     def _check_open(self) -> None:
@@ -779,14 +771,7 @@ def prepare(
     speculation: Speculation | None = None,
 ) -> Session:
     """Opens a session for the rows of one call and reads their prompts. Row i takes slot i. Without settings it takes
-    the defaults of `decode`.
-
-    1. It encodes the prompts and checks lengths and settings row by row.
-    2. It plans the call: the number of rows and slots of the program, the tree and the acceptance rule.
-    3. It looks up or makes the decoder of that plan.
-    4. It pads the rows to the number of the program and places them on the mesh.
-    5. It reads the prompts. Only this step compiles anything.
-    """
+    the defaults of `decode`. Only the reading of the prompts compiles anything."""
     sampling, speculation = sampling or Sampling(), speculation or Speculation()
     rows = rows_of(params, prompt, sampling)
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))

@@ -66,8 +66,6 @@ def read_drafter(
     """
     dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
     file = folder / DRAFTER_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file, though {DRAFTER_CONFIG} is there")
     stored = {tensor.name: tensor for tensor in open_all([file])}
     check_num_layers(getattr(config, "num_layers", 1), stored, file, DRAFTER_CONFIG)
     shapes = _shapes(config)
@@ -103,9 +101,7 @@ def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True
     )
     for name, found in (("hidden_size", target.config.hidden_size), ("vocab_size", target.vocab_size)):
         if getattr(config, name) != found:
-            raise ValueError(
-                f"{trained_for}; this target has {name}={found}. Use a drafter of this target, or train one"
-            )
+            raise ValueError(f"{trained_for}; this target has {name}={found}")
     target.check_weights(trained_for, config.target_hash, config.vocabulary_hash, strict)
 
 

@@ -31,15 +31,9 @@ RECURSIVE_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLAC
 
 
 def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False) -> None:
-    """Checks that a rule is lossless for trees of a scheme.
-
-    Args:
-      drafts_ahead: as in `Drafter`.
-    """
+    """Checks that a rule is lossless for trees of a scheme."""
     if rule.judges_jointly and drafts_ahead:
-        raise ValueError(
-            f"accept={rule.name!r} judges whole chains, but PEARL drafts a chain in two rounds; use recursive or match"
-        )
+        raise ValueError(f"accept={rule.name!r} judges whole chains, but PEARL drafts a chain in two rounds")
     if scheme not in rule.schemes:
         allowed = ", ".join(sorted(x.value for x in rule.schemes))
         raise ValueError(f"accept={rule.name!r} is not lossless for draw={scheme.value!r}; it allows {allowed}")
@@ -310,10 +304,7 @@ def kseq_rule(max_depth: int) -> AcceptRule:
 def block_rule(tree: TreeConfig) -> AcceptRule:
     """Block verification (`block.py`): judges the drafts of a drawn chain together."""
     if tree.width > 1:
-        raise ValueError(
-            f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1), for example"
-            f" {TreeConfig.chain(tree.depth).name}"
-        )
+        raise ValueError(f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1)")
 
     def toss(drafted: DraftTree, target_logp: Array, coins: Array):
         chance, residual = block(drafted, target_logp)

@@ -139,8 +139,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
     ) -> DecodeState:
         models: dict = given.tree() if isinstance(given, FlattenedTree) else given
         num, size = tokens.shape[1], min(tokens.shape[1], chunk)
-        if num % size:
-            raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {size}")
+        assert num % size == 0, "caches have a multiple of CHUNK slots"
         feature_layers = () if drafter is None else drafter.feature_layers
         next_tokens = jnp.roll(tokens, -1, 1)
 

@@ -45,11 +45,7 @@ class Lossy:
 
     @classmethod
     def parse(cls, value: Any, rule: str) -> Lossy | None:
-        """Converts the argument of `decode`: None, ("linear", 0.5) or "linear:0.5".
-
-        Args:
-          rule: the acceptance rule of the call.
-        """
+        """Converts the argument of `decode` under a rule: None, ("linear", 0.5) or "linear:0.5"."""
         if value is None:
             return None
         try:
@@ -60,9 +56,7 @@ class Lossy:
                 pair = tuple(value) if isinstance(value, list) else value
                 found = cls(*settings.take(tuple[str, float], pair, "(F, EPSILON)"))
         except ValueError as error:
-            raise ValueError(
-                f"lossy={settings.shown(value)}: {error}; expected F:EPSILON, with F one of {', '.join(FUNCTIONS)}"
-            ) from None
+            raise ValueError(f"lossy={settings.shown(value)}: {error}; expected F:EPSILON") from None
         if rule != "recursive":
             raise ValueError(f"lossy={found.name!r}: needs accept='recursive', but this call has accept={rule!r}")
         return found

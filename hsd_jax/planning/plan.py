@@ -143,8 +143,8 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
         raise ValueError(f"adaptive=True: a {config.kind} drafter does not predict how likely a draft is accepted")
     if not RULES[rule].trees_may_shrink and not may_end_early(config, tree):
         raise ValueError(
-            f"adaptive=True with accept={rule!r}, a {config.kind} drafter and tree {tree.name}: with this rule only"
-            " chains of a small language model can end early; accept='match' allows every tree"
+            f"adaptive=True with accept={rule!r} and tree {tree.name}: allowed are chains of a small language model, or"
+            " accept='match'"
         )
 
 

@@ -217,7 +217,7 @@ def _several(value: Any) -> list[Any]:
 def _models(params: Params) -> tuple[Weights, Any, Weights, Any]:
     """The weights and the configuration of the drafter, then those of the target."""
     if params.drafter is None or params.drafter_config is None:
-        raise ValueError("tune() chooses how to draft, and these params have no drafter: load with drafter=FOLDER")
+        raise ValueError("tune() needs a drafter")
     return params.drafter, params.drafter_config, params.target, params.target_config
 
 
@@ -228,9 +228,7 @@ def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequenc
         raise ValueError("trees and reuses: give at least one, or None for the usual ones")
     shapes = list(dict.fromkeys(candidate_trees(config) if trees is None else trees))
     for tree in shapes:
-        if not isinstance(tree, TreeConfig):
-            raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")
-        Mode("", params, Speculation(tree)).check()
+        Mode("", params, Speculation(take(TreeConfig, tree, "trees"))).check()
     allowed = []
     for reuse in dict.fromkeys(str(ReuseConfig.parse(reuse)) for reuse in reuses or method_of(config).reuses):
         refusal, before = None, len(allowed)
@@ -266,9 +264,7 @@ def _by_size(
     full = {slots: some[: len(some) // batch * batch] for slots, some in sorted(sizes.items())}
     used = sum(map(len, full.values()))
     if not used:
-        raise ValueError(
-            f"batch={batch} with {len(rows)} prompts: give at least one full batch whose caches have the same size"
-        )
+        raise ValueError(f"batch={batch}, {len(rows)} prompts: no full batch whose caches have the same size")
     if used < len(rows):
         report(f"{used} of {len(rows)} prompts used: full batches of {batch} whose caches have the same size")
     return [(slots, some) for slots, some in full.items() if some]

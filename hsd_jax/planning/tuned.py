@@ -217,7 +217,7 @@ class Tuned:
         made = found.conditions
         for name in ("target", "drafter"):
             if getattr(made, name) != getattr(here, name):
-                raise ValueError(f"{path}: made for another {name}; run tune() or `hsd tune` with this pair")
+                raise ValueError(f"{path}: made for another {name}")
         names = [field.name for field in dataclasses.fields(Conditions)]
         differ = [name for name in names if getattr(made, name) != getattr(here, name)]
         if differ:
@@ -275,7 +275,4 @@ def _kept(path: Path) -> Tuned | None:
 
 
 def _read(path: Path) -> Tuned:
-    try:
-        return settings.read(Tuned, read_json(path), str(path))
-    except ValueError as error:  # also for a file that is no JSON
-        raise ValueError(f"{error}; this is no record of `hsd tune`") from error
+    return settings.read(Tuned, read_json(path), str(path))

@@ -640,7 +640,7 @@ def test_a_terminal_that_lacks_characters(folders, monkeypatch, encoding, shown)
     said = "caf\xe9 \u2022"
     monkeypatch.setattr(tokenizer_lib.IncrementalDecoder, "push", lambda *_, is_last=False: said if is_last else "")
     one = ["generate", "--target", folders / "target", "--max-new-tokens", "2", "the"]
-    for argv in (one, [*one, "--no-stream"], [*one, "--json"]):
+    for argv in (one, [*one, "--json"]):
         out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         monkeypatch.setattr(sys, "stdout", out)
         assert hsd(*argv) == 0

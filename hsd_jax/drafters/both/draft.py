@@ -256,9 +256,7 @@ def both_drafter(
       method: of the base.
     """
     if scheme in DRAWN_SCHEMES:
-        raise ValueError(
-            f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled, with accept='match'"
-        )
+        raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled")
     depth = tree.depth
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
     lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth))

@@ -119,15 +119,10 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
     if form == AHEAD and reuse.num_states(depth, trained) > trained:
         allowed = f"depth 1 to {(trained - 1) // 2}" if trained >= 3 else "none"
         raise ValueError(
-            f"reuse={form!r} with TreeConfig.depth={depth}: drafts from states of the last round need"
-            f" 2 * depth + 1 = {2 * depth + 1} trained steps; this drafter has {trained}, which allows {allowed}"
+            f"reuse={form!r} with TreeConfig.depth={depth} and {trained} trained steps: allowed: {allowed}"
         )
     if form == SKIP and not 1 <= enough_spares(reuse, depth, trained) < trained:
         allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NO_REUSE_FORM
-        raise ValueError(
-            f"reuse={str(reuse)!r}: a round of this trunk leaves at most {trained - 1} spare states; allowed: {allowed}"
-        )
+        raise ValueError(f"reuse={str(reuse)!r} with {trained} trained steps: allowed: {allowed}")
     if form not in (NO_REUSE_FORM, SKIP, AHEAD) and depth < 2:
-        raise ValueError(
-            f"reuse={form!r} with TreeConfig.depth={depth}: one state is never spare; allowed are depths of 2 and more"
-        )
+        raise ValueError(f"reuse={form!r} with TreeConfig.depth={depth}: allowed are depths of 2 and more")

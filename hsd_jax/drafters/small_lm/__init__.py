@@ -38,16 +38,11 @@ def drafting_model(checkpoint: Checkpoint, target: DraftedFor) -> DraftingModel:
     if own is None or target.tokenizer is None:
         if config.vocab_size != size:
             raise ValueError(
-                f"{checkpoint}: a language model of {config.vocab_size} tokens for a target of {size}, and"
-                f" {'the target' if target.tokenizer is None else 'the language model'} has no tokenizer to compare:"
-                " both must have the same vocabulary"
+                f"{checkpoint}: {config.vocab_size} tokens, the target {size}, and no two tokenizers to compare them"
             )
     elif (found := own.conflict_with(target.tokenizer)) is not None:
         token, here, there = found
-        raise ValueError(
-            f"{checkpoint}: token {token} is {shown(here)}, and {shown(there)} in the target: both must have the same"
-            " vocabulary"
-        )
+        raise ValueError(f"{checkpoint}: token {token} of its vocabulary is {shown(here)}, the target's {shown(there)}")
     values: dict[str, Any] = vars(config) | {"vocab_size": size}
     if config.vocab_size != size:
         values["stored_vocab_size"] = config.vocab_size
@@ -57,9 +52,7 @@ def drafting_model(checkpoint: Checkpoint, target: DraftedFor) -> DraftingModel:
 def load(
     checkpoint: Checkpoint, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[SmallLMConfig, Weights]:
-    """Loads a language model as a drafter. It was not trained for a particular target.
-
-    """
+    """Loads a language model as a drafter. It was not trained for a particular target."""
     config = SmallLMConfig(**vars(drafting_model(checkpoint, target)), fingerprint=checkpoint.hash())
     return config, checkpoint.weights(dtype, placement, config.vocab_size)
 

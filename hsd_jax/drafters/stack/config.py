@@ -31,10 +31,7 @@ class StackConfig:
     def __post_init__(self):
         own = getattr(self.inner, "vocab_size", self.middle.vocab_size)
         if own != self.middle.vocab_size:
-            raise ValueError(
-                f"StackConfig: the inner drafter has vocab_size={own} and the middle model {self.middle.vocab_size}:"
-                " all levels must have the same vocabulary"
-            )
+            raise ValueError(f"StackConfig.inner has vocab_size={own}, the middle model {self.middle.vocab_size}")
 
     @property
     def vocab_size(self) -> int:

@@ -46,13 +46,8 @@ def save_steering(folder: str | Path, config: SteeredConfig, weights: Weights) -
 
 def read_stored(folder: Path) -> SteeringFields | None:
     """The steering configuration in a folder; None if the model there is not steered."""
-    names = STEERING_CONFIG, STEERING_FILE
-    there = [name for name in names if (folder / name).is_file()]
-    if not there:
+    if not any((folder / name).is_file() for name in (STEERING_CONFIG, STEERING_FILE)):
         return None
-    if len(there) == 1:
-        (missing,) = {*names} - {*there}
-        raise FileNotFoundError(f"{folder / missing}: no such file, though {there[0]} is there")
     return settings.read(SteeringFields, read_json(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
 
 
