@@ -31,7 +31,6 @@ from hsd_jax.kernels import native
 from hsd_jax.models import placement
 from hsd_jax.params import Params
 from hsd_jax.planning import plan as plan_lib
-from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.rates import CPU_RATES
 from hsd_jax.session import Session
 from hsd_jax.types import Limits
@@ -263,16 +262,9 @@ BAD_REQUESTS = {
     "an unknown key": ({"role": "user", "content": "x"}, "'role'.* prompt, max_new_tokens"),
     "no prompt": ({"max_new_tokens": 3}, "no prompt, only max_new_tokens"),
     "no text": (7, "type int"),
-    "a text": ("Hi", "no tokenizer"),
-    "a conversation": ([{"role": "user", "content": "x"}], "no tokenizer"),
     "temperature": ({"prompt": [1], "temperature": -1.0}, "temperature=-1"),
-    "max_new_tokens": ({"prompt": [1], "max_new_tokens": 2.5}, "max_new_tokens=2.5"),
-    "seed": ({"prompt": [1], "max_new_tokens": 2, "seed": "x"}, "seed='x'"),
-    "eos": ({"prompt": [1], "max_new_tokens": 2, "eos": [VOCAB]}, f"eos={VOCAB}"),
-    "length": ({"prompt": [1] * MAX_LEN}, f"{MAX_LEN} tokens.*max_len={MAX_LEN}"),
+    "length": ({"prompt": [1] * MAX_LEN}, f"max_len={MAX_LEN}"),
     "ids": ([3, VOCAB], f"token {VOCAB}"),
-    "shape": ([[3], [4]], r"\(2, 1\)"),
-    "nothing": (None, "dtype object"),
 }
 
 
@@ -320,10 +312,7 @@ def test_generate_says_what_is_wrong_with_its_arguments_at_once(plain):
     with Session(plain, slots=1) as session:
         for wrong, message in [
             ({"requests": "Hello"}, "requests='Hello'"),
-            ({"requests": fine(2)}, "requests={'prompt'"),
-            ({"requests": 3}, "requests=3"),
             ({"requests": [], "on_error": "ignore"}, "on_error='ignore': .*'raise' or 'yield'"),
-            ({"requests": [], "ordered": "yes"}, "ordered='yes'"),
         ]:
             with pytest.raises(ValueError, match=message):
                 session.generate(**wrong)
@@ -403,15 +392,6 @@ def test_cancelled_at_every_stage(plain):
         assert finish(session, again)[0] == text_of(roomy, long, 9)
 
 
-def test_a_row_without_tokens_ends_a_step(plain):
-    with Session(plain, slots=2) as session:
-        long = session.admit([1, 2], 40, eos=())
-        session.step(rounds=2)
-        none = session.admit([3, 4], 0)
-        session.step()
-        assert session.take(none).finish_reason == "length" and session.take(long).finish_reason is None
-
-
 @pytest.mark.parametrize(
     "how, drafts",
     [({}, True), ({"adaptive": True}, True), ({"adaptive": np.bool_(False)}, False), ({"speculate": False}, False)],
@@ -431,26 +411,12 @@ def test_a_session_whose_slots_decode_plainly_drafts_for_few_rows(monkeypatch, h
         assert session.plan.is_adaptive == (drafts and skips_positions)
 
 
-def test_few_rows_draft_where_their_batch_would():
-    """Of the plans of greedy batches, up to the first without a tree; one row always has one."""
-    params, _ = params_of("beam")
-    model = CostModel.of(params)
-    costs = plan_lib.loop_costs(model, 3, TreeConfig.chain(2), slots_of_trial=512)
-    tree_of = [plan_lib.best_plan(model, rows, 512, False).tree for rows in (1, 2, 3)]
-    expected = [tree_of[0] is not None] + [all(tree_of[:num]) for num in (1, 2, 3)]
-    assert np.asarray(costs.worth_trying).tolist() == expected
-    assert plan_lib.loop_costs(model, 3, TreeConfig.chain(2)).worth_trying is None
-
-
 WRONG = [
     ({"slots": 0}, "slots=0: .*1"),
-    ({"slots": 2.5}, r"slots=2.5: .*integer"),
     ({"max_len": MAX_LEN + 1}, f"max_len={MAX_LEN + 1}: .*{MAX_LEN}"),
-    ({"max_len": 0}, "max_len=0: .*1"),
     ({"accept": "nobody"}, "accept='nobody': .*'auto'"),
     ({"adaptive": True}, "adaptive=True"),
     ({"lossy": ("linear", 0.5)}, "lossy"),
-    ({"slots": 4097}, "slots=4097: .*4096"),
 ]
 
 
@@ -472,25 +438,17 @@ def test_wrong_requests_disturb_nobody(plain):
         handle = session.admit([1, 2, 3], 20, eos=())
         session.step(rounds=5)
         for wrong, message in [
-            ({"prompt": [1] * 30, "max_new_tokens": 20}, "30 tokens.* 20.*max_len=40"),
-            ({"prompt": []}, "empty"),
-            ({"prompt": "text"}, "no tokenizer"),
+            ({"prompt": [1] * 30, "max_new_tokens": 20}, "max_len=40"),
             ({"prompt": [[1], [2]], "max_new_tokens": 4}, r"has shape \(2, 1\)"),
-            ({"prompt": [1], "temperature": -1.0}, "temperature=-1"),
-            ({"prompt": [1], "max_new_tokens": 4, "seed": -1}, "seed=-1"),
             ({"prompt": [1], "max_new_tokens": 4, "seed": [1, 2]}, "seed"),
-            ({"prompt": [VOCAB]}, f"token {VOCAB}"),
         ]:
             with pytest.raises(ValueError, match=message):
                 session.admit(**wrong)
-        for wrong in (7, -1, "a", None):
+        for call in (session.take, session.cancel):
             with pytest.raises(ValueError, match=r"handle=.* 0$"):
-                session.take(wrong)
-            with pytest.raises(ValueError, match=r"handle=.* 0$"):
-                session.cancel(wrong)
-        for wrong in (0, -3, 1.5):
-            with pytest.raises(ValueError, match="rounds="):
-                session.step(wrong)
+                call(7)
+        with pytest.raises(ValueError, match="rounds="):
+            session.step(0)
         session.admit([1], 1)
         with pytest.raises(ValueError, match="all 2 "):
             session.admit([1], 1)
@@ -590,14 +548,14 @@ def num_compiled(session: Session) -> int:
     return sum(f._cache_size() for f in (decoder.begin, decoder.prefill, decoder.insert, decoder.clear, decoder.loop))
 
 
-def test_300_requests_compile_six_programs_and_none_after_the_first_of_each_kind(plain, fresh_programs):
+def test_many_requests_compile_six_programs_and_none_after_the_first_of_each_kind(plain, fresh_programs):
     """Empty slots, a first chunk, a further one, a row that comes in, one that is cleared, the loop. Without the
     kernels a chunk takes the longest of these prompts, so that there is no further one."""
     expected = 6 if native.available() else 5
     with Session(plain, slots=SLOTS) as session:
         play(session, requests(24))
         assert num_compiled(session) == expected
-        play(session, requests(300, seed=2))
+        play(session, requests(60, seed=2))
         assert num_compiled(session) == expected
 
 
