@@ -340,7 +340,7 @@ def test_a_request_may_take_its_time_and_is_taken_piece_by_piece(plain):
         assert session.take(other).finish_reason == "length" and session.take(handle).finish_reason is None
         _, taken = finish(session, handle)
         assert taken.stats.num_tokens == 10 and taken.text is None
-        with pytest.raises(ValueError, match=r"handle=0 .*none"):
+        with pytest.raises(ValueError, match=r"handle=0: .*none"):
             session.take(handle)
 
 

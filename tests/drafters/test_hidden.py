@@ -14,15 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import calls, setups, toy
-from support.trees import assert_well_formed
 
-from hsd_jax.config import RECURRENT, TreeConfig
-from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.config import RECURRENT
 from hsd_jax.drafters.hidden.schedule import trunk_states
-from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer import decode
-from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels.ops import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
 from hsd_jax.models.trunk import base_logits, trunk_features, trunk_pass
@@ -155,28 +150,6 @@ def test_slots_are_those_of_one_long_causal_pass():
         np.testing.assert_allclose(states[row, depth], out[row, last + depth], rtol=1e-3, atol=1e-4)
 
 
-def test_a_shallow_tree_has_the_first_states_of_a_deep_one():
-    """Slots see only those before them: cost follows depth, and one training serves every depth."""
-    models, state, _, _ = mid_state("block")
-    whole, cache = jitted_states("block", 4)(models, state.drafter)
-    for num_states in (1, 2):
-        states, same = jitted_states("block", num_states)(models, state.drafter)
-        np.testing.assert_allclose(states, whole[:, :num_states], rtol=1e-5, atol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), same, cache)
-
-
-@pytest.mark.slow
-def test_the_first_state_is_the_same_in_both_trunks():
-    """It is what the layers make of the last feature; slots, which stand behind it, do not touch it."""
-    setup = setups.setup("llama", "block")
-    models, state, _, _ = mid_state("block")
-    recurrent = dataclasses.replace(setup.drafter_config, trunk=RECURRENT)
-    trunk = models["drafter"]["trunk"] | {"no_token": jnp.zeros(32)}
-    one, _ = trunk_states(change(models, trunk=trunk), setup.config, recurrent, 1, state.drafter)
-    found, _ = jitted_states("block", 4)(models, state.drafter)
-    np.testing.assert_allclose(found[:, :1], one, rtol=1e-5, atol=1e-5)
-
-
 def trunk_inputs(drafter, config, states, embeddings):
     """What the trunk's first layer reads: states plus embeddings, or plus the vector that says there is none."""
     trunk = drafter["trunk"]
@@ -214,42 +187,6 @@ def test_refused_tokens_leave_nothing_behind():
         np.testing.assert_array_equal(np.asarray(a)[:, :2], np.asarray(b)[:, :2])
 
 
-def test_without_token_information_the_logits_are_the_base_logits():
-    """At initialisation; and the tree is then the beam of the base logits, whatever the root."""
-    setup = setups.setup("llama", "beam")
-    fresh = init_drafter(jax.random.key(0), setup.drafter_config)
-    tokens = jnp.arange(toy.VOCAB, dtype=jnp.int32)
-    assert not np.asarray(toy.token_info(fresh, setup.drafter_config, tokens)).any()
-    models, state, root, position = mid_state()
-    injector = models["drafter"]["injector"]
-    models = change(models, injector=injector | {"bias": jnp.zeros_like(injector["bias"])})
-    tree, _ = jitted_draft()(models, state.drafter, root, position)
-    shifted, _ = jitted_draft()(models, state.drafter, (root + 1) % toy.VOCAB, position)
-    np.testing.assert_array_equal(tree.tokens[:, 1:], shifted.tokens[:, 1:])
-    np.testing.assert_array_equal(tree.parents, shifted.parents)
-
-
-def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_path):
-    setup = setups.setup("llama", "beam")
-    config = dataclasses.replace(setup.drafter_config, rank=0)
-    models, state, root, position = mid_state()
-    injector = models["drafter"]["injector"]
-    models = change(models, injector=injector | {"bias": jnp.zeros_like(injector["bias"])})
-    wanted, _ = jitted_draft()(models, state.drafter, root, position)
-    bare = {name: part for name, part in models["drafter"].items() if name != "injector"}
-    assert bare.keys() == init_drafter(jax.random.key(0), config).keys()
-    draft = hidden_drafter(setup.config, config, setups.TREES["beam"], scheme=setup.drafter.scheme).draft
-    _, _, keys, _, sampling = calls.mixed_call().arrays()
-    inputs = RoundInputs(root, position, keys, sampling)
-    found, _ = jax.jit(draft)(models | {"drafter": bare}, state.drafter, inputs)
-    np.testing.assert_array_equal(found.tokens, wanted.tokens)
-    np.testing.assert_array_equal(found.parents, wanted.parents)
-    drafter_files.save_drafter(tmp_path, config, bare)
-    again, read = drafter_files.read_drafter(tmp_path)
-    assert again == config
-    jax.tree.map(np.testing.assert_array_equal, read, bare)
-
-
 def test_base_logits_go_through_the_target_head():
     """With an output norm of ones they are the target's own logits of the normalised state."""
     setup = setups.setup("llama", "beam")
@@ -258,19 +195,6 @@ def test_base_logits_go_through_the_target_head():
     found = base_logits(weights, setup.drafter_config, setup.models["target"], setup.config, states)
     normed = states / jnp.sqrt(jnp.mean(states**2, -1, keepdims=True))
     np.testing.assert_allclose(found, lm_head(setup.models["target"], setup.config, normed), rtol=1e-4, atol=1e-5)
-
-
-def test_trees_are_closed_and_without_twins():
-    models, state, root, position = mid_state()
-    tree, _ = jitted_draft()(models, state.drafter, root, position)
-    assert tree.tokens[:, 0].tolist() == root.tolist()
-    assert_well_formed(jax.tree.map(np.asarray, tree), np.asarray(ancestor_mask(tree, setups.TREES["beam"].depth)))
-
-
-def test_a_tree_deeper_than_the_training_is_refused():
-    setup = setups.setup("llama", "beam")
-    with pytest.raises(ValueError, match=r"depth=5.*1 to 4 steps"):
-        hidden_drafter(setup.config, setup.drafter_config, TreeConfig(nodes=8, depth=5, width=2))
 
 
 # --- caches -----------------------------------------------------------------------------------------------------------
@@ -393,17 +317,6 @@ def first_stale_slot(setup: setups.Setup) -> str | None:
 def test_caches_survive_growing(proposer):
     """Under SKIP a trunk run writes more slots than a tree is deep."""
     assert first_stale_slot(setups.setup("llama", proposer)) is None
-
-
-@pytest.mark.slow
-def test_the_comparison_finds_a_loop_that_reaches_too_little():
-    """A trunk run that writes over the end of its cache moves onto committed slots, which no text would show.
-
-    If it is not found after an intended change of the texts, look for another size of TIGHT.
-    """
-    setup = setups.setup("llama", "steered_block_skip")
-    short = dataclasses.replace(setup, drafter=setup.drafter._replace(lookahead=0))
-    assert first_stale_slot(short) is not None
 
 
 @pytest.mark.parametrize("where", ["trunk", "target", "pending", "next_tokens"])

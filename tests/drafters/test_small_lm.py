@@ -13,7 +13,6 @@ from oracles import branching as branching_oracle
 from oracles import chain as oracle
 from scipy import stats
 from support import calls, setups, toy
-from support.texts import first_difference
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -168,18 +167,6 @@ def test_acceptance_is_that_of_speculative_sampling():
         histogram = np.asarray(state.stats.accepted_histogram).sum(0)
         assert stats.chisquare(histogram - before, ROWS * distribution).pvalue > FALSE_ALARM
         before = histogram
-
-
-def test_greedy_rows_are_greedy_under_the_recursive_rule():
-    call, setup = calls.mixed_call(), setups.setup("llama", "small_lm")
-    drafter = small_lm_drafter(
-        setup.config, setup.drafter_config, setups.TREES["chain"], scheme=DrawScheme.WITHOUT_REPLACEMENT
-    )
-    step = make_step(setup.config, drafter, recursive_rule(DEPTH, 1))
-    decoder = Decoder(setup.config, step, drafter, precision="highest")
-    state = call.run(decoder, setup.models)
-    assert first_difference(calls.generated(call, state)[:2], setups.expected("llama", call)[:2]) is None
-    assert find_stale_slot(setup, state) is None
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

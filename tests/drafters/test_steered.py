@@ -18,13 +18,12 @@ from support.recipes import LOOP, TARGET_VALUES, TEXT
 from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
 import hsd_jax
-from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, read_steering, save_steering
 from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_features, steer
-from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import decode as decode_lib
 from hsd_jax.infer.plain import make_block
 from hsd_jax.kernels.ops import matmul
@@ -216,19 +215,6 @@ def test_plain_rounds_in_between_and_prompts_in_chunks(proposer, chunk, monkeypa
     assert turns == {True, False}
 
 
-def test_drafts_that_are_refused():
-    config, given = setups.STEERED, (setups.VARIANTS["llama"],)
-    with pytest.raises(ValueError, match=r"TreeConfig\.depth=5: .*1 to 4"):
-        make_drafter(*given, config, TreeConfig.chain(5))
-    with pytest.raises(ValueError, match=r"steering_layers=\[1, 9\]: .*1 to 2"):
-        make_drafter(*given, dataclasses.replace(config, steering_layers=(1, 9)), TreeConfig.chain(2))
-    with pytest.raises(ValueError, match=r" 64 .*hidden_size=32"):
-        make_drafter(*given, dataclasses.replace(config, target_hidden_size=64), TreeConfig.chain(2))
-    for layers in ((), (2, 1), (1, 1), (0, 1)):
-        with pytest.raises(ValueError, match="steering_layers"):
-            dataclasses.replace(config, steering_layers=layers)
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 SMALL = dataclasses.replace(TARGET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
@@ -366,11 +352,3 @@ def test_what_is_written_is_read(folders, tmp_path):
     edit_tensors(tmp_path / STEERING_FILE, lambda tensors: tensors.pop("mix.kernel"))
     with pytest.raises(ValueError, match=rf"{STEERING_FILE}: .*'mix.kernel'"):
         hsd_jax.load(target=folders / "target", drafter=tmp_path)
-
-
-def test_runs_that_are_refused(folders, tmp_path):
-    with pytest.raises(ValueError, match=r"--kind steered: .*--start"):
-        train(folders, tmp_path / "out", None)
-    with pytest.raises(ValueError, match=r"steering_layers=\[7\]: .*1 to 1"):
-        train(folders, tmp_path / "out", steering_layers=[7])
-    assert not (tmp_path / "out").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from tokenizers.models import WordLevel
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.files import read_drafter, save_drafter
+from hsd_jax.drafters.files import save_drafter
 from hsd_jax.infer.rules import RULES
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import Checkpoint, find
@@ -198,16 +197,6 @@ def test_a_drafter_that_was_trained_for_it_gets_its_rows(folders, tmp_path, num)
     edit_json(tmp_path / "all" / "drafter_config.json", vocab_size=ROWS)
     with pytest.raises(ValueError, match=rf"vocab_size={ROWS}.*vocab_size={num}"):
         hsd_jax.stack(params, tmp_path / "all")
-
-
-def test_a_list_with_more_ids_than_the_vocabulary_is_cut(tmp_path):
-    config = toy.drafter_config(toy.target_config(vocab_size=MORE), rank=5, reduced_vocab_size=MORE - 1)
-    weights = toy.random_like(toy.init_drafter, config, 1, 1.0)
-    save_drafter(tmp_path, config, weights | {"draft_to_target": np.arange(1, MORE)})
-    found, own = read_drafter(tmp_path, vocab_size=ROWS)
-    assert (found.vocab_size, found.reduced_vocab_size) == (ROWS, ROWS - 1)
-    np.testing.assert_array_equal(own["draft_to_target"], np.arange(1, ROWS))
-    jax.tree.map(np.testing.assert_array_equal, own["injector"]["bias"], weights["injector"]["bias"][: ROWS - 1])
 
 
 @pytest.mark.slow

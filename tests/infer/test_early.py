@@ -21,7 +21,7 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer import chains, worth
+from hsd_jax.infer import chains
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.types import Costs, Drafter, DrawScheme, RoundInputs, Stop
@@ -72,15 +72,6 @@ def test_the_text_is_that_of_plain_decoding_wherever_chains_end(price):
     assert (made == 4 * rounds) == (price == "free")
     if price == "dear":
         assert made < 3 * rounds
-
-
-def test_a_second_prompt_and_other_costs_compile_nothing():
-    setup = setups.setup("llama", "small_lm")
-    decoder = setup.decoder_with()
-    for level in LEVELS.values():
-        for call in (calls.mixed_call(), calls.mixed_call().rows([5, 4, 3, 2, 1, 0])):
-            decoded(dataclasses.replace(setup, decoder=decoder), call, level)
-    assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -224,12 +215,6 @@ def test_the_loop_follows_the_distribution_of_the_target_wherever_chains_end(acc
     assert min(p_values(texts)) > FALSE_ALARM
 
 
-@pytest.mark.slow
-def test_the_chi_square_finds_chains_that_end_by_their_own_token():
-    texts = tiny_texts(DRAWN_CHAIN, DrawScheme.INDEPENDENT, lambda d: row_by_row(d, 0.0, True), tiny_small_lm)
-    assert min(p_values(texts)) < FALSE_ALARM
-
-
 @pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.COUPLED])
 def test_drawn_chains_whose_length_is_learned_have_keys_of_their_round(scheme):
     """What `Control` learns of a round depends on drafts behind a rejection. Were their noise met again, whether a
@@ -266,17 +251,6 @@ def test_no_drawn_draft_is_dropped_by_worth():
     assert [text for row, text in enumerate(calls.generated(call, state)) if call.temperature[row] == 0.0] == [
         text for row, text in enumerate(setups.expected("llama", call)) if call.temperature[row] == 0.0
     ]
-
-
-def test_a_level_that_costs_more_than_it_promises_is_not_drafted():
-    """A sure drafter behind rounds of two tokens a second: a level of less than half a second pays."""
-    control = dataclasses.replace(worth.first_control(1), tokens=jnp.full(1, 2e6), plain=jnp.full(1, 1e6))
-    length, done = jnp.full(1, 9), jnp.zeros(1, bool)
-    score = jnp.zeros((1, 5))
-    for level, pays in ((0.49, True), (0.51, False)):
-        stop = worth.stop_rule(control, costs(1, level), length, done)
-        assert bool(chains.goes_on(stop, score, jnp.asarray(1))) is pays
-    assert worth.stop_rule(control, dataclasses.replace(costs(1, 1.0), level_seconds=None), length, done) is None
 
 
 def test_the_option_of_a_call(pair):

@@ -15,7 +15,6 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
 from hsd_jax.planning import texts as texts_lib
-from hsd_jax.planning.texts import load_arrays, save_arrays
 from hsd_jax.types import DraftTree
 
 TREE = TreeConfig(nodes=6, depth=3, width=2)
@@ -139,17 +138,6 @@ def test_chains_are_read_off_the_longest():
     assert len({fate.tau for fate in together}) == 2
 
 
-def test_a_chain_is_judged_too():
-    params = make_params()
-    texts = texts_lib.write_texts(params, PROMPTS, 24, 0.0, seed=0, batch=2)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    found = simulate.simulate(*models, texts, TREE, 0.0)
-    steps = params.drafter_config.num_steps
-    out = hsd_jax.decode(params, PROMPTS, max_new_tokens=24, tree=TreeConfig(steps + 1, steps, 1))
-    assert found["chain_tau"] == pytest.approx(out.stats.tau)
-    assert 0 < found["overlap"] < 1
-
-
 def test_a_child_of_a_wrong_node_counts_for_nothing():
     """Text 5 6 7 8; the tree of root 5 holds 6, a wrong 9, and behind the wrong one a 7."""
     tree = DraftTree(
@@ -184,13 +172,6 @@ def test_a_walk_follows_the_age_of_spares():
     fate = simulate.accepted_along(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
     assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
     assert fate.trunk_runs == ((True, False, True, False),)
-
-
-def test_texts_survive_a_file(tmp_path):
-    rows, seeds = np.arange(6, dtype=np.int32).reshape(2, 3), np.array([7, 2**32 - 1], np.uint32)
-    texts = texts_lib.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
-    save_arrays(tmp_path / "texts.npz", vars(texts))
-    jax.tree.map(np.testing.assert_array_equal, load_arrays(tmp_path / "texts.npz", *vars(texts)), vars(texts))
 
 
 @pytest.mark.parametrize("config", [LookupConfig(), BothConfig(toy.drafter_config(toy.target_config()))], ids=type)

@@ -454,7 +454,7 @@ def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
 
     monkeypatch.setattr(hsd_jax, "decode", decode)
     for arguments in (["--tuned", record / "fast.json"], ["--no-tuned"], []):
-        assert hsd("generate", *both(folders), *arguments, "the cat") == 2
+        assert hsd("generate", *both(folders), *arguments, "--json", "the cat") == 2
     assert seen == [hsd_jax.Tuned.load(record / "fast.json", hsd_jax.load(**vars_of(folders))), False, True]
 
 
