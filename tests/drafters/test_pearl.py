@@ -45,8 +45,7 @@ def test_the_two_phases_emit_the_distribution_of_the_target(size, gamma):
     p, q = table(rng, size), table(rng, size)
     wanted = oracle.of_target(p, 0, num)
     assert oracle.law(p, q, 0, gamma, num) == wanted
-    for mutant in ("no test", "equal", *(["bonus"] if gamma > 1 else [])):
-        assert oracle.law(p, q, 0, gamma, num, mutant) != wanted, mutant
+    assert oracle.law(p, q, 0, gamma, num, "no test") != wanted
 
 
 def test_the_compiled_loop_follows_the_distribution_of_the_target():

