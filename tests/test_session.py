@@ -25,14 +25,12 @@ from hsd_jax import session as session_lib
 from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import rows as row_lib
-from hsd_jax.infer.step import advance
 from hsd_jax.kernels import native
 from hsd_jax.models import placement
 from hsd_jax.params import Params
 from hsd_jax.planning import plan as plan_lib
 from hsd_jax.planning.rates import CPU_RATES
 from hsd_jax.session import Session
-from hsd_jax.types import Limits
 
 slow = pytest.mark.slow
 MAX_LEN, SLOTS = 96, 4
@@ -584,20 +582,6 @@ def test_rows_that_run_wait_for_one_chunk_at_a_time(plain, monkeypatch):
         assert finish(session, runs)[0] == text_of(params, [1, 2], 60)
 
 
-def test_a_step_without_a_number_ends_with_a_row_also_where_caches_grow(monkeypatch, fresh_programs):
-    """Also after rounds between the readings of two prompts, which are counted."""
-    for lib in (request_lib, session_lib):
-        monkeypatch.setattr(lib, "SMALLEST_CAPACITY", 64)
-        monkeypatch.setattr(lib, "LARGEST_FIRST", 0, raising=False)
-    params = dataclasses.replace(params_of("plain")[0], max_len=400)
-    params = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, max_position=400))
-    with Session(params, slots=2) as session:
-        handles = [session.admit([1, 2 + i], 200, eos=()) for i in range(2)]
-        session.step()
-        assert session.rows[0].cache.capacity > 64
-        assert session.take(handles[0]).finish_reason == "length"
-
-
 def test_caches_that_are_reserved_have_one_size(plain):
     params = dataclasses.replace(plain, max_len=2000)
     params = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, max_position=2000))
@@ -624,14 +608,3 @@ def test_a_session_on_a_mesh_says_the_same_and_its_empty_slots_are_split(fresh_p
         )
         found = play(session, asked)
     assert_as_alone(asked, found)
-
-
-def test_a_finished_row_at_the_end_of_its_buffer_is_not_written_over(plain):
-    """Others go on, and a round writes places behind every row."""
-    decoder = request_lib.set_up(plain, request_lib.Speculation(speculate=False), 1, 1, 512, 0.0).decoder
-    limits = Limits(jnp.array([16]), jnp.full((1, 4), -1))
-    tokens = jnp.arange(16)[None] % VOCAB
-    keys = jax.random.split(jax.random.key(0), 1)
-    state = decoder.begin(tokens, jnp.array([16]), keys, limits, None, capacity=16, max_tokens=17)
-    after = advance(state, jnp.full((1, 5), 7), jnp.array([0]), state.done, state.cache, None)
-    np.testing.assert_array_equal(after.tokens, state.tokens)

@@ -17,7 +17,7 @@ from support import toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.draft import ArcExpander, weighed
-from hsd_jax.drafters.rescored.scorers import ZERO_GRAMS, ngram_scorer
+from hsd_jax.drafters.rescored.scorers import ngram_scorer
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower, token_free
 from hsd_jax.kernels import ops
@@ -137,24 +137,3 @@ def test_trees_are_those_of_a_scan_of_the_vocabulary(shape, scheme, is_hot, has_
         np.testing.assert_array_equal(np.asarray(found.tokens)[has_token], np.asarray(wanted.tokens)[has_token])
         assert has_token[:FILTERED].all()
         assert has_token[FILTERED].all() == (scheme is DrawScheme.ARBITRARY or shape == "chain")
-
-
-def test_of_arcs_that_are_equally_likely_the_first_tokens_are_taken():
-    """A scorer that undoes what the heads say; the order of the arcs by the heads alone is another."""
-    heads = np.where(np.arange(VOCAB) < 20, np.arange(VOCAB) % 7, -10).astype(np.float32)
-
-    def undo(weights, level, tokens, parents, arcs, carry):
-        return -jnp.asarray(heads)[arcs] / weights["alpha"], carry
-
-    base, inputs = jnp.broadcast_to(heads, (BATCH, DEPTH, VOCAB)), inputs_of(0)
-    scorer, lattice = ZERO_GRAMS._replace(score=undo), ArcExpander(ARCS, None, inputs.sampling)
-    weights = {"alpha": jnp.full(1, 0.5)}
-
-    @jax.jit
-    def grow(base):
-        expand = weighed(lattice.expand(base, None), scorer, weights)
-        return Grower(BEAM, DrawScheme.ARBITRARY, VOCAB).grow(expand, (None, ()), inputs)[0]
-
-    found = grow(base)
-    wanted = np.sort(np.argsort(-heads, kind="stable")[:ARCS])[: BEAM.width]
-    np.testing.assert_array_equal(found.tokens[:, 1 : 1 + BEAM.width], np.broadcast_to(wanted, (BATCH, BEAM.width)))

@@ -108,14 +108,11 @@ def test_tokenizers_decide():
 
 def test_other_vocabularies_are_refused(folders):
     small = folders / f"tied{FEWER}"
-    with pytest.raises(ValueError, match=r"token 5 is 'x', and 'w5' in the target.*vocabulary"):
+    with pytest.raises(ValueError, match=r"token 5 .* is 'x', the target's 'w5'"):
         load(target=with_words(folders / "target"), drafter=with_words(small, x=5))
     for target, drafter in ((with_words(folders / "target"), small), (folders / "target", with_words(small))):
-        with pytest.raises(ValueError, match=rf"{FEWER} tokens.* {ROWS}.*no tokenizer.*vocabulary"):
+        with pytest.raises(ValueError, match=rf"{FEWER} tokens, the target {ROWS}"):
             load(target=target, drafter=drafter)
-    params = load(target=with_words(folders / "target"), drafter=with_words(small))
-    with pytest.raises(ValueError, match=rf"width={FEWER + 1}.* {FEWER}"):
-        hsd_jax.decode(params, [1], 4, tree=TreeConfig(nodes=ROWS + 1, depth=2, width=FEWER + 1))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------

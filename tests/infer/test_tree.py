@@ -72,17 +72,6 @@ def test_beam_is_that_of_the_oracle(config):
         assert find_difference(grow, config, seed) is None
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.0, 0.1, 3.0, 100.0]))
-def test_beam_is_well_formed(config, seed, scale):
-    """Also where scores tie: scale 0 makes all logits equal, scale 100 makes most paths certain."""
-    tree = grow(config, *random_inputs(config, seed, scale=scale))
-    assert tree.valid.all()
-    mask = mask_of(tree, config.depth)
-    assert_well_formed(tree, np.asarray(mask))
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_padding_sees_itself_alone_and_changes_nothing(data):

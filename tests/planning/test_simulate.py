@@ -10,8 +10,6 @@ from support import setups, toy
 
 import hsd_jax
 from hsd_jax.config import NO_REUSE, PARALLEL, ReuseConfig, TreeConfig
-from hsd_jax.drafters.both.config import BothConfig
-from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
 from hsd_jax.planning import texts as texts_lib
@@ -172,21 +170,3 @@ def test_a_walk_follows_the_age_of_spares():
     fate = simulate.accepted_along(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
     assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
     assert fate.trunk_runs == ((True, False, True, False),)
-
-
-@pytest.mark.parametrize("config", [LookupConfig(), BothConfig(toy.drafter_config(toy.target_config()))], ids=type)
-def test_shorter_chains_are_read_off_longer_ones_where_they_are_their_beginning(monkeypatch, config):
-    """Which of two drafts `both` takes for a chain depends on its length."""
-    asked = []
-
-    def follow(*args):
-        asked.extend(args[4])
-        raise InterruptedError
-
-    monkeypatch.setattr(simulate, "accepted_by_age", follow)
-    tokens = np.zeros((1, 8), np.int32)
-    texts = texts_lib.Texts(tokens, np.array([2]), np.array([8]), np.array([0], np.uint32))
-    drafts = [(TreeConfig.chain(depth), NO_REUSE) for depth in (2, 3)]
-    with pytest.raises(InterruptedError):
-        simulate.accepted_lengths({}, config, {}, None, texts, drafts, 0.0)
-    assert asked == (drafts[1:] if isinstance(config, LookupConfig) else drafts)

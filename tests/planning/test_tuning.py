@@ -165,15 +165,6 @@ def test_the_tree_that_decode_chooses_is_a_candidate(monkeypatch, params):
 # --- prediction by hand ----------------------------------------------------------------------------------------------
 
 
-def test_rounds_of_a_batch():
-    """Two rows of 3 rounds and 1, then one alone; the trunk runs if one row asks."""
-    runs = ((True, False, True), (True,), (True, False))
-    fate = simulate.AcceptedLengths(2.0, (1, 5), runs)
-    assert fate.in_step(1) == (6, 4)
-    assert fate.in_step(2) == (5, 3)
-    assert fate.in_step(3) == (3, 2)
-
-
 def test_cost_of_a_round():
     """Seconds of 1 + 2 nodes + 3 depths, measured thrice, known everywhere; runs of 1 and 5 states take 1 and 9."""
     trees = [TreeConfig(4, 3, 1), TreeConfig(7, 6, 1), TreeConfig(16, 6, 4)]
@@ -319,14 +310,6 @@ def test_a_record_is_found_for_its_pair_and_machine_alone(found_by_name, kept_fo
         assert "`tune`" not in plan_of(params.replace(**change)).reason
     monkeypatch.setattr(tuned, "device_name", lambda: "a stone")
     assert "`tune`" not in plan_of(params).reason
-
-
-def test_a_tree_this_drafter_cannot_grow_is_left_aside(found_by_name, kept_folder):
-    """Weights replaced by hand leave the fingerprints as they were."""
-    make_record(found_by_name, make_choice(CHAIN, "none", temperature=0.0)).keep()
-    assert plan_of(found_by_name).tree == CHAIN
-    short = dataclasses.replace(found_by_name.drafter_config, num_steps=2)
-    assert "`tune`" not in plan_of(found_by_name.replace(drafter_config=short)).reason
 
 
 @pytest.mark.parametrize("content", ["{", "{}"])
