@@ -317,7 +317,7 @@ def test_loading_by_name(tmp_path, monkeypatch):
     folder.symlink_to(hsd_jax.models.checkpoint.DEMO / "drafter")
     assert hsd_jax.load("demo", drafter=str(folder)).drafter_config == alone.drafter_config
     assert hsd_jax.load("demo", drafter=f"{folder}+lookup").drafter_config == BothConfig(alone.drafter_config)
-    for name, message in {"lookup+lookup": "lookup", "demo+lookup:0": "max_ngram=0"}.items():
+    for name, message in {"lookup+lookup": "lookup with lookup", "demo+lookup:0": "max_ngram=0"}.items():
         with pytest.raises(ValueError, match=message):
             hsd_jax.load("demo", drafter=name)
 
@@ -331,6 +331,7 @@ def test_drawn_trees_are_refused():
                 hsd_jax.decode(params, [1, 2], accept=accept, draw=draw)
 
 
+@pytest.mark.slow
 def test_text_of_the_bundled_pair_is_that_of_plain_decoding():
     """Greedy and sampled rows together, where the tree is chosen; asked for, it is in the table of `test_exact.py`."""
     params = hsd_jax.load("demo", drafter="demo+lookup", precision="exact")

@@ -231,7 +231,7 @@ def trained():
     )
 
 
-@pytest.mark.parametrize("kind", ["half", "few"])
+@pytest.mark.parametrize("kind", [pytest.param("half", marks=pytest.mark.slow), "few"])
 def test_loss_and_overlap_against_loops(kind):
     """Both models decode every prefix; p is not renormalised, neither in the loss nor in the overlap."""
     config, learned, frozen, models = trained()

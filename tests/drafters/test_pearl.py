@@ -48,6 +48,7 @@ def test_the_two_phases_emit_the_distribution_of_the_target(size, gamma):
     assert oracle.law(p, q, 0, gamma, num, "no test") != wanted
 
 
+@pytest.mark.slow
 def test_the_compiled_loop_follows_the_distribution_of_the_target():
     """131,072 tokens behind every phase; eight chi-squares."""
     texts = tiny_texts(TreeConfig.chain(3), DrawScheme.WITHOUT_REPLACEMENT, pair=tiny_pearl)

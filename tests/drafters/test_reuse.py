@@ -303,7 +303,7 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
 
 @pytest.mark.parametrize("text", ["twice", "skip:0", "sum:2", None])
 def test_unknown_forms_are_refused(text):
-    with pytest.raises(ValueError, match=f"reuse={text!r}"):
+    with pytest.raises(ValueError, match=f"reuse=.*{text}"):
         ReuseConfig.parse(text)
 
 

@@ -198,10 +198,8 @@ def test_another_vocabulary_is_refused(tmp_path):
     config, small_config = toy.target_config(), toy.target_config(vocab_size=toy.VOCAB - 1)
     convert.save_target(tmp_path / "target", config, setups.weights("llama"))
     convert.save_target(tmp_path / "small", small_config, toy.make_target(small_config))
-    with pytest.raises(ValueError, match=r"23 tokens.* 24.*vocabulary"):
+    with pytest.raises(ValueError, match="23 tokens, the target 24"):
         hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small")
-    with pytest.raises(ValueError, match="vocab_size=23"):
-        small_lm_drafter(config, SmallLMConfig(**vars(small_config)), setups.TREES["chain"])
     with pytest.raises(ValueError, match=r"TreeConfig\.branching=\(25,\): .*1 to .*24"):
         small_lm_drafter(config, SmallLMConfig(**vars(config)), TreeConfig(branching=(25,)))
     with pytest.raises(ValueError, match=r"nodes=12, depth=3, width=3"):
