@@ -1,7 +1,6 @@
 """The functions that users call, `decode` and `stream`, and the records they return.
 
-Each call opens a `Session` for one batch: all rows start together, and no row is added later. Read next: `session.py`,
-or `infer/step.py` for one round.
+Each call opens a `Session` for one batch: all rows start together, and no row is added later.
 """
 
 from __future__ import annotations
@@ -254,11 +253,7 @@ def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stat
 
 
 def check_valid(rows: Mapping[int, Taken] | Sequence[Taken]) -> None:
-    """Raises an error if a row ended because the target gave no distribution for a token.
-
-    Raises:
-      ValueError: naming the first such row.
-    """
+    """Raises an error if a row ended because the target gave no distribution for a token."""
     for row, taken in rows.items() if isinstance(rows, Mapping) else enumerate(rows):
         if taken.error is not None:
             raise ValueError(f"row {row}: {taken.error}")

@@ -1,6 +1,6 @@
 """Checks the arguments of a call row by row: prompts, lengths, settings, seeds and end tokens.
 
-Nothing here depends on the drafter. Read next: `request.py`, which decides how the rows are decoded.
+Nothing here depends on the drafter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from hsd_jax.config import bucket
+from hsd_jax.host.files import decoded
 from hsd_jax.params import Params
 from hsd_jax.settings import MOST, Seed, Temperature, TopK, TopP, Whole, shown, take
 from hsd_jax.tokenizer import Messages, check_unicode
@@ -23,6 +24,7 @@ COLDEST = 1e-6
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array | Messages
 """A text, token ids, or a conversation."""
+_EXPECTED = "expected a text, token ids or a conversation (a list of messages)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +67,7 @@ NOTHING = Row([0], 0, 0.0, 0, 1.0, (0, 0), ())
 
 
 def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
-    """The rows of a call.
-
-    Raises:
-      ValueError: naming the wrong value and the allowed ones, and the number of a wrong prompt.
-    """
+    """The rows of a call."""
     prompts = encode(params, prompt)
     return _rows(params, prompts, [f"prompt {row}" for row in range(len(prompts))], asked, None)
 
@@ -79,13 +77,9 @@ def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row
 
     Args:
       max_len: largest length of the row in tokens, if less than the models allow.
-    Raises:
-      ValueError: naming the wrong value and the allowed ones.
     """
     if isinstance(prompt, (int, np.integer, Mapping)):
-        raise ValueError(
-            f"prompt of type {type(prompt).__name__}: expected a text, token ids or a conversation (a list of messages)"
-        )
+        raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}")
     (row,) = _rows(params, [_encode_one(params, prompt, "the prompt")], ["the prompt"], asked, max_len)
     return row
 
@@ -124,23 +118,11 @@ def arrays_of(
 
 
 def check_length(params: Params, name: str, num_tokens: int, new: int, max_len: int | None = None) -> None:
-    """Checks that `new` tokens fit after a prompt of `num_tokens`.
-
-    Args:
-      name: of the prompt, for the error message.
-    Raises:
-      ValueError: naming the prompt and the largest length.
-    """
-    if num_tokens + new > params.max_len:
+    """Checks that `new` tokens fit after a prompt of `num_tokens`."""
+    longest = params.max_len if max_len is None else max_len
+    if num_tokens + new > longest:
         raise ValueError(
-            f"{name} has {num_tokens} tokens and max_new_tokens is {shown(new)}: the sum exceeds"
-            f" max_len={params.max_len}; shorten one, or load with a larger max_len (at most"
-            f" {params.target_config.max_position})"
-        )
-    if max_len is not None and num_tokens + new > max_len:
-        raise ValueError(
-            f"{name} has {num_tokens} tokens and max_new_tokens is {shown(new)}: the sum exceeds the session's"
-            f" max_len={max_len}; shorten one, or open a session with a larger max_len (at most {params.max_len})"
+            f"{name} has {num_tokens} tokens, max_new_tokens={shown(new)}: together over max_len={longest}"
         )
 
 
@@ -149,11 +131,6 @@ def encode(params: Params, prompt) -> list[list[int]]:
 
     A sequence that holds a mapping is one conversation. A sequence that holds only integers is one prompt of ids. Any
     other sequence is a batch, whose items may be of different kinds.
-
-    Raises:
-      ValueError: for an empty prompt, a text or conversation without a tokenizer, a text that is not UTF-8, ids outside
-        the vocabulary, and a conversation that `Tokenizer.encode_chat` refuses. It names the prompt, and the message of
-        a conversation.
     """
     if isinstance(prompt, (str, bytes)):
         prompts: list = [prompt]
@@ -163,12 +140,9 @@ def encode(params: Params, prompt) -> list[list[int]]:
         is_ids = len(prompt) > 0 and all(isinstance(x, (int, np.integer)) for x in prompt)
         prompts = [prompt] if is_ids or _is_conversation(prompt) else list(prompt)
     else:
-        raise ValueError(
-            f"prompt of type {type(prompt).__name__}: expected a text, token ids, a conversation (a list of messages),"
-            " or a list of these"
-        )
+        raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}, or a list of these")
     if not prompts:
-        raise ValueError("prompt is an empty list: give at least one text or one token id")
+        raise ValueError("prompt is an empty list")
     return [_encode_one(params, p, f"prompt {i}") for i, p in enumerate(prompts)]
 
 
@@ -179,26 +153,20 @@ def _is_conversation(prompt: Any) -> bool:
 
 def _encode_one(params: Params, prompt, name: str) -> list[int]:
     if isinstance(prompt, bytes):
-        try:
-            prompt = prompt.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start})") from error
-    if isinstance(prompt, str):
+        prompt = decoded(prompt, name)
+    if isinstance(prompt, str) or _is_conversation(prompt):
         if params.tokenizer is None:
-            raise ValueError(f"{name} is text, but the checkpoint has no tokenizer: give token ids")
-        check_unicode(prompt, name)
-        if not prompt:
-            raise ValueError(f"{name} is empty: give at least one token")
-        prompt = params.tokenizer.encode(prompt)
-    elif _is_conversation(prompt):
-        if params.tokenizer is None:
-            raise ValueError(f"{name} is a conversation, but the checkpoint has no tokenizer: give token ids")
-        prompt = params.tokenizer.encode_chat(prompt, name)
+            raise ValueError(f"{name}: the checkpoint has no tokenizer: give token ids")
+        if not isinstance(prompt, str):
+            prompt = params.tokenizer.encode_chat(prompt, name)
+        elif prompt:
+            check_unicode(prompt, name)
+            prompt = params.tokenizer.encode(prompt)
     try:
         ids = np.asarray(prompt)
     except (ValueError, OverflowError):  # lists of several lengths
         raise ValueError(f"{name} is {shown(prompt)}: expected a row of integers") from None
-    if ids.size == 0:
+    if isinstance(prompt, str) or ids.size == 0:
         raise ValueError(f"{name} is empty: give at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{name} has shape {ids.shape} and dtype {ids.dtype}: expected a row of integers")
@@ -244,7 +212,7 @@ def sampling_of_rows(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray,
 
 
 def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float | None = None) -> SamplingParams:
-    """The settings of a single row, on the device. Raises a ValueError for a wrong value."""
+    """The settings of a single row, on the device."""
     temperatures, ks, ps = jax.device_put(sampling_of_rows(1, temperature, top_k, top_p))
     return SamplingParams(temperatures, ks, ps)
 

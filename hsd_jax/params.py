@@ -1,6 +1,6 @@
 """`Params`, the models and settings that users pass around, and `load`, which makes them from names, folders and files.
 
-A wrong checkpoint raises an error here, before anything compiles. Read next: `api.py`.
+A wrong checkpoint raises an error here, before anything compiles.
 """
 
 from __future__ import annotations
@@ -188,11 +188,11 @@ def load(
         (`host/jax_settings.py`). Nothing stays loaded after an error.
     """
     check_jax_settings()
-    for argument, value in (("name", name), ("target", target), ("tokenizer", tokenizer)):
-        if not isinstance(value, (str, os.PathLike, Checkpoint, type(None))):
+    given = {"name": name, "target": target, "tokenizer": tokenizer, "drafter": drafter}
+    for argument, value in given.items():
+        configs = WITHOUT_WEIGHTS if argument == "drafter" else ()
+        if not isinstance(value, (str, os.PathLike, Checkpoint, *configs, type(None))):
             raise ValueError(f"{argument}={shown(value)}: expected a name, a folder or a file")
-    if not isinstance(drafter, (str, os.PathLike, Checkpoint, *WITHOUT_WEIGHTS, type(None))):
-        raise ValueError(f"drafter={shown(drafter)}: expected a name, a folder or a file")
     source = target if name is None else name
     if source is None or (name is not None and target is not None):
         raise ValueError('load() needs one target: load("demo"), load("ORG/NAME") or load(target=FOLDER)')
@@ -276,11 +276,8 @@ def _load_both(name: str, base: str, lookup: LookupConfig, *rest: Any) -> tuple[
     """The trained drafter and lookup of "BASE+lookup". `rest` are the other arguments of `_load_drafter`."""
     config, weights = _load_drafter(base, *rest)
     if method_of(config).training is None:
-        raise ValueError(
-            f"drafter={shown(name)}: {base} is a {config.kind} drafter; lookup combines only with a drafter that is"
-            f" trained on its target's features: a folder of `hsd train drafter`, or {' or '.join(BUNDLED)} for that"
-            " target"
-        )
+        allowed = kinds_with(lambda method: method.training is not None)
+        raise ValueError(f"drafter={shown(name)}: {config.kind} with lookup; allowed are {', '.join(allowed)}")
     return BothConfig(config, lookup), weights
 
 
@@ -324,8 +321,6 @@ def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False
 
     Args:
       drafter, strict: as in `load`.
-    Raises:
-      FileNotFoundError, ValueError: as `load`.
     """
     target_hash, _ = params.fingerprints()
     dtype = DTYPES.get(params.dtype, params.target["final_norm"]["weight"].dtype)  # int8: the dtype of its vectors
@@ -358,7 +353,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     """
     config = params.drafter_config
     if params.drafter is None or config is None or method_of(config).training is None:
-        raise ValueError("restrict() needs a trained drafter, and these params have none: load with drafter=FOLDER")
+        raise ValueError("restrict() needs a trained drafter")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
     return _drafted_by(params, config, weights, None if params.fingerprint_pair is None else params.fingerprint_pair[0])
@@ -378,9 +373,7 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
     config, weights = RescoredConfig.base_of(params.drafter_config), params.drafter
     if not weights or config is None or method_of(config).lattice is None:
         kinds = " or ".join(kinds_with(lambda method: method.lattice is not None))
-        raise ValueError(
-            f"rescore() needs a drafter whose states read no drafted token, {kinds}: load with drafter=FOLDER"
-        )
+        raise ValueError(f"rescore() needs a drafter whose states read no drafted token: {kinds}")
     take(NotNegative, alpha, "alpha")
     target_hash, _ = params.fingerprints()
     dtype = weights["output_norm"]["weight"].dtype
@@ -410,9 +403,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
 
     def stacked(config: Any, weights: Weights) -> tuple[StackConfig, Weights]:
         if config is None or not method_of(config).is_language_model:
-            raise ValueError(
-                "stack() needs a small language model that drafts: load with drafter=FOLDER of such a model"
-            )
+            raise ValueError("stack() needs a small language model that drafts")
         model = DraftedFor(config, config.fingerprint, params.tokenizer)
         dtype = jax.tree.leaves(weights["embedding"])[0].dtype
         below, own = _load_drafter(inner, model, dtype, Placement(params.mesh, True), strict=True)
@@ -476,5 +467,5 @@ def _check_dtype(dtype: Any, precision: str) -> Any:
     if name not in DTYPES:
         raise ValueError(f"dtype={shown(dtype)}: allowed are {', '.join(DTYPES)}")
     if precision == "exact" and name != "float32":
-        raise ValueError(f'dtype={name!r} with precision="exact": exact means float32; leave dtype out')
+        raise ValueError(f'dtype={name!r} with precision="exact": exact means float32')
     return DTYPES[name]

@@ -1,7 +1,7 @@
 """Decides how rows are decoded: the tree, the acceptance rule, the compiled functions and the sizes of their arrays.
 
 Wrong settings of speculation raise an error here, and wrong settings of a row in `arguments.py`, before anything
-compiles. Read next: `planning/plan.py`, which chooses the tree, and `session.py`, where rows are decoded.
+compiles.
 """
 
 from __future__ import annotations
@@ -167,8 +167,6 @@ def set_up(
       plan_rows: number of rows for which the tree is chosen if none is requested.
       capacity: number of slots of the caches.
       temperature: the highest temperature of all rows.
-    Raises:
-      ValueError: naming the wrong value and the allowed ones.
     """
     check_jax_settings()
     check_mesh(params.mesh)
@@ -254,14 +252,7 @@ def largest_capacity(lookahead: int, max_len: int) -> int:
 
 
 def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
-    """The acceptance rule and the draw scheme of the trees.
-
-    Args:
-      accept: name of a rule; "auto" means "match".
-      draw: None: the scheme that suits the rule.
-    Raises:
-      ValueError: for an unknown rule or scheme, naming the allowed ones.
-    """
+    """The acceptance rule ("auto" means "match") and the draw scheme of the trees (None: the one that suits it)."""
     take(Scheme | None, draw, "draw")
     rule = "match" if take(Rule, accept, "accept") == AUTO else accept
     return rule, RULES[rule].scheme if draw is None else DrawScheme(draw)

@@ -4,8 +4,7 @@
 The host repeats four steps. It puts a row whose prompt has been read into its slot. It calls the loop. It queues a
 chunk of a waiting prompt, which the device reads into a separate state. It fetches the new tokens. Only the last step
 waits for the device. In a single process it waits only for the rounds: the device reads the chunk while the host
-returns answers and admits requests. Read next: `infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`,
-which copies rows between states.
+returns answers and admits requests.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -45,15 +44,12 @@ from hsd_jax.request import (
     rows_bucket,
     set_up,
 )
-from hsd_jax.settings import Count, Flag, OneOf, shown, take
+from hsd_jax.settings import Count, Flag, shown, take
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits, SamplingParams
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
-RAISE, YIELD = "raise", "yield"
-"""What `generate` does with a wrong request: it raises the error, or it yields an answer that failed."""
-OnError = Annotated[str, OneOf((RAISE, YIELD))]
 MOST_SLOTS = 4096
 
 
@@ -152,9 +148,6 @@ class Session:
     identical for every slot, every set of other rows and every earlier row. Elsewhere programs of different sizes may
     round differently. Under the other rules the text has the same distribution. Use a session as a context manager
     or close it. If there are several processes, all must make the same calls in the same order.
-
-    In the terms of JAX serving engines (JetStream, MaxText): `admit` and the reading that `step` does are *prefill*,
-    the end of that reading is *insert*, a round of `step` is *generate*, and `take` reads a slot's *result tokens*.
 
         with hsd_jax.Session(params, slots=8) as session:
             for answer in session.generate(prompts):
@@ -371,7 +364,7 @@ class Session:
         self._shut(CANCELLED, "the session is closed")
 
     def generate(
-        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False, on_error: str = RAISE
+        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False
     ) -> Generator[Generated, None, None]:
         """Answers any number of requests. Each is admitted as soon as a slot is free.
 
@@ -380,36 +373,31 @@ class Session:
             is read only when a slot is free.
           ordered: True yields answers in the order of the requests and holds back those that end early. False yields
             them as rows end.
-          on_error: what a wrong request does. "raise": no further request is read, the answers to all requests before
-            it are yielded, then its error is raised. "yield": an answer that failed with this error is yielded in its
-            place, without tokens or statistics, and the others continue.
         Yields:
           Complete answers. An answer that failed says so, and the others continue.
         Raises:
-          ValueError: at the call for a wrong argument. Then as `admit`, naming the number of the wrong request. Also if
-            requests from elsewhere hold all slots.
+          ValueError: at the call for a wrong argument. Then as `admit`, naming the number of the wrong request: no
+            further request is read, and the answers to all requests before it are yielded first. Also if requests from
+            elsewhere hold all slots.
           Exception: what the iterator raises, after the answers to all requests that it gave. After these errors the
             session can be used as before, but not after an error of `step`. If the caller stops early, the running
             requests of this call are cancelled.
         """
         if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
-            raise ValueError(f"requests={shown(requests)}: expected a list of prompts; for one prompt give [prompt]")
-        take(OnError, on_error, "on_error")
-        answers = self._answers(self._read_requests(requests, on_error))
+            raise ValueError(f"requests={shown(requests)}: expected a list of prompts")
+        answers = self._answers(self._read_requests(requests))
         return _in_order(answers) if take(Flag, ordered, "ordered") else answers
 
-    def _read_requests(self, requests: Iterable[Any], on_error: str) -> Iterator[tuple[int, Row | ValueError]]:
-        """Numbers and rows of requests. A wrong request ends this with its error, or is replaced by its error."""
+    def _read_requests(self, requests: Iterable[Any]) -> Iterator[tuple[int, Row]]:
+        """Numbers and rows of requests."""
         for index, request in enumerate(requests):
             try:
                 row = row_of(self.params, *_asked(request), self.max_len)
             except ValueError as error:
-                if on_error == RAISE:
-                    raise ValueError(f"request {index}: {error}") from error
-                row = error
+                raise ValueError(f"request {index}: {error}") from error
             yield index, row
 
-    def _answers(self, source: Iterator[tuple[int, Row | ValueError]]) -> Generator[Generated, None, None]:
+    def _answers(self, source: Iterator[tuple[int, Row]]) -> Generator[Generated, None, None]:
         """Answers as rows end. An error of the source is raised when all rows before it have ended."""
         mine, failure = dict[int, int](), None
         try:
@@ -422,13 +410,9 @@ class Session:
                     if following is None:
                         break
                     index, row = following
-                    if isinstance(row, Row):
-                        with self._alone():
-                            self._check_open()
-                            mine[self._admit(row)] = index
-                    else:
-                        text = None if self.params.tokenizer is None else ""
-                        yield Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), index=index)
+                    with self._alone():
+                        self._check_open()
+                        mine[self._admit(row)] = index
                 if not mine:
                     break
                 self.step()
@@ -527,10 +511,7 @@ class Session:
     def _fail(self, request: _Open) -> None:
         num = len(request.row.tokens)
         request.finish_reason = FAILED
-        request.error = (
-            f"the target gave NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt;"
-            " its weights are damaged, or too large for the dtype of the computation"
-        )
+        request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
         self._clear(request.slot)
 
     def _stats_of(self, slots: Sequence[int]) -> list[RequestStats]:
@@ -625,10 +606,7 @@ class Session:
     def _admit(self, row: Row) -> int:
         """Takes a free slot for a row, which waits for its prompt to be read. Returns its handle."""
         if not self.num_free:
-            raise ValueError(
-                f"no slot is free: all {self.slots} hold a row that runs or an answer that was not taken; take or"
-                " cancel a row, or open a session with more slots"
-            )
+            raise ValueError(f"no slot is free: all {self.slots} hold a row that runs or was not taken")
         if self.params.mesh is not None:
             check_same("the request", repr(row))
         self._waiting.append(self._opened(row, self._at.index(None)))
@@ -695,9 +673,7 @@ class Session:
 
     def _of(self, handle: int) -> _Open:
         if not isinstance(handle, (int, np.integer)) or handle not in self._open:
-            there = ", ".join(map(str, self._open)) or "none"
-            was = " (it was taken to its end)" if isinstance(handle, int) and 0 <= handle < self._num_admitted else ""
-            raise ValueError(f"handle={shown(handle)} is not open{was}: open handles are {there}")
+            raise ValueError(f"handle={shown(handle)}: open handles are {', '.join(map(str, self._open)) or 'none'}")
         return self._open[int(handle)]
 
     def _check_open(self) -> None:
@@ -780,17 +756,7 @@ def prepare(
     speculation: Speculation | None = None,
 ) -> Session:
     """Opens a session for the rows of one call and reads their prompts. Row i takes slot i. Without settings it takes
-    the defaults of `decode`.
-
-    1. It encodes the prompts and checks lengths and settings row by row.
-    2. It plans the call: the number of rows and slots of the program, the tree and the acceptance rule.
-    3. It looks up or makes the decoder of that plan.
-    4. It pads the rows to the number of the program and places them on the mesh.
-    5. It reads the prompts. Only this step compiles anything.
-
-    Raises:
-      ValueError: naming the wrong value and the allowed ones, before anything compiles.
-    """
+    the defaults of `decode`. Only the reading of the prompts compiles anything."""
     sampling, speculation = sampling or Sampling(), speculation or Speculation()
     rows = rows_of(params, prompt, sampling)
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))

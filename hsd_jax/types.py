@@ -1,7 +1,5 @@
 """Defines the pytrees and protocols that modules share, and the legend of dimensions. It holds no logic.
 
-Read next: `infer/step.py`, which uses these types, and `config.py` for the static configuration.
-
 Legend of dimensions, for shapes and docstrings of the whole package. A dimension that is a word is explained where it
 is used.
     B  rows of a batch           T  tokens of a buffer        P  tokens of padded prompts

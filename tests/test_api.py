@@ -142,12 +142,6 @@ def test_stats_add_up(params, speculate):
         assert stats.tau == 1.0
 
 
-def test_conditional_acceptance_by_hand():
-    rows = hsd_jax.api.RowStats(np.ones(1), np.ones(1), np.ones((1, 3)))
-    stats = hsd_jax.Stats(1.0, 10, np.array([5, 1, 4]), rows, 0.0, 0.0)
-    assert stats.conditional_acceptance.tolist() == [0.5, 0.8]
-
-
 def test_speculation_pays_on_text(text_params):
     """The drafter knows the chain, so greedy text comes several tokens a pass, and is the plain text."""
     spec, plain = (hsd_jax.decode(text_params, "a", max_new_tokens=32, speculate=s) for s in (True, False))
@@ -162,12 +156,6 @@ def test_nothing_to_generate(params):
     assert list(hsd_jax.stream(params, ONE, max_new_tokens=0)) == []
 
 
-def test_a_prompt_may_fill_max_len(params):
-    prompt = list(np.arange(MAX_LEN - 2) % toy.VOCAB)
-    result = hsd_jax.decode(params, prompt, max_new_tokens=2)
-    assert result.num_tokens.tolist() == [2]
-
-
 def test_end_tokens_of_checkpoint_and_call(text_params):
     """`eos` of a call replaces the checkpoint's; the end token is counted and the text stops behind it."""
     assert text_params.eos == (EOS,)
@@ -179,13 +167,6 @@ def test_end_tokens_of_checkpoint_and_call(text_params):
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_one_prompt_differ_by_seed(params):
-    """Also row 1 of a seed from row 0 of the next."""
-    how = {"max_new_tokens": 16, "temperature": 1.0}
-    rows = [hsd_jax.decode(params, [ONE] * 3, seed=seed, **how).tokens.tolist() for seed in (5, 6)]
-    assert len({tuple(row) for batch in rows for row in batch}) == 6
 
 
 def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed():
@@ -209,7 +190,7 @@ def test_a_batch_is_its_rows_alone(params, speculate):
     np.testing.assert_array_equal(hsd_jax.decode(params, [ONE, ONE], seed=4, **how).tokens[0], batch[0])
 
 
-@pytest.mark.parametrize("seed", [0, [3, 4, 5]])
+@pytest.mark.parametrize("seed", [[3, 4, 5]])
 def test_a_neighbour_changes_nothing(params, seed):
     """Its temperature, its filters, its prompt: the rows beside it say what they said."""
     how = {"max_new_tokens": 16, "seed": seed}
@@ -278,10 +259,9 @@ def test_temperatures_next_to_zero_are_greedy(params):
         np.testing.assert_array_equal(hsd_jax.decode(params, TWO, 8, temperature).tokens, greedy.tokens)
 
 
-@pytest.mark.parametrize("draw", [None, pytest.param("independent", marks=pytest.mark.slow)])
-def test_sampled_trees_from_the_api(params, draw):
+def test_sampled_trees_from_the_api(params):
     """Greedy rows say what plain decoding says; sampled rows repeat by seed, in one piece and as a stream."""
-    call = {"temperature": [0.0, 1.0], "max_new_tokens": 12, "accept": "recursive", "draw": draw, "seed": 5}
+    call = {"temperature": [0.0, 1.0], "max_new_tokens": 12, "accept": "recursive", "seed": 5}
     tree = hsd_jax.TreeConfig(nodes=7, depth=3, width=2)
     found = hsd_jax.decode(params, TWO, tree=tree, **call)
     plain = hsd_jax.decode(params, TWO, max_new_tokens=12, speculate=False)
@@ -292,21 +272,10 @@ def test_sampled_trees_from_the_api(params, draw):
     assert pieces == found.tokens.tolist()
 
 
-def test_a_rule_without_drafts_is_plain_decoding(params):
-    call = {"temperature": 1.0, "max_new_tokens": 8, "speculate": False}
-    found, wanted = (hsd_jax.decode(params, ONE, **call, **rule) for rule in ({"accept": "recursive"}, {}))
-    np.testing.assert_array_equal(found.tokens, wanted.tokens)
-
-
-def test_a_huge_top_k_is_no_filter(params):
-    one, other = (hsd_jax.decode(params, TWO, 8, 1.0, k).tokens for k in (None, 2**40))
-    np.testing.assert_array_equal(one, other)
-
-
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [None, 1, 3])
+@pytest.mark.parametrize("rounds", [None, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_pieces_join_to_what_decode_says(text_params, rounds, temperature):
     """Tokens and text, for two rows; every piece of the greedy cycle is whole characters."""
@@ -364,14 +333,6 @@ def test_params_are_a_pytree(params):
     assert _decoder.cache_info().misses == misses
 
 
-def test_load_without_drafter_or_tokenizer(folders):
-    loaded = hsd_jax.load(target=folders / "ids", dtype="float32")
-    assert loaded.drafter is None and loaded.tokenizer is None and loaded.eos == (EOS,)
-    assert loaded.max_len == loaded.target_config.max_position
-    with pytest.raises(ValueError, match=r"prompt 0 .*no tokenizer"):
-        hsd_jax.decode(loaded, "a")
-
-
 def test_dtypes_of_weights(folders):
     both = {"target": folders / "ids", "drafter": folders / "drafter"}
     loaded = hsd_jax.load(**both, dtype=jnp.bfloat16)
@@ -407,7 +368,7 @@ def test_the_dtype_is_that_of_the_checkpoint(folders, tmp_path):
     assert exact.dtype == "float32" and exact.target["embedding"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 9])
+@pytest.mark.parametrize("num_steps", [1, 9])
 def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
     config, weights = drafter_files.read_drafter(folders / "drafter")
     drafter_files.save_drafter(tmp_path, type(config)(**{**vars(config), "num_steps": num_steps}), weights)
@@ -420,158 +381,96 @@ def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 LAST = toy.VOCAB - 1
-BAD_CALLS = {
-    "empty prompt": ({"prompt": []}, ["empty"]),
-    "empty row": ({"prompt": [[1], []]}, ["prompt 1"]),
-    "no prompt at all": ({"prompt": 5}, ["int"]),
-    "float ids": ({"prompt": [0.5, 1.5]}, ["float64", "integers"]),
-    "three axes": ({"prompt": np.zeros((1, 2, 2), int)}, ["(2, 2)"]),
-    "text without tokenizer": ({"prompt": "hello"}, ["tokenizer"]),
-    "too long": ({"prompt": [1] * MAX_LEN, "max_new_tokens": 1}, [f"{MAX_LEN} tokens", f"max_len={MAX_LEN}"]),
-    "too many new": ({"max_new_tokens": MAX_LEN}, [f" {MAX_LEN}", f"max_len={MAX_LEN}"]),
-    "id too large": ({"prompt": [1, toy.VOCAB]}, [f"token {toy.VOCAB}", f"0 to {LAST}"]),
-    "id negative": ({"prompt": [1, -1]}, ["token -1", f"0 to {LAST}"]),
-    "id huge": ({"prompt": [2**70]}, ["integers"]),
-    "temperature negative": ({"temperature": -0.5}, ["temperature=-0.5", " 0"]),
-    "temperature nan": ({"temperature": float("nan")}, ["temperature=nan"]),
-    "temperature inf": ({"temperature": float("inf")}, ["temperature=inf"]),
-    "temperature None": ({"temperature": None}, ["temperature=None"]),
-    "temperature text": ({"temperature": "hot"}, ["temperature='hot'", "number"]),
-    "temperature count": ({"temperature": [0.0, 1.0]}, ["temperature", " 2 ", " 1 "]),
-    "top_k zero": ({"top_k": 0}, ["top_k=0", " 1"]),
-    "top_k negative": ({"top_k": -3}, ["top_k=-3"]),
-    "top_p zero": ({"top_p": 0.0}, ["top_p=0.0", " 0"]),
-    "top_p large": ({"top_p": 1.5}, ["top_p=1.5", " 1"]),
-    "top_p nan": ({"top_p": float("nan")}, ["top_p=nan"]),
-    "new tokens negative": ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
-    "new tokens None": ({"max_new_tokens": None}, ["max_new_tokens=None"]),
-    "new tokens count": ({"max_new_tokens": [1, 2, 3]}, ["max_new_tokens", " 3 ", " 1 "]),
-    "seed count": ({"seed": [1, 2]}, ["seed", " 2 ", " 1 "]),
-    "seed negative": ({"seed": -1}, ["seed=-1", " 0"]),
-    "seed large": ({"seed": [2**32]}, ["seed=4294967296"]),
-    "seed None": ({"seed": None}, ["seed=None"]),
-    "eos large": ({"eos": toy.VOCAB}, [f"eos={toy.VOCAB}", f" {toy.VOCAB}"]),
-    "eos negative": ({"eos": (1, -2)}, ["eos=-2"]),
-    "eos text": ({"eos": "ab"}, ["eos='ab'", "integer"]),
-    "tree of another type": ({"tree": (8, 4, 2)}, ["tree=[8, 4, 2]", "TreeConfig"]),
-    "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, ["depth=5", "1 to 4"]),
-    "pad_rows": ({"pad_rows": 0}, ["pad_rows=0"]),
-    "accept": ({"accept": "typical"}, ["accept='typical'", "'match', 'recursive'"]),
-    "draw": ({"draw": "beam"}, ["draw='beam'", "'arbitrary', 'independent', 'without_replacement'"]),
-    "illegal pair": (
-        {"accept": "recursive", "draw": "arbitrary"},
-        ["'recursive'", "'arbitrary'", "independent, without_replacement"],
-    ),
+BAD_CALLS = {  # the wrong arguments, and a word of the error
+    "empty prompt": ({"prompt": []}, "empty"),
+    "empty row": ({"prompt": [[1], []]}, "prompt 1"),
+    "no prompt at all": ({"prompt": 5}, "int"),
+    "float ids": ({"prompt": [0.5, 1.5]}, "integers"),
+    "three axes": ({"prompt": np.zeros((1, 2, 2), int)}, "(2, 2)"),
+    "lists of several lengths": ({"prompt": [[1], [[2]]]}, "integers"),
+    "text without tokenizer": ({"prompt": "hello"}, "tokenizer"),
+    "too long": ({"prompt": [1] * MAX_LEN, "max_new_tokens": 1}, f"max_len={MAX_LEN}"),
+    "id too large": ({"prompt": [1, toy.VOCAB]}, f"0 to {LAST}"),
+    "id negative": ({"prompt": [1, -1]}, "token -1"),
+    "id huge": ({"prompt": [2**70]}, "integers"),
+    "temperature negative": ({"temperature": -0.5}, "temperature=-0.5"),
+    "temperature nan": ({"temperature": float("nan")}, "temperature=nan"),
+    "temperature too high": ({"temperature": 1e38}, "temperature=1e+38"),
+    "temperature count": ({"temperature": [0.0, 1.0]}, "temperature"),
+    "temperature of an object": ({"temperature": object()}, "temperature"),
+    "top_k zero": ({"top_k": 0}, "top_k=0"),
+    "top_p zero": ({"top_p": 0.0}, "top_p=0.0"),
+    "top_p large": ({"top_p": 10**400}, "top_p"),
+    "new tokens negative": ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+    "new tokens nested": ({"max_new_tokens": [[1], [1, 2]]}, "max_new_tokens"),
+    "seed count": ({"seed": [1, 2]}, "seed"),
+    "seed large": ({"seed": [2**32]}, "seed=4294967296"),
+    "eos large": ({"eos": toy.VOCAB}, f"eos={toy.VOCAB}"),
+    "eos text": ({"eos": "ab"}, "eos='ab'"),
+    "speculate": ({"speculate": "no"}, "speculate"),
+    "tree of another type": ({"tree": (8, 4, 2)}, "TreeConfig"),
+    "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, "1 to 4"),
+    "pad_rows": ({"pad_rows": 10**12}, "pad_rows"),
+    "accept": ({"accept": "typical"}, "'match', 'recursive'"),
+    "draw": ({"draw": "beam"}, "'arbitrary', 'independent', 'without_replacement'"),
+    "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
     "sampled tree too full": (
         {"accept": "recursive", "tree": hsd_jax.TreeConfig(nodes=9, depth=3, width=2)},
-        ["nodes=9", " 7"],
+        "nodes=9",
     ),
+    "reuse": ({"reuse": "skip:" + "9" * 5000}, "reuse"),
+    "lossy": ({"lossy": ("cubic", 0.5)}, "lossy"),
+    "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),
 }
-
-
-HOSTILE_CALLS = {  # of any type and size; an error stays short
-    "pad_rows": [10**12, "x", None, 2.5],
-    "temperature": [[[1], [1, 2]], {}, 1e38, 3.4e39, 10**400, [0.0] * 2],
-    "top_k": [2.5, "x", []],
-    "top_p": ["x", 10**400],
-    "seed": [10**14, 2.5, "x"],
-    "eos": [2.5, [None], [10**400]],
-    "speculate": ["no", None, 1],
-    "max_new_tokens": [2.5, "x", 10**400, [[1], [1, 2]]],
-    "prompt": [{}, {1}, [None], [[1], [[2]]], [1, "a"]],
-    "accept": [None, [], 5],
-    "draw": [[], 5],
-    "reuse": [None, [], "skip:" + "9" * 5000],
-    "lossy": [5, [], "linear", "linear:0.5", ("linear", 0.5), "linear:" + "9" * 5000, ("cubic", 0.5)],
-    "tree": ["8x5x2", 5],
-}
-BAD_CALLS |= {f"{key} {i}": ({key: bad}, []) for key, values in HOSTILE_CALLS.items() for i, bad in enumerate(values)}
-BAD_CALLS |= {f"an object as {key}": ({key: object()}, []) for key in ("temperature", "eos", "prompt")}
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_calls_are_refused(params, name):
     """With the wrong value and the allowed ones in the message."""
-    arguments, words = BAD_CALLS[name]
+    arguments, word = BAD_CALLS[name]
     with pytest.raises(ValueError) as error:
         hsd_jax.decode(params, **({"prompt": ONE, "max_new_tokens": 4} | arguments))
-    assert [word for word in words if word not in str(error.value)] == [] and len(str(error.value)) < 500
+    assert word in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        ("", ["prompt 0"]),
-        (["a", ""], ["prompt 1"]),
-        ("a\ud800", ["prompt 0", "character 1"]),
-        (b"a\xff", ["prompt 0", "byte 1"]),
-    ],
+    ("prompt", "word"), [(["a", ""], "prompt 1"), ("a\ud800", "character 1"), (b"a\xff", "byte 1")]
 )
-def test_bad_texts_are_refused(text_params, prompt, words):
-    with pytest.raises(ValueError) as error:
+def test_bad_texts_are_refused(text_params, prompt, word):
+    with pytest.raises(ValueError, match=word):
         hsd_jax.decode(text_params, prompt, 4)
-    assert [word for word in words if word not in str(error.value)] == []
 
 
 BAD_LOADS = {
-    "nothing": ({}, ["load"]),
-    "name": ({"name": "llama"}, ["llama", "demo, smollm2", "ORG/NAME"]),
-    "neither path nor text": ({"name": 3}, ["name=3", "folder"]),
-    "revision of a path": ({"revision": "v1"}, ["revision='v1'", "hub"]),
-    "strict": ({"strict": "yes"}, ["strict='yes'", "boolean"]),
-    "tokenizer": ({"tokenizer": 3}, ["tokenizer=3"]),
-    "name and target": ({"name": "demo", "target": "somewhere"}, ["load"]),
-    "precision": ({"precision": "half"}, ["precision='half'", "'fast' or 'exact'"]),
-    "dtype": ({"dtype": "float16"}, ["dtype='float16'", "float32, bfloat16"]),
-    "exact bfloat16": ({"dtype": "bfloat16", "precision": "exact"}, ["float32"]),
-    "max_len small": ({"max_len": 1}, ["max_len=1", " 2"]),
-    "max_len zero": ({"max_len": 0}, ["max_len=0", " 2"]),
-    "max_len large": ({"max_len": 4096}, ["max_len=4096", " 2048"]),
-    "mesh axis": ({"mesh": "rows=2"}, ["mesh='rows=2'", "data=N", "model=N"]),
-    "mesh size": ({"mesh": "data=0"}, ["'data=0'", "N >= 1"]),
-    "mesh text": ({"mesh": "data=two"}, ["'data=two'"]),
-    "mesh too large": ({"mesh": "data=8,model=8"}, [" 64 devices"]),
+    "nothing": ({}, "load"),
+    "name": ({"name": "llama"}, "demo, smollm2"),
+    "neither path nor text": ({"name": 3}, "name=3"),
+    "revision of a path": ({"revision": "v1"}, "revision='v1'"),
+    "strict": ({"strict": "yes"}, "strict='yes'"),
+    "tokenizer": ({"tokenizer": 3}, "tokenizer=3"),
+    "name and target": ({"name": "demo", "target": "somewhere"}, "load"),
+    "drafter": ({"drafter": b"x"}, "drafter"),
+    "precision": ({"precision": "half"}, "'fast' or 'exact'"),
+    "dtype": ({"dtype": "float16"}, "float32, bfloat16"),
+    "exact bfloat16": ({"dtype": "bfloat16", "precision": "exact"}, "float32"),
+    "max_len small": ({"max_len": 1}, "max_len=1"),
+    "max_len large": ({"max_len": 4096}, "2048"),
+    "max_len text": ({"max_len": "64"}, "max_len='64'"),
+    "tree": ({"tree": "8x5x2"}, "tree"),
+    "mesh axis": ({"mesh": "rows=2"}, "data=N"),
+    "mesh size": ({"mesh": "data=0"}, "data=0"),
+    "mesh too large": ({"mesh": "data=8,model=8"}, "64 devices"),
 }
-
-
-HOSTILE_LOADS = {
-    "target": [5, b"x", []],
-    "drafter": [5, b"x"],
-    "max_len": ["64", 2.5, True, 10**400],
-    "dtype": [5, [], "int8"],
-    "tree": ["8x5x2", 5],
-    "mesh": [5, "x", "data=" + "9" * 5000],
-    "precision": [None, []],
-}
-BAD_LOADS |= {f"{key} {i}": ({key: bad}, []) for key, values in HOSTILE_LOADS.items() for i, bad in enumerate(values)}
 
 
 @pytest.mark.parametrize("name", BAD_LOADS)
 def test_bad_loads_are_refused(folders, name):
-    arguments, words = BAD_LOADS[name]
+    arguments, word = BAD_LOADS[name]
     if arguments and "name" not in arguments:
         arguments = {"target": folders / "ids"} | arguments
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         hsd_jax.load(**arguments)
-    assert [word for word in words if word not in str(error.value)] == []
-
-
-def test_missing_folders_are_named(folders, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        hsd_jax.load(target=tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        hsd_jax.load(target=folders / "ids", drafter=tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        hsd_jax.load(target=tmp_path / "empty")
-
-
-def test_a_broken_tokenizer_is_named(folders, tmp_path):
-    for file in (folders / "ids").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        hsd_jax.load(target=tmp_path)
+    assert word in str(error.value)
 
 
 def test_the_drafter_of_other_weights_drafts_with_a_warning(folders, tmp_path):

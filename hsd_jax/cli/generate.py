@@ -28,7 +28,7 @@ hsd generate --demo $'Question: A box holds 12 eggs. How many eggs are in 7 boxe
 hsd generate --target DIR --drafter DIR --temperature 0.8 --top-p 0.95 --seed 7 "Once upon a time,"
 hsd generate --target smollm2 --chat --system "Answer briefly." "Where is Lisbon?"
 hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
-cat letter.txt | hsd generate --demo --no-stream --json -
+cat letter.txt | hsd generate --demo --json -
 """,
     )
     parser.add_argument("prompt", nargs="+", metavar="PROMPT", help='text; "-" reads stdin as UTF-8')
@@ -41,15 +41,15 @@ cat letter.txt | hsd generate --demo --no-stream --json -
     tree.add_argument("--no-speculate", action="store_true", help="plain decoding: one token per pass")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Declares how prompts are read, and the length of the answer; `encode_prompt` reads it."""
     text = parser.add_argument_group("text")
-    text.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
+    either = text.add_mutually_exclusive_group()
+    either.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
     text.add_argument("--system", type=options.argument_text, metavar="TEXT", help="system message, with --chat")
-    text.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
+    either.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
     add_value(text, "--max-new-tokens N", options.WHOLE, "per prompt", max_new_tokens)
 
 
@@ -74,15 +74,14 @@ def run(args: argparse.Namespace) -> int:
         "tree": None if params.drafter is None else options.tree_asked(args, params),
         "speculate": not args.no_speculate,
     }
-    if args.json or args.no_stream or len(prompts) > 1:
+    if args.json or len(prompts) > 1:
         out = hsd_jax.decode(params, prompts, **settings)
         if args.json:
             is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
             print(json.dumps(_record(out, args), ensure_ascii=not is_utf8))  # escaped, no character is lost
         else:
             for row in range(len(prompts)):
-                if len(prompts) > 1:
-                    print(f"--- prompt {row}")
+                print(f"--- prompt {row}")
                 print(out.text[row] if out.text else _ids(out.tokens[row, : out.num_tokens[row]]))
         _summary(int(out.num_tokens.sum()), out.stats, out.stats.decode_seconds, "compilation included")
         return 0
@@ -122,16 +121,10 @@ def check_text_arguments(args: argparse.Namespace) -> None:
     """Raises a ValueError if two options of `add_text_arguments` exclude each other."""
     if args.system is not None and not args.chat:
         raise ValueError("--system needs --chat")
-    if args.chat and args.ids:
-        raise ValueError("--chat and --ids exclude each other: a chat template needs text")
 
 
 def read_prompt(prompt: str) -> str | bytes:
-    """The prompt, or stdin for "-".
-
-    Raises:
-      ValueError: if stdin is closed.
-    """
+    """The prompt, or stdin for "-"."""
     if prompt == "-":
         if sys.stdin is None:
             raise ValueError('prompt "-" reads stdin, which is closed')
@@ -140,11 +133,7 @@ def read_prompt(prompt: str) -> str | bytes:
 
 
 def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
-    """The prompt as `decode` takes it: a text, token ids with --ids, a conversation with --chat.
-
-    Raises:
-      ValueError: if --ids are not whole numbers, or the checkpoint has no tokenizer for a text.
-    """
+    """The prompt as `decode` takes it: a text, token ids with --ids, a conversation with --chat."""
     if isinstance(text, bytes):
         text = with_unix_lines(decoded(text, "stdin"))
     if args.ids:
@@ -152,8 +141,6 @@ def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
         if not all(part.isdigit() for part in parts):
             raise ValueError(f'--ids {text!r}: expected whole numbers, as in "1 15 22"')
         return [int(part) for part in parts]
-    if params.tokenizer is None:
-        raise ValueError("this checkpoint has no tokenizer: give token ids and --ids")
     if not args.chat:
         return text
     messages = [{"role": "system", "content": args.system}] if args.system else []

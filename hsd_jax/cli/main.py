@@ -1,7 +1,7 @@
 """The `hsd` program: it parses the command line, runs the command and shows errors.
 
 jax is imported only when a command runs, so that help appears at once. Options whose allowed values are in a table of
-the library are the exception. The commands are imported only after Ctrl-C is handled. Read next: the file of a command.
+the library are the exception. The commands are imported only after Ctrl-C is handled.
 """
 
 from __future__ import annotations

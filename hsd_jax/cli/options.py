@@ -18,19 +18,23 @@ from hsd_jax.config import PRECISIONS, QUANTIZED
 from hsd_jax.host import files
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.settings import Count, NotNegative, Positive, Seed, Share, Temperature, TopP, Whole
-from hsd_jax.train.records import check_file
+
+
+def checked(function: Callable[[str], Any]):
+    """Returns an argparse type that calls `function` and shows its errors."""
+
+    def parse(text: str):
+        try:
+            return function(text)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
 def value_of(hint: Any):
     """Returns an argparse type for a number, with the range that an annotation of `settings.py` declares."""
-
-    def parse(text: str):
-        try:
-            return settings.parse(hint, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse
+    return checked(lambda text: settings.parse(hint, text))
 
 
 COUNT, WHOLE, SEED = value_of(Count), value_of(Whole), value_of(Seed)
@@ -48,18 +52,6 @@ def argument_text(argument: str) -> str:
     return argument
 
 
-def _path_type(check: Callable[[str], Path]):
-    """Returns an argparse type for a path that `check` accepts. A command that cannot write its result never starts."""
-
-    def parse(text: str) -> Path:
-        try:
-            return check(text)
-        except (OSError, ValueError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse
-
-
 def _check_picture(text: str) -> Path:
     if Path(text).suffix.lower() not in PICTURES:
         raise ValueError(f"{text}: allowed are files that end in {', '.join(PICTURES)}")
@@ -68,7 +60,8 @@ def _check_picture(text: str) -> Path:
 
 Group = argparse._ActionsContainer
 PICTURES = (".png", ".svg", ".pdf")
-NEW_FILE, NEW_FOLDER, PICTURE = map(_path_type, (files.check_new_file, files.check_new_folder, _check_picture))
+NEW_FILE, NEW_FOLDER, PICTURE = map(checked, (files.check_new_file, files.check_new_folder, _check_picture))
+"""Paths that can be written: a command that cannot write its result never starts."""
 
 
 def add_value(
@@ -89,14 +82,7 @@ def add_value(
 
 
 class Choices:
-    """The allowed values of an option, from a table of the library.
-
-    The table is read only when it is needed, because this may import jax.
-
-    Args:
-      module: the module of `hsd_jax` that has the table.
-      names: returns the values, given the module.
-    """
+    """The allowed values of an option, from a table of a module. It is imported when needed, perhaps with jax."""
 
     def __init__(self, module: str, names: Callable[[Any], Iterable[str]]) -> None:
         self.names = lambda: names(importlib.import_module(f"hsd_jax.{module}"))
@@ -139,10 +125,7 @@ def add_command(commands, name: str, run, help: str, description: str, examples:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
-    """Declares which models to load, and how. `load_params` reads the options.
-
-    `is_required` is False for a command with subcommands, because these declare the models again.
-    """
+    """Declares which models to load, and how. `load_params` reads the options."""
     group = parser.add_argument_group("models")
     which = group.add_mutually_exclusive_group(required=is_required)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter, as --target demo")
@@ -170,11 +153,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
 
 
 def add_target_arguments(group: Group, which: Group | None = None, is_required: bool = False) -> None:
-    """Declares --target, --revision and --tokenizer. `source_of` reads them.
-
-    Args:
-      which: the group of --target, if it is another one.
-    """
+    """Declares --target (in the group `which`), --revision and --tokenizer. `source_of` reads them."""
     what = "demo; smollm2; a Hugging Face folder; a GGUF file; or ORG/NAME on the Hugging Face hub"
     add_value(which or group, "--target NAME", str, what, required=is_required)
     add_value(group, "--revision REV", str, "branch, tag or commit of ORG/NAME", without="its main branch")
@@ -183,11 +162,7 @@ def add_target_arguments(group: Group, which: Group | None = None, is_required: 
 
 
 def source_of(args: argparse.Namespace) -> Any:
-    """The target that the options of `add_target_arguments` name, or None.
-
-    Raises:
-      FileNotFoundError, ValueError: as `models.checkpoint.find`.
-    """
+    """The target that the options of `add_target_arguments` name, or None."""
     from hsd_jax.models.checkpoint import find
 
     source = "demo" if getattr(args, "demo", False) else args.target
@@ -233,11 +208,7 @@ PROMPT_FIELDS = "turns, messages, conversations, question, prompt or text"
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
-    """Declares the options that `prompts_of` reads, but for --max-new-tokens.
-
-    Args:
-      limit: the default number of prompts of a file.
-    """
+    """Declares the options that `prompts_of` reads, but for --max-new-tokens."""
     group = parser.add_argument_group("prompts")
     what = f"{JSON_FILES} with {PROMPT_FIELDS}; or text (.txt), one prompt per line"
     add_value(group, "--prompts FILE", str, what, without="the dozen prompts of the demo", nargs="+")
@@ -248,11 +219,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = No
 
 
 def prompts_of(args: argparse.Namespace, params, files: Sequence[str] | None = None) -> list[Any]:
-    """The prompts of the demo, or of `files`, or else of the files of --prompts.
-
-    Raises:
-      FileNotFoundError, ValueError: as `lab.bench.prompts.for_checkpoint`.
-    """
+    """The prompts of the demo, or of `files`, or else of the files of --prompts."""
     from hsd_jax.lab.bench.prompts import for_checkpoint
 
     how = args.half, args.limit, args.max_new_tokens, args.chat_template, args.skip_bad_lines
@@ -342,7 +309,6 @@ def numbers(kind):
     def parse(text: str) -> tuple:
         return tuple(kind(part) for part in text.split(","))
 
-    parse.__name__ = f"list of {getattr(kind, '__name__', 'numbers')}"
     return parse
 
 
@@ -359,50 +325,28 @@ def add_tuned_argument(group: argparse._ArgumentGroup) -> None:
 
 
 def tuned_of(args: argparse.Namespace, params) -> Any:
-    """The argument `tuned` of `decode`. Prints a line if the record of --tuned was made under other conditions.
-
-    Raises:
-      FileNotFoundError, ValueError: if there is no such record, if it is for another pair, or if an option contradicts
-        it.
-    """
+    """The argument `tuned` of `decode`. Prints a line if the record of --tuned was made under other conditions."""
     if args.tuned is None:
         return not args.no_tuned
     given = f"--tuned {args.tuned}: the record says how to draft"
-    refuse(args, given, "nodes", "depth", "width", "trees", "reuse", "draw", "no_speculate")
-    if args.accept not in ("auto", ["auto"], "match", ["match"]):
-        raise ValueError(f"--accept with --tuned {args.tuned}: the record was made under match; leave one of them out")
+    refuse(args, given, "nodes", "depth", "width", "trees", "reuse", "draw", "no_speculate", "accept")
     from hsd_jax.planning.tuned import Tuned
 
     return Tuned.load(args.tuned, params, report=say)
 
 
 def load_params(args: argparse.Namespace, **changes: Any) -> Any:
-    """Loads the models that the options of `add_model_arguments` name.
-
-    Args:
-      changes: values in place of those of --dtype, --quantize or --drafter.
-    Raises:
-      FileNotFoundError, ValueError: as `hsd_jax.load`, if an option needs another one, or if a file of --prompts is
-        missing or has an ending that is not allowed.
-    """
+    """Loads the models that the options of `add_model_arguments` name, with some changed values."""
     import hsd_jax
     from hsd_jax import params as params_lib
 
     if not args.demo and args.target is None:
         raise ValueError("one of the arguments --demo --target is required")
-    for name in getattr(args, "prompts", None) or ():
-        check_file(name if Path(name).exists() else name.rpartition("=")[2])  # some commands take TASK=FILE
     names = ("drafter", "dtype", "quantize", "max_len", "precision", "mesh", "strict")
     if args.rescore is None and args.alpha is not None:
         raise ValueError("--alpha weighs the scores of --rescore DIR: give both")
-    if args.devices is not None:
-        if args.pearl is None:
-            raise ValueError(
-                "--devices divides the devices between the target and the small model of --pearl GAMMA: give both"
-            )
-        from hsd_jax.planning.pearl import submeshes
-
-        submeshes(args.devices)  # raises before the models are read
+    if args.devices is not None and args.pearl is None:
+        raise ValueError("--devices divides the devices for --pearl GAMMA: give both")
     params = hsd_jax.load(source_of(args), **{name: getattr(args, name) for name in names} | changes)
     if "drafter" in changes:
         return params
@@ -458,12 +402,12 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
 def refuse(args: argparse.Namespace, given: str, *names: str) -> None:
     """Raises a ValueError if one of the options `names` is given, because it has no meaning beside `given`."""
     for name in names:
-        if getattr(args, name, None) not in (None, False, ["auto"]):
+        if getattr(args, name, None) not in (None, False, "auto", ["auto"]):
             raise ValueError(f"--{name.replace('_', '-')} with {given}; leave one of them out")
 
 
 def load_pair(args: argparse.Namespace, command: str) -> Any:
-    """As `load_params`, but also raises a ValueError if there is no drafter."""
+    """As `load_params`, for a command that needs a drafter."""
     params = load_params(args)
     if params.drafter is None:
         raise ValueError(f"hsd {command} compares plain with speculative decoding: give --drafter DIR")
@@ -471,7 +415,7 @@ def load_pair(args: argparse.Namespace, command: str) -> Any:
 
 
 def named_folders(named: list[str], option: str) -> dict[str, str]:
-    """Folders by name, from NAME=DIR. Raises a ValueError that names the option."""
+    """Folders by name, from NAME=DIR."""
     found = {}
     for text in named:
         name, is_named, folder = text.partition("=")

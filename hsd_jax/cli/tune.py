@@ -1,7 +1,4 @@
-"""`hsd tune`: measures which way to decode is the fastest on this machine, and stores the result for `decode`.
-
-Read next: `planning/tune.py`, which measures.
-"""
+"""`hsd tune`: measures which way to decode is the fastest on this machine, and stores the result for `decode`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Shared parts of drafters that extend another drafter, their `base`.
 
-Plans and default trees are those of the base. Read next: `both/` and `rescored/`, which use this.
+Plans and default trees are those of the base.
 """
 
 from __future__ import annotations

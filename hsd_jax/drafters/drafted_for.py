@@ -28,18 +28,15 @@ class DraftedFor(NamedTuple):
         return "" if self.tokenizer is None else self.tokenizer.vocabulary_hash
 
     def check_weights(self, trained_for: str, target_hash: str, vocabulary_hash: str, strict: bool) -> None:
-        """Checks whether a drafter of the right sizes was trained for other weights.
+        """Warns of a drafter that was trained for other weights of the right sizes, as those of a fine-tune.
 
-        This happens if one of the two targets is a fine-tune of the other. Such a drafter is used with a warning. The
-        text does not depend on a drafter's guesses, only the speed does.
+        The text does not depend on a drafter's guesses, only the speed does.
 
         Args:
           trained_for: text for messages that says for which target the drafter was trained.
           target_hash: fingerprint of that target. Nothing is checked if it is empty.
           vocabulary_hash: hash of the vocabulary of that target; empty if unknown.
           strict: whether to refuse a drafter for other weights in any case.
-        Raises:
-          ValueError: naming both targets, if `strict`, or if the vocabularies differ.
         """
         if target_hash in ("", self.hash):
             return
@@ -48,12 +45,7 @@ class DraftedFor(NamedTuple):
         if vocabulary_hash and own and vocabulary_hash != own:
             other += f", and another vocabulary ({vocabulary_hash[:12]} there, {own[:12]} here)"
         elif not strict:
-            unknown = "the drafter's file does not name its vocabulary" if own else "the target has no tokenizer"
-            doubt = "" if vocabulary_hash and own else f" The vocabularies could not be compared: {unknown}."
-            warnings.warn(
-                f"{other}. It drafts all the same. The text does not depend on it, but the more the weights differ the"
-                f" fewer drafts are accepted.{doubt} strict=True refuses it.",
-                stacklevel=2,
-            )
+            doubt = "" if vocabulary_hash and own else ", and the vocabularies could not be compared"
+            warnings.warn(f"{other}{doubt}: fewer drafts may be accepted; strict=True refuses it", stacklevel=2)
             return
-        raise ValueError(f"{other}. Use a drafter of this target, or train one")
+        raise ValueError(other)

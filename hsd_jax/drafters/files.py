@@ -32,10 +32,6 @@ def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dt
 
     With a reduced draft vocabulary its token ids are written. The rows of the target's head are not, because they can
     be taken from the target.
-
-    Raises:
-      ValueError: if a weight is missing, unexpected, misshapen or not finite, or if `draft_vocab.checked_ids` refuses
-        the `draft_to_target` ids.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
     if config.reduced_vocab_size is not None:
@@ -67,15 +63,9 @@ def read_drafter(
     Args:
       vocab_size: the size of the vocabulary that the drafter gets. It differs from that of its file for a small model
         that itself drafts for a target of another size. Tokens beyond it are left out. None: that of the file.
-    Raises:
-      FileNotFoundError: if one of the two files is missing.
-      ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration, or
-        `draft_to_target` ids that are no ascending tokens.
     """
     dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
     file = folder / DRAFTER_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file, though {DRAFTER_CONFIG} is there")
     stored = {tensor.name: tensor for tensor in open_all([file])}
     check_num_layers(getattr(config, "num_layers", 1), stored, file, DRAFTER_CONFIG)
     shapes = _shapes(config)
@@ -104,9 +94,6 @@ def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True
 
     Args:
       strict: whether to refuse a drafter for other weights of the same sizes. False: it gives a warning.
-    Raises:
-      ValueError: naming both targets, if the hidden sizes or vocabulary sizes differ, or if `check_weights` refuses the
-        weights.
     """
     trained_for = (
         f"the drafter was trained for target {config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
@@ -114,9 +101,7 @@ def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True
     )
     for name, found in (("hidden_size", target.config.hidden_size), ("vocab_size", target.vocab_size)):
         if getattr(config, name) != found:
-            raise ValueError(
-                f"{trained_for}; this target has {name}={found}. Use a drafter of this target, or train one"
-            )
+            raise ValueError(f"{trained_for}; this target has {name}={found}")
     target.check_weights(trained_for, config.target_hash, config.vocabulary_hash, strict)
 
 

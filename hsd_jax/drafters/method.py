@@ -1,4 +1,4 @@
-"""The interface of a kind of drafter to the rest of the package. Read next: `table.py`, which lists all kinds."""
+"""The interface of a kind of drafter to the rest of the package."""
 
 from __future__ import annotations
 

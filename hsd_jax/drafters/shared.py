@@ -33,37 +33,22 @@ def check_depth(tree: TreeConfig, num_steps: int) -> None:
 
 
 def check_children(tree: TreeConfig, draft_vocab_size: int, whole: str = "vocabulary") -> None:
-    """Raises a ValueError if a node would have more children than there are tokens to draft.
-
-    Args:
-      whole: the name of the set of these tokens, for the message.
-    """
+    """Raises a ValueError if a node would have more children than there are tokens to draft."""
     if tree.width > draft_vocab_size:
         asked = f"width={tree.width}" if tree.branching is None else f"branching={tree.branching}"
         raise ValueError(f"TreeConfig.{asked}: allowed are 1 to {draft_vocab_size}, the size of the {whole}")
 
 
 def check_chain(tree: TreeConfig, who: str) -> None:
-    """Raises a ValueError for a tree that is no chain.
-
-    Args:
-      who: subject and verb of the message, for example "lookup drafts".
-    """
+    """Raises a ValueError for a tree that is no chain."""
     if tree.width != 1:
         raise ValueError(f"TreeConfig.width={tree.width}: {who} chains, allowed is 1")
 
 
 def check_vocabulary(config: ModelConfig, target_config: ModelConfig, what: str) -> None:
-    """Raises a ValueError if a model that drafts has another vocabulary size than the target.
-
-    Args:
-      what: the name of the model in the message.
-    """
+    """Raises a ValueError if a model that drafts has another vocabulary size than the target."""
     if config.vocab_size != target_config.vocab_size:
-        raise ValueError(
-            f"{what} has vocab_size={config.vocab_size} and the target {target_config.vocab_size}: both must have the"
-            " same vocabulary"
-        )
+        raise ValueError(f"{what} has vocab_size={config.vocab_size}, the target {target_config.vocab_size}")
 
 
 def logp_of_tokens(

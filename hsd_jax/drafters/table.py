@@ -1,7 +1,4 @@
-"""The table of drafters. Each kind is one folder beside this file and one entry here.
-
-Read first: `method.py`, the interface of an entry.
-"""
+"""The table of drafters. Each kind is one folder beside this file and one entry here."""
 
 from __future__ import annotations
 
@@ -66,8 +63,6 @@ def make_drafter(
       tree: the shape of its trees.
       scheme: how the children of a node are chosen.
       reuse: how spare states are reused.
-    Raises:
-      ValueError: if the drafter cannot draft such trees, cannot draft for this target, or has no spare states to reuse.
     """
     method = method_of(config)
     if reuse.form not in method.reuses:
@@ -107,10 +102,6 @@ def load_foreign(checkpoint: Checkpoint, *args: Any) -> tuple[Any, Weights]:
 
 
 def parse(name: str) -> Any:
-    """The configuration of a drafter without weights that a name means; None for any other name.
-
-    Raises:
-      ValueError: for a name with settings that are not allowed.
-    """
+    """The configuration of a drafter without weights that a name means; None for any other name."""
     found = (method.parse(name) for method in DRAFTING_METHODS.values() if method.parse is not None)
     return next((config for config in found if config is not None), None)

@@ -60,9 +60,6 @@ def trunk_drafter(
     Args:
       draft: `Drafter.draft`. It must add the pending features to the trunk's cache.
       max_pending: the largest number of pending features; None: those of one round.
-    Raises:
-      ValueError: if the tree is deeper than the trunk was trained for, or if the target lacks a layer that the drafter
-        reads.
     """
     check_tree(target_config, config, tree, scheme)
     most = tree.depth + 1 if max_pending is None else max_pending

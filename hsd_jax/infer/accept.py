@@ -1,7 +1,7 @@
 """Acceptance rules: given a tree and the target's logits at its nodes, they choose the accepted path.
 
 A rule lists the draw schemes for which it is lossless. `check_legal` refuses any other pair. This module knows no
-drafter. Read next: `rules.py`, the table of the rules by name.
+drafter.
 """
 
 from __future__ import annotations
@@ -31,17 +31,9 @@ RECURSIVE_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLAC
 
 
 def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False) -> None:
-    """Checks that a rule is lossless for trees of a scheme.
-
-    Args:
-      drafts_ahead: as in `Drafter`.
-    Raises:
-      ValueError: if `rule` is not lossless for trees drawn under `scheme`, or for drafts made ahead.
-    """
+    """Checks that a rule is lossless for trees of a scheme."""
     if rule.judges_jointly and drafts_ahead:
-        raise ValueError(
-            f"accept={rule.name!r} judges whole chains, but PEARL drafts a chain in two rounds; use recursive or match"
-        )
+        raise ValueError(f"accept={rule.name!r} judges whole chains, but PEARL drafts a chain in two rounds")
     if scheme not in rule.schemes:
         allowed = ", ".join(sorted(x.value for x in rule.schemes))
         raise ValueError(f"accept={rule.name!r} is not lossless for draw={scheme.value!r}; it allows {allowed}")
@@ -310,16 +302,9 @@ def kseq_rule(max_depth: int) -> AcceptRule:
 
 
 def block_rule(tree: TreeConfig) -> AcceptRule:
-    """Block verification (`block.py`): judges the drafts of a drawn chain together.
-
-    Raises:
-      ValueError: for a tree that is not a chain.
-    """
+    """Block verification (`block.py`): judges the drafts of a drawn chain together."""
     if tree.width > 1:
-        raise ValueError(
-            f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1), for example"
-            f" {TreeConfig.chain(tree.depth).name}"
-        )
+        raise ValueError(f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1)")
 
     def toss(drafted: DraftTree, target_logp: Array, coins: Array):
         chance, residual = block(drafted, target_logp)
@@ -348,9 +333,6 @@ def pairs_rule(tree: TreeConfig) -> AcceptRule:
 
     It looks at both children before it accepts one. So it is not lossless for a stochastic beam: there the second
     child's score decides whether it is in the tree, and this score depends on the first child's token.
-
-    Raises:
-      ValueError: for a tree that is neither a chain nor a branching with at most two children per node.
     """
     if tree.width > 2 or (tree.width > 1 and tree.branching is None):
         raise ValueError(

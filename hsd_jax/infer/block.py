@@ -1,7 +1,4 @@
-"""Block verification: decides how much of a drawn chain to keep, and judges its drafts together.
-
-Read next: `accept.py`, where it becomes the rule `block_verification`.
-"""
+"""Block verification: decides how much of a drawn chain to keep, and judges its drafts together."""
 
 from __future__ import annotations
 

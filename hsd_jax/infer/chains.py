@@ -2,7 +2,7 @@
 
 A drafter that needs one pass per draft stops when the next draft does not promise enough. Whether a level is drafted is
 decided from the tokens above it and never from its own token. No draft is made and then dropped, so drawn chains stay
-lossless under every rule (methods.md 8.1). Read first: `tree.py`. `worth.py` sets the price of a draft.
+lossless under every rule (methods.md 8.1).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A decode is a prefill of the padded prompts and one `lax.while_loop` over rounds. Both are jitted and donate the state.
 The loop ends when fewer than `least_live` rows run, after `num_rounds` rounds, or when a row has filled its caches. The
-host waits for that, and the session (`hsd_jax/session.py`) then makes full caches larger. Read first: `step.py`.
+host waits for that, and the session (`hsd_jax/session.py`) then makes full caches larger.
 """
 
 from __future__ import annotations
@@ -139,8 +139,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
     ) -> DecodeState:
         models: dict = given.tree() if isinstance(given, FlattenedTree) else given
         num, size = tokens.shape[1], min(tokens.shape[1], chunk)
-        if num % size:
-            raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {size}")
+        assert num % size == 0, "caches have a multiple of CHUNK slots"
         feature_layers = () if drafter is None else drafter.feature_layers
         next_tokens = jnp.roll(tokens, -1, 1)
 

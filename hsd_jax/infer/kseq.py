@@ -1,7 +1,4 @@
-"""K-SEQ (SpecTr): tests all independent children of a node with one threshold. It computes probabilities only.
-
-Read next: `accept.py`, where it becomes the rule `kseq`.
-"""
+"""K-SEQ (SpecTr): tests all independent children of a node with one threshold. It computes probabilities only."""
 
 from __future__ import annotations
 

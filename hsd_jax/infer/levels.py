@@ -2,7 +2,7 @@
 
 These are drawn trees, and trees with a `TreeConfig.branching` under every scheme. Siblings are in the order in which
 they were drawn. Under ARBITRARY and COUPLED, which draw nothing, the likeliest comes first. This module knows neither
-the target nor acceptance rules. Read next: `draw.py`, which chooses the nodes of a level.
+the target nor acceptance rules.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ def grow(
         that is not among its candidates has no mass and is never drawn.
       scale: the factor of the logits in trees that are not drawn.
       num_levels, vocab_size: as in `Grower`.
-    Raises:
-      ValueError: if the tree has more nodes than depth times width.
     """
     batch, sampling, is_drawn = inputs.root.shape[0], inputs.sampling, scheme in DRAWN_SCHEMES
     widths = config.level_widths()

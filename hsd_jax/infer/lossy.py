@@ -12,7 +12,7 @@ is always one that the target may draw there. In one step with one child, with a
     e(x) = a(x) + (1 - sum of a) * norm((p - q)_+)(x)
 
 This is p if f(p) = p. It is q, the drafter's distribution, if f(p) >= q everywhere. At temperature 0 p is a point mass,
-which f does not change, and the text stays greedy. Read next: `accept.py`.
+which f does not change, and the text stays greedy.
 """
 
 from __future__ import annotations
@@ -45,13 +45,7 @@ class Lossy:
 
     @classmethod
     def parse(cls, value: Any, rule: str) -> Lossy | None:
-        """Converts the argument of `decode`: None, ("linear", 0.5) or "linear:0.5".
-
-        Args:
-          rule: the acceptance rule of the call.
-        Raises:
-          ValueError: for an unknown function, an epsilon outside (0, 1], or a rule other than recursive.
-        """
+        """Converts the argument of `decode` under a rule: None, ("linear", 0.5) or "linear:0.5"."""
         if value is None:
             return None
         try:
@@ -62,9 +56,7 @@ class Lossy:
                 pair = tuple(value) if isinstance(value, list) else value
                 found = cls(*settings.take(tuple[str, float], pair, "(F, EPSILON)"))
         except ValueError as error:
-            raise ValueError(
-                f"lossy={settings.shown(value)}: {error}; expected F:EPSILON, with F one of {', '.join(FUNCTIONS)}"
-            ) from None
+            raise ValueError(f"lossy={settings.shown(value)}: {error}; expected F:EPSILON") from None
         if rule != "recursive":
             raise ValueError(f"lossy={found.name!r}: needs accept='recursive', but this call has accept={rule!r}")
         return found

@@ -1,7 +1,6 @@
 """The optimal rule for TOP_THEN_RANDOM trees: one child of a node is drawn, the others are the likeliest tokens.
 
-No rule accepts more on these trees. This module computes probabilities only. Read next: `accept.py`, where it becomes
-the rule `optimal`.
+No rule accepts more on these trees. This module computes probabilities only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plain autoregressive decoding, the reference for exactness and for speed.
 
-A pass gives one token per row. It uses the same cache, sampling and loop as a speculative round. Read first: `step.py`.
+A pass gives one token per row. It uses the same cache, sampling and loop as a speculative round.
 """
 
 from __future__ import annotations

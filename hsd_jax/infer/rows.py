@@ -2,7 +2,7 @@
 
 The first axis of every array is rows, so no part of a state is left out. Arrays with slots may have fewer slots in the
 row that is copied, because entries after its length are never read. A slot is cleared with zeros, because a failed row
-may leave NaN in its caches, and a mask of attention does not hide NaN from a plain product. Read first: `axes.py`.
+may leave NaN in its caches, and a mask of attention does not hide NaN from a plain product.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Temperature, top-k, top-p and position-keyed noise: all draws from logits are made here.
 
 Every setting is traced and per row. There is no greedy mode: at temperature 0 the same code takes the argmax.
-Thresholds are found by bisection on the bits of the float and not by sorting. Read next: `accept.py`.
+Thresholds are found by bisection on the bits of the float and not by sorting.
 """
 
 from __future__ import annotations

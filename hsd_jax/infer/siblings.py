@@ -1,7 +1,4 @@
-"""The children of nodes and normalised residuals, which the rules for drawn trees share.
-
-Read next: `accept.py`, `optimal.py`, `kseq.py`, `block.py`.
-"""
+"""The children of nodes and normalised residuals, which the rules for drawn trees share."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Stacks and overlapped PEARL (`drafters/stack`, `drafters/pearl/overlap.py`) run rounds of their own with the functions
 of this file. `make_step` binds everything static and returns a pure transition of `DecodeState`. Each stage is a
-separate function, so that `lab/bench/profile.py` can time it. Read next: `decode.py`, which runs the transition in one
-`lax.while_loop`, and `plain.py` for the transition without speculation.
+separate function, so that `lab/bench/profile.py` can time it.
 """
 
 from __future__ import annotations
@@ -52,9 +51,6 @@ leaves out drafts that do not pay. None: all nodes of the tree are verified.
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     """The transition of a speculative round. With `costs` it verifies only the drafts that pay. It always verifies
     whole drawn trees.
-
-    Raises:
-      ValueError: if `rule` is not lossless for the trees of `drafter`.
     """
     check_legal(rule, drafter.scheme, drafter.drafts_ahead)
     is_drawn = drafter.scheme in DRAWN_SCHEMES

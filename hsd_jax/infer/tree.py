@@ -1,7 +1,6 @@
 """Grows draft trees, as a beam or level by level (`levels.py`), and makes their ancestor masks.
 
 All shapes are static, and all functions work on a batch. This module knows neither the target nor acceptance rules.
-Read next: `levels.py`, which draws trees, and `accept.py`, which judges them.
 """
 
 from __future__ import annotations

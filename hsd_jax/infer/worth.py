@@ -3,7 +3,7 @@
 A plan (`planning/plan.py`) gives the largest tree of a call. The rows of a batch verify only the nodes of a grown tree
 whose expected tokens are worth their time. If drafting does not pay, the loop decodes plainly for a while and tries
 again later. Neither decision changes a text under `match`, which is lossless for any tree that is chosen before the
-target's draw. Neither compiles anything. Read first: `step.py`.
+target's draw. Neither compiles anything.
 """
 
 from __future__ import annotations

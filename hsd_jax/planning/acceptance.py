@@ -1,8 +1,7 @@
 """What a round yields: the expected tokens of a tree, and distributions of numbers of tokens.
 
 A profile gives the acceptance probability at each depth of a chain: the probability that a draft is accepted, given
-that all drafts before it were. A `Distribution` gives the probability of each number of tokens. Read next: `costs.py`,
-for what a round costs.
+that all drafts before it were. A `Distribution` gives the probability of each number of tokens.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `CostModel` computes them from the sizes of the models and the rates of a processor; the seconds of drafting are in each
 drafter's folder (`Planning.drafting_seconds`). `types.Costs` is its table for the decode loop, which adds up a round's
-seconds in `infer/worth.py`. `RoundCost` fits seconds to timed rounds, for `tune`. Read first: `rates.py`. What a round
-yields is in `acceptance.py`. Read next: `plan.py`, which compares trees by `CostModel.predicted_speed`.
+seconds in `infer/worth.py`. `RoundCost` fits seconds to timed rounds, for `tune`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 No tree is timed here; the first call on a machine measures its rates (`rates.py`). `costs.py` predicts seconds, and
 `acceptance.py` predicts tokens from the profile that was stored when the drafter was trained. Within the call
 `infer/worth.py` then verifies only the drafts that pay. Where `hsd_jax.tune` has measured, its record decides instead
-(`tuned.py`). Read next: `infer/worth.py`.
+(`tuned.py`).
 """
 
 from __future__ import annotations
@@ -138,18 +138,13 @@ def may_end_early(config: Any, tree: TreeConfig) -> bool:
 
 
 def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
-    """Checks that a round may leave out drafts.
-
-    Raises:
-      ValueError: if the drafter does not predict how likely its drafts are to be accepted; or if the rule tests drawn
-        drafts, so that no node may be dropped, and the tree cannot end early either.
-    """
+    """Checks that a round may leave out drafts."""
     if not method_of(config).planning.has_score:
         raise ValueError(f"adaptive=True: a {config.kind} drafter does not predict how likely a draft is accepted")
     if not RULES[rule].trees_may_shrink and not may_end_early(config, tree):
         raise ValueError(
-            f"adaptive=True with accept={rule!r}, a {config.kind} drafter and tree {tree.name}: with this rule only"
-            " chains of a small language model can end early; accept='match' allows every tree"
+            f"adaptive=True with accept={rule!r} and tree {tree.name}: allowed are chains of a small language model, or"
+            " accept='match'"
         )
 
 

@@ -2,7 +2,7 @@
 
 Under the `match` rule a text depends only on target, prompt and keys. So one pass can draft a tree at every position
 of a stored text and count how many of its tokens the text follows. Walking along these counts gives the same rounds as
-a real decode. Read next: `planning/tune.py`. `train/tasks.py` calls this during training.
+a real decode.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Texts that a model writes after prompts, each row with a seed of its own, and files that keep them.
 
-A text depends only on model, prompt, settings and seed, and not on the other rows. Read next: `simulate.py`, which
-evaluates drafters on a target's texts; `own_text.py` and `responses.py`, which make training data from them.
+A text depends only on model, prompt, settings and seed, and not on the other rows.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ class Texts:
 
         Args:
           seeds: the seeds with which the texts were drawn; None: they are greedy.
-        Raises:
-          ValueError: for a prompt of fewer than two tokens.
         """
         if any(len(p) < 2 for p in prompts):
             raise ValueError("a prompt has fewer than 2 tokens: at least 2 are needed for drafting")
@@ -95,8 +92,6 @@ def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, ma
 
     Args:
       slots: the largest number of requests decoded at once.
-    Raises:
-      ValueError: naming the row, if the model gives no distribution.
     """
     answers = list(write(params, requests, min(slots, bucket(len(requests), 1)), max_len, ordered=True))
     check_valid(answers)
@@ -110,8 +105,6 @@ def write_texts(
 
     Args:
       batch: the largest number of prompts decoded at once.
-    Raises:
-      ValueError: for a prompt of fewer than two tokens; or naming the row, if the target gives no distribution.
     """
     Texts.join(prompts, [()] * len(prompts))  # raises for short prompts before anything is decoded
     seeds = [seed + i for i in range(len(prompts))]
@@ -157,12 +150,7 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def load_arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
-    """The arrays that `save_arrays` wrote.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if the file cannot be read, or lacks one of the names.
-    """
+    """The arrays that `save_arrays` wrote."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:
             return {name: values[name] for name in names}

@@ -2,8 +2,7 @@
 
 A candidate must be compiled to be measured. So the speed of most candidates is only predicted: their tau by simulation
 on text that the target wrote (`simulate.py`), and the seconds of a round from the timings of a few trees. The best
-candidates are then measured, interleaved with plain decoding, and the fastest is chosen. Read first: `measure.py`, then
-`tuned.py` for the result.
+candidates are then measured, interleaved with plain decoding, and the fastest is chosen.
 """
 
 from __future__ import annotations
@@ -218,24 +217,18 @@ def _several(value: Any) -> list[Any]:
 def _models(params: Params) -> tuple[Weights, Any, Weights, Any]:
     """The weights and the configuration of the drafter, then those of the target."""
     if params.drafter is None or params.drafter_config is None:
-        raise ValueError("tune() chooses how to draft, and these params have no drafter: load with drafter=FOLDER")
+        raise ValueError("tune() needs a drafter")
     return params.drafter, params.drafter_config, params.target, params.target_config
 
 
 def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequence[str] | None) -> list[Candidate]:
-    """All pairs of a tree and a form of reuse that this drafter allows.
-
-    Raises:
-      ValueError: for a tree that it does not allow, or a form that it allows with none of the trees.
-    """
+    """All pairs of a tree and a form of reuse that this drafter allows."""
     _, config, *_ = _models(params)
     if (trees is not None and not trees) or (reuses is not None and not reuses):
         raise ValueError("trees and reuses: give at least one, or None for the usual ones")
     shapes = list(dict.fromkeys(candidate_trees(config) if trees is None else trees))
     for tree in shapes:
-        if not isinstance(tree, TreeConfig):
-            raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")
-        Mode("", params, Speculation(tree)).check()
+        Mode("", params, Speculation(take(TreeConfig, tree, "trees"))).check()
     allowed = []
     for reuse in dict.fromkeys(str(ReuseConfig.parse(reuse)) for reuse in reuses or method_of(config).reuses):
         refusal, before = None, len(allowed)
@@ -263,11 +256,7 @@ def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[li
 def _by_size(
     params: Params, rows: Sequence[list[int]], batch: int, max_new_tokens: int, report: Callable[[str], None]
 ) -> list[tuple[int, list[list[int]]]]:
-    """Full batches of prompts whose caches have the same size, with the slots of these caches.
-
-    Raises:
-      ValueError: if no batch is full.
-    """
+    """Full batches of prompts whose caches have the same size, with the slots of these caches."""
     sizes: dict[int, list[list[int]]] = {}
     for row in rows:
         slots = first_capacity(len(row), len(row) + max_new_tokens, MOST_LOOKAHEAD, params.max_len)
@@ -275,9 +264,7 @@ def _by_size(
     full = {slots: some[: len(some) // batch * batch] for slots, some in sorted(sizes.items())}
     used = sum(map(len, full.values()))
     if not used:
-        raise ValueError(
-            f"batch={batch} with {len(rows)} prompts: give at least one full batch whose caches have the same size"
-        )
+        raise ValueError(f"batch={batch}, {len(rows)} prompts: no full batch whose caches have the same size")
     if used < len(rows):
         report(f"{used} of {len(rows)} prompts used: full batches of {batch} whose caches have the same size")
     return [(slots, some) for slots, some in full.items() if some]

@@ -1,8 +1,7 @@
 """A way to decode, and the record that `tune` makes: for calls of each size the fastest way, and all candidates.
 
 Records are kept in a folder of this user. `decode` finds them there by the fingerprints of both models and the name of
-the machine. A record may also be saved to a file. `planning/plan.py` reads records. Read next: `planning/tune.py`,
-which makes them.
+the machine. A record may also be saved to a file. `planning/plan.py` reads records.
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ class Tuned:
         made = found.conditions
         for name in ("target", "drafter"):
             if getattr(made, name) != getattr(here, name):
-                raise ValueError(f"{path}: made for another {name}; run tune() or `hsd tune` with this pair")
+                raise ValueError(f"{path}: made for another {name}")
         names = [field.name for field in dataclasses.fields(Conditions)]
         differ = [name for name in names if getattr(made, name) != getattr(here, name)]
         if differ:
@@ -237,11 +236,7 @@ def kept_path(conditions: Conditions) -> Path | None:
 
 
 def check_keeping(params: Params) -> None:
-    """Checks, before the work starts, that a record for such params can be kept.
-
-    Raises:
-      ValueError, OSError: if the folder is a file, or is not writable.
-    """
+    """Checks, before the work starts, that a record for such params can be kept."""
     path = kept_path(Conditions.of(params))
     if path is not None:
         check_new_folder(path.parent)
@@ -280,7 +275,4 @@ def _kept(path: Path) -> Tuned | None:
 
 
 def _read(path: Path) -> Tuned:
-    try:
-        return settings.read(Tuned, read_json(path), str(path))
-    except ValueError as error:  # also for a file that is no JSON
-        raise ValueError(f"{error}; this is no record of `hsd tune`") from error
+    return settings.read(Tuned, read_json(path), str(path))

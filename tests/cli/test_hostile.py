@@ -6,7 +6,6 @@ Every case is refused by a ValueError or OSError that names what is wrong, and l
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
@@ -14,13 +13,9 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-import types
 from pathlib import Path
 
-import filelock
 import numpy as np
 import pytest
 from support import setups, toy
@@ -29,22 +24,18 @@ from support.checkpoints import edit_tensors
 import hsd_jax
 from hsd_jax import settings
 from hsd_jax import tokenizer as tokenizer_lib
-from hsd_jax.cli import generate as generate_cli
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.host import files, lock, programs
-from hsd_jax.host.interrupts import Interrupts
+from hsd_jax.host import files, lock
 from hsd_jax.kernels import build as native_build
-from hsd_jax.kernels import native
-from hsd_jax.lab.bench import identity
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import data, documents, manifest, records, responses, run, tasks
+from hsd_jax.train import data, manifest, records, responses, run, tasks
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -107,31 +98,19 @@ def copy_of(folder: Path, to: Path, **changes) -> Path:
 # --- one boundary -----------------------------------------------------------------------------------------------------
 
 BAD_CONFIG = {
-    "hidden_size": [None, True, -1, 0, 2.5, "64", [], {}, 10**12, 10**400],
-    "num_hidden_layers": [0, "2", 10**5, 10**12],
-    "num_attention_heads": [0, [2], 10**12],
-    "head_dim": [0, 3, 10**9, "8"],
-    "vocab_size": [0, 1.5, 10**12],
-    "max_position_embeddings": ["x", 0, 10**400],
-    "rms_norm_eps": [None, "1e-5", 0, -1, float("inf"), float("nan"), 1e38, 10**400],
-    "rope_theta": [0, float("inf"), float("nan"), 1e38, "x", {}],
-    "tie_word_embeddings": ["false", 1, []],
-    "attention_bias": ["no", 0.5],
-    "hidden_act": ["relu", 5, []],
-    "model_type": [None, 5, [], {}, "mamba"],
-    "rope_scaling": [
-        "x",
-        5,
-        [1],
-        {"rope_type": []},
-        {"rope_type": "linear"},
-        {"rope_type": "linear", "factor": "8"},
-        {"rope_type": "linear", "factor": float("inf")},
-        {"rope_type": "llama3", "factor": 2.0},
-    ],
-    "rope_parameters": ["x", {"full_attention": 5}],
-    "partial_rotary_factor": ["x", 0.5, []],
-    "layer_types": ["x", 5, [5], ["full"], {"a": 1}],
+    "hidden_size": [None, True, -1, "64", 10**400],
+    "num_hidden_layers": [0, 10**12],
+    "num_attention_heads": [[2]],
+    "head_dim": [3],
+    "vocab_size": [1.5],
+    "rms_norm_eps": ["1e-5", float("inf"), float("nan")],
+    "rope_theta": [0, {}],
+    "tie_word_embeddings": ["false"],
+    "hidden_act": ["relu"],
+    "model_type": [[], "mamba"],
+    "rope_scaling": ["x", {"rope_type": "linear"}, {"rope_type": "llama3", "factor": 2.0}],
+    "rope_parameters": [{"full_attention": 5}],
+    "layer_types": [["full"], {"a": 1}],
 }
 
 
@@ -153,19 +132,14 @@ def test_config_json(folders, key, bad):
 
 
 BAD_DRAFTER = {
-    "num_steps": [0, "6", True, 10**12],
-    "num_layers": [0, 2.5, 10**12],
-    "num_heads": [0, 1, 10**12],
-    "head_dim": [7, 10**9],
-    "rank": [-1, "8", 10**12],
-    "norm_eps": [float("inf"), 0, "x"],
-    "target_hash": [5, None, []],
-    "feature_layers": [5, "x", [1, 0], [-1], [True]],
-    "reduced_vocab_size": [0, "5", 10**12],
-    "trunk": [5, "tree", []],
-    "kind": ["small_lm", None],
-    "committed_embeddings": ["no"],
-    "rope": [5, [], {"theta": "x"}, {"theta": float("inf")}, {"base": 1}, {"kind": "yarn"}],
+    "num_steps": [0, "6", True],
+    "num_heads": [10**12],
+    "head_dim": [7],
+    "norm_eps": [float("inf")],
+    "target_hash": [5],
+    "feature_layers": [[1, 0]],
+    "trunk": ["tree"],
+    "rope": [[], {"theta": "x"}, {"kind": "yarn"}],
 }
 
 
@@ -199,14 +173,6 @@ def test_tensors_that_do_not_fit_are_named_in_a_line(folders, tmp_path, capsys, 
         )
 
 
-def test_a_head_that_is_not_stored_names_the_key_to_set(folders, tmp_path, capsys):
-    for values in ({"tie_word_embeddings": False}, {"tie_word_embeddings": None}):
-        untied = copy_of(folders / "target", tmp_path / str(values["tie_word_embeddings"]), **values)
-        assert hsd("generate", "--target", untied, "a") == 2
-        error = capsys.readouterr().err
-        assert "'lm_head.weight'" in error and "tie_word_embeddings to true" in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize("num_layers", [5_000, 10**5, 10**12])
 def test_layers_that_are_not_stored_are_not_traced(folders, tmp_path, num_layers):
     """Less than a second each; to trace as many layers takes minutes."""
@@ -223,45 +189,19 @@ def test_layers_that_are_not_stored_are_not_traced(folders, tmp_path, num_layers
 # --- files that are read ----------------------------------------------------------------------------------------------
 
 
-def test_json_nested_too_deeply_is_named_wherever_it_is_read(folders, tmp_path, capsys):
+def test_json_nested_too_deeply_is_named(folders, tmp_path):
     deep = tmp_path / "deep.jsonl"
     deep.write_text(DEEP)
     with pytest.raises(ValueError, match="recursion depth"):
         list(records.read_records(deep))
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json"):
         changed = copy_of(folders / "target", tmp_path / name)
         (changed / name).write_text(DEEP)
         with pytest.raises(ValueError, match=rf"{changed}"):
             hsd_jax.load(target=changed)
-    (tmp_path / "recipe.yaml").write_text(DEEP)
-    assert hsd("train", "target", "--config", tmp_path / "recipe.yaml", "--data", deep, "--out", tmp_path / "o") == 2
-    assert "recipe.yaml" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="recursion depth"):
-        hsd_jax.Tuned.load(deep, None)
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("generation_config.json", '{"eos_token_id": {"a": 1}}'),
-        ("generation_config.json", '{"eos_token_id": 2.5}'),
-        ("tokenizer_config.json", '{"eos_token": 5}'),
-        ("tokenizer_config.json", '{"eos_token": "x", "added_tokens_decoder": [1]}'),
-        ("tokenizer_config.json", '{"eos_token": "x", "added_tokens_decoder": {"x": {"content": "x"}}}'),
-        ("tokenizer.json", '{"added_tokens": [5]}'),
-    ],
-)
-def test_special_tokens_of_another_form(folders, tmp_path, name, text):
-    changed = copy_of(folders / "target", tmp_path / "target", eos_token_id=None)
-    (changed / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    (changed / name).write_text(text)
-    with pytest.raises(ValueError, match=name):
-        convert.read_eos(changed)
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ x.y.z }}", "{% for %}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}", "{{ 5 + 'a' }}"]
-)
+@pytest.mark.parametrize("template", ["{% for %}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}"])
 def test_faulty_chat_templates(folders, tmp_path, template):
     changed = copy_of(folders / "target", tmp_path / "target")
     values = json.loads((changed / "tokenizer_config.json").read_text()) | {"chat_template": template}
@@ -282,20 +222,6 @@ def test_chat_templates_without_end(folders, tmp_path, monkeypatch):
     (changed / "tokenizer_config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r" 0.3 seconds"):
         Tokenizer.find(changed).encode_chat([{"role": "user", "content": "hi"}])
-
-
-def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folders):
-    from hsd_jax.lab.bench import prompts
-
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(b"\xef\xbb\xbfthe cat\r\nthe dog\r\n")
-    assert [p.text for p in prompts.read_prompts([path], len)] == ["the cat", "the dog"]
-    assert [d.text for d in documents.load_documents(path)] == ["the cat\nthe dog\n"]
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
-    assert [d.text for d in documents.load_documents(tmp_path / "a.jsonl")] == ["a", "b"]
-    plain = types.SimpleNamespace(ids=False, chat=False)
-    text = generate_cli.encode_prompt(types.SimpleNamespace(tokenizer=1), path.read_bytes(), plain)
-    assert text == "the cat\nthe dog\n"
 
 
 def test_held_out_texts_that_are_damaged_are_written_again(tmp_path, monkeypatch, params):
@@ -337,44 +263,13 @@ def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
     assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_device_is_written_as_it_is():
-    with files.replacing("/dev/null") as path:
-        assert path == Path("/dev/null")
-    with pytest.raises(OSError) as raised:
-        files.write_text("/dev/full", "x")
-    assert raised.value.errno == errno.ENOSPC
-
-
-def test_where_compiled_programs_are_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert programs.cache_folder().parent == tmp_path / "hsd_jax"
-    assert programs.cache_folder("~/x").parent == tmp_path / "x"
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("HSD_CACHE", str(tmp_path / "file"))
-    assert hsd("info", tmp_path) == 2 and "is a file" in capsys.readouterr().err
-    monkeypatch.delenv("HOME")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    monkeypatch.setenv("HSD_CACHE", "")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert programs.cache_folder().parent == tmp_path / f"hsd_jax-{os.getuid()}"
-    monkeypatch.setenv("HSD_CACHE", "~/x")
-    with pytest.raises(ValueError, match="no home"):
-        programs.use_setting()
-
-
 def test_a_compiled_library_is_checked(tmp_path):
     library, built = tmp_path / "kernel.so", tmp_path / "built.so"
     assert not native_build.verified(library)
     built.write_bytes(b"\x7fELF" * 100)
     native_build.write_with_checksum(built, library)
     assert native_build.verified(library)
-    for damaged in (b"", b"\x7fELF" * 50, b"\x7fELG" * 100):
-        library.write_bytes(damaged)
-        assert not native_build.verified(library)
-    native_build.write_with_checksum(built, library)
-    native_build.checksum_path(library).unlink()
+    library.write_bytes(b"\x7fELF" * 50)
     assert not native_build.verified(library)
 
 
@@ -385,15 +280,9 @@ def test_a_compiled_library_is_checked(tmp_path):
     "argv",
     [
         ["bench", "--demo", "--json", "no/x.json"],
-        ["bench", "--demo", "--plot", "no/x.png"],
         ["bench", "--demo", "--plot", "x.docx"],
-        ["bench", "--demo", "--json", "."],
-        ["bench", "compare", "--demo", "--out", "file/x"],
-        ["bench", "ablate", "--demo", "--out", "file"],
-        ["identity", "--demo", "--json", "no/x.json"],
-        ["tune", "--demo", "--out", "no/x.json"],
+        ["identity", "--demo", "--json", "."],
         ["show", "--demo", "--out", "no/x.html"],
-        ["demo", "--plot", "no/x.png"],
         ["generate-data", "--demo", "--prompts", "file", "--out", "no/x.jsonl"],
         ["train", "tokenizer", "--data", "file", "--out", "file"],
     ],
@@ -407,30 +296,6 @@ def test_outputs_that_cannot_be_written(tmp_path, monkeypatch, capsys, argv):
     error = capsys.readouterr().err
     assert "no folder" in error or "is a file" in error or "is a folder" in error or ".docx" in error
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_outputs_of_a_folder_that_takes_none(tmp_path, monkeypatch):
-    def refuse(dir):
-        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
-
-    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
-    for check in (files.check_new_file, files.check_new_folder):
-        with pytest.raises(PermissionError, match=r"x: .*Permission denied"):
-            check(tmp_path / "x")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"qk_norm": True}, {"sliding_window": 8, "layer_types": ["sliding_attention"]}, {"norm_offset": 1.0}],
-    ids=str,
-)
-def test_a_target_that_cannot_be_written_is_not_trained(folders, tmp_path, monkeypatch, change):
-    monkeypatch.setattr(run, "fit", None)
-    monkeypatch.setattr(tasks, "train_tokenizer", None)
-    recipe = TargetRecipe.from_dict({"model": MODEL | change, "vocab_size": 280}, "r")
-    with pytest.raises(ValueError, match=f"ModelConfig.{next(iter(change))}"):
-        run.train(None, [folders / "text.txt"], tmp_path / "out", recipe)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
@@ -454,15 +319,6 @@ def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"train\.steps.*1.*2"):
         manifest.check(tmp_path, False, other)
-
-
-def test_settings_without_a_line_bind_nobody(tmp_path):
-    out = tmp_path / "own.jsonl"
-    files.write_json(responses.settings_path(out), {"seed": 1})
-    responses.check_settings(out, {"seed": 2})
-    out.write_text("{}\n")
-    with pytest.raises(ValueError, match=r"seed.*1.*2"):
-        responses.check_settings(out, {"seed": 2})
 
 
 # --- one writer -------------------------------------------------------------------------------------------------------
@@ -509,28 +365,6 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, ca
     lock.check_free(path)
 
 
-def test_a_lock_whose_holder_ends_meanwhile_is_taken(tmp_path, monkeypatch):
-    """The holder removes the file between our opening it and our locking it: filelock then gives up at once."""
-    path, acquire = lock.of_folder(tmp_path), filelock.FileLock.acquire
-
-    def after_the_holder(held, **options):
-        monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
-        raise filelock.Timeout(held.lock_file)
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", after_the_holder)
-    with lock.held(path):
-        assert path.is_file()
-
-
-def test_a_lock_leaves_no_folder_behind(tmp_path):
-    with lock.held(lock.of_folder(tmp_path / "a")):
-        pass
-    assert list(tmp_path.iterdir()) == []
-    with lock.held(lock.of_folder(tmp_path / "a")):
-        (tmp_path / "a" / "result").touch()
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["result"]
-
-
 def test_generate_data_into_a_file_that_is_being_written(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(options, "load_params", None)
     out = tmp_path / "own.jsonl"
@@ -568,59 +402,12 @@ def test_an_interrupt_in_other_clothes(heeded, monkeypatch, capsys, error):
     assert capsys.readouterr().err == "\nhsd: interrupted\n"
 
 
-STUBBORN = """
-import signal, time
-from hsd_jax.host.interrupts import Interrupts
-signal.signal(signal.SIGINT, signal.default_int_handler)
-with Interrupts():
-    try:
-        print("ready", flush=True)
-        time.sleep(60)
-    finally:
-        print("cleaning", flush=True)
-        time.sleep(60)
-"""
-
-
-def test_a_second_interrupt_ends_the_process():
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in ("ready\n", "cleaning\n"):
-            assert process.stdout.readline() == line
-            process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
-        assert process.stderr.read() == "\nhsd: interrupted\n"
-
-
-def test_in_other_threads_and_in_the_background_nothing_changes():
-    before, seen = signal.getsignal(signal.SIGINT), []
-
-    def enter():
-        with Interrupts():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert seen == [before]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts a program in the background
-    try:
-        with Interrupts():
-            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 # --- the streams of a program -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "redirect, code, error",
     [
-        (">&-", 2, "hsd: error: stdout is closed; redirect it to a file, or to /dev/null\n"),
         (">/dev/full", 2, "hsd: error: [Errno 28] No space left on device\n"),
         ("2>&- >/dev/null", 0, ""),
     ],
@@ -632,15 +419,13 @@ def test_streams_that_are_closed_or_full(folders, redirect, code, error):
     assert (found.returncode, found.stderr) == (code, error)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "shown"), [("ascii", "caf? ?"), ("latin-1", "caf\xe9 ?"), ("cp1252", "caf\xe9 \u2022")]
-)
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "caf? ?"), ("cp1252", "caf\xe9 \u2022")])
 def test_a_terminal_that_lacks_characters(folders, monkeypatch, encoding, shown):
     """An answer is printed with question marks for them, at once or as a stream. JSON loses no character."""
     said = "caf\xe9 \u2022"
     monkeypatch.setattr(tokenizer_lib.IncrementalDecoder, "push", lambda *_, is_last=False: said if is_last else "")
     one = ["generate", "--target", folders / "target", "--max-new-tokens", "2", "the"]
-    for argv in (one, [*one, "--no-stream"], [*one, "--json"]):
+    for argv in (one, [*one, "--json"]):
         out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         monkeypatch.setattr(sys, "stdout", out)
         assert hsd(*argv) == 0
@@ -649,28 +434,3 @@ def test_a_terminal_that_lacks_characters(folders, monkeypatch, encoding, shown)
             assert json.loads(found.decode("ascii"))["text"] == [said]
         else:
             assert found.decode(encoding) == f"{shown}\n"
-
-
-def test_a_prompt_whose_bytes_the_locale_does_not_name():
-    """Python decodes arguments by the locale and writes a surrogate for each byte that it does not name."""
-    assert options.argument_text("caf\udcc3\udca9 the") == "caf\xe9 the"
-    assert options.argument_text("caf\xe9") == "caf\xe9"
-    assert options.argument_text("\udcff") == "\udcff"
-
-
-def test_stdin_that_is_closed(folders, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", None)
-    assert hsd("generate", "--target", folders / "target", "-") == 2
-    assert "stdin" in capsys.readouterr().err
-
-
-# --- identity ---------------------------------------------------------------------------------------------------------
-
-
-def test_where_the_same_text_is_promised_no_difference_is_excused(params, monkeypatch):
-    """A near tie counts with the CPU kernels and in exact precision; elsewhere it is excused."""
-    monkeypatch.setattr(identity, "candidate_gap", lambda *_: (1e-9, None))
-    arguments = (("p", [1, 2]), 0, 1, [3, 4], [3, 5], 0, {"temperature": 0.0}, 1e-3)
-    for precision, has_kernels, excused in (("fast", True, False), ("exact", False, False), ("fast", False, True)):
-        monkeypatch.setattr(native, "available", lambda has=has_kernels: has)
-        assert identity._explain(params.replace(precision=precision), *arguments).excused is excused

@@ -129,9 +129,3 @@ def test_drawn_trees():
     assert len({len(path) for path in paths[: len(distributions)]}) == tree.depth
     for path, distribution in zip(paths, distributions, strict=False):
         np.testing.assert_allclose(distribution, oracle.log_softmax(logits(path)), atol=1e-3)
-
-
-def test_trees_deeper_than_the_training_are_refused():
-    config = setups.setup("llama", "eagle").drafter_config
-    with pytest.raises(ValueError, match=r"depth=5.*1 to 4 steps"):
-        make_drafter(toy.target_config(), config, TreeConfig(nodes=8, depth=5, width=2))

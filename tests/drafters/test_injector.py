@@ -153,21 +153,6 @@ def test_drawn_trees_carry_the_distribution_of_their_paths(scheme):
                 np.testing.assert_allclose(found.draft_logp[row, node], log_softmax(logits), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "scheme", [pytest.param(x, marks=[pytest.mark.slow] * (x != DrawScheme.COUPLED)) for x in DrawScheme]
-)
-def test_without_a_recurrence_nothing_changes(scheme):
-    """R of zeros drafts, to the bit, what the drafter drafts that has none; some R does not."""
-    setup, *_ = mid_state()
-    config, injector = setup.drafter_config, dict(setup.models["drafter"]["injector"])
-    tree = DRAWN if scheme is not DrawScheme.ARBITRARY else BEAM
-    recurrent = drawn(scheme, tree, config)
-    zero = drawn(scheme, tree, config, injector | {"path": jnp.zeros_like(injector.pop("path"))})
-    without = drawn(scheme, tree, dataclasses.replace(config, injection=PREVIOUS), injector)
-    jax.tree.map(np.testing.assert_array_equal, zero, without)
-    assert (recurrent[0].tokens != zero[0].tokens).any()
-
-
 def test_token_information_begins_with_the_targets_embeddings():
     """W1's rows are, but for their length, the embeddings seen from their mean, in as many directions as there are."""
     config, _ = random_injector()

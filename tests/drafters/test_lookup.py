@@ -67,12 +67,6 @@ def test_names(text, wanted):
     assert LookupConfig.parse(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["lookup:0", "lookup:17", "lookup:4-2", "lookup:0-2"])
-def test_wrong_numbers_are_refused(text):
-    with pytest.raises(ValueError, match=r"LookupConfig\.m.._ngram=\d+: .*1"):
-        LookupConfig.parse(text)
-
-
 def test_only_chains_that_are_not_drawn():
     """Refused before anything compiles, by `decode` too."""
     with pytest.raises(ValueError, match=r"TreeConfig\.width=2: .*1"):

@@ -68,7 +68,7 @@ def test_rows_come_and_go(pair, apart):
     assert found == [row[:num].tolist() for row, num in zip(plain.tokens, plain.num_tokens, strict=True)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_a_row_ends_inside_a_round(pair, apart, temperature):
     """Each token of a text in turn ends it: in every place of a round, with rounds in flight behind it."""
     call = {"max_new_tokens": 30, "temperature": temperature, "seed": 1}

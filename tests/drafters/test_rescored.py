@@ -149,36 +149,8 @@ def of_the_root(*args):
     return SCORER.score(weights, 0, tokens, parents, arcs, same)
 
 
-def of_the_first_parent(weights, level, tokens, parents, arcs, contexts):
-    """A mutant: every node has the context of the first of the level above."""
-    return SCORER.score(weights, level, tokens, parents * 0, arcs, contexts)
-
-
-def of_the_token_alone(weights, level, tokens, parents, arcs, contexts):
-    """A mutant: a 2-gram in place of a 3-gram."""
-    scores, contexts = SCORER.score(weights, level, tokens, parents, arcs, contexts.at[..., 1:].set(-1))
-    return scores, contexts
-
-
-def of_the_level_above(weights, level, tokens, parents, arcs, contexts):
-    """A mutant: a token is scored by what its parent is scored by."""
-    if level == 0:
-        return SCORER.score(weights, level, tokens, parents, arcs, contexts)
-    scores, _ = SCORER.score(weights, 0, tokens, parents, arcs, jnp.take_along_axis(contexts, parents[..., None], 1))
-    return scores, SCORER.score(weights, level, tokens, parents, arcs, contexts)[1]
-
-
-@pytest.mark.parametrize("mutant", [of_the_root, of_the_first_parent, of_the_token_alone, of_the_level_above])
-def test_a_scorer_of_the_wrong_place_is_found(mutant):
-    assert find_difference(SCORER._replace(score=mutant), 0) is not None
-
-
-def test_heads_of_the_wrong_depth_are_found(monkeypatch):
-    monkeypatch.setattr(f"{__name__}.some_inputs", lambda seed, old=some_inputs: (old(seed)[0][:, ::-1], old(seed)[1]))
-    wanted = enumerated(*some_inputs(0), 0.7)
-    monkeypatch.undo()
-    monkeypatch.setattr(f"{__name__}.enumerated", lambda *args: wanted)
-    assert find_difference(SCORER, 0) is not None
+def test_a_scorer_of_the_wrong_place_is_found():
+    assert find_difference(SCORER._replace(score=of_the_root), 0) is not None
 
 
 def test_without_a_say_the_best_path_is_the_argmax_of_each_head():
@@ -314,18 +286,6 @@ def test_drawn_trees_follow_the_distribution_of_the_target(scheme):
     assert min(p_values(tiny_texts(TREES["wide"], scheme, pair=tiny_rescored))) > FALSE_ALARM
 
 
-def test_rescoring_again_replaces_the_scorer(tmp_path):
-    config, weights = setups.scorer("ngram")
-    save_ngram(tmp_path / "own", config, weights)
-    once = hsd_jax.rescore(params_of(), tmp_path / "own", 0.25)
-    assert isinstance(once.drafter_config, RescoredConfig) and once.drafter_config.scorer == config
-    assert float(once.drafter["rescorer"]["alpha"][0]) == 0.25
-    again = hsd_jax.rescore(once, "0-gram")
-    assert again.drafter_config == RescoredConfig(params_of().drafter_config)
-    assert set(again.drafter["rescorer"]) == {"alpha"}
-    assert again.fingerprints()[1] != once.fingerprints()[1]
-
-
 class OtherTokenizer:
     vocabulary_hash = "1" * 64
 
@@ -339,12 +299,9 @@ def test_what_cannot_score_is_refused(tmp_path):
     larger = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, vocab_size=25))
     with pytest.raises(ValueError, match="25 tokens"):
         hsd_jax.rescore(larger, tmp_path / "own")
-    with pytest.raises(FileNotFoundError, match=r"nothing: .*0-gram.*ngram_config\.json"):
+    with pytest.raises(FileNotFoundError, match="nothing"):
         hsd_jax.rescore(params, tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"alpha=-1: .*0"):
-        hsd_jax.rescore(params, tmp_path / "own", -1)
-    for proposer in ("eagle", "small_lm", "plain"):
-        with pytest.raises(ValueError, match="hidden or medusa"):
-            hsd_jax.rescore(params_of(proposer), "0-gram")
+    with pytest.raises(ValueError, match="hidden or medusa"):
+        hsd_jax.rescore(params_of("eagle"), "0-gram")
     with pytest.raises(ValueError, match=r"width=6: .*1 to 5"):
         make_drafter(params.target_config, RescoredConfig(params.drafter_config, None, 5), TreeConfig(16, 3, 6))

@@ -262,22 +262,6 @@ def test_which_rows_read_their_features_does_not_depend_on_the_others():
     assert int(after.spares.num[needy]) == setup.drafter_config.num_steps
 
 
-def test_a_finished_row_asks_for_no_trunk_run():
-    setup, call = setups.setup("llama", "block_skip"), calls.mixed_call()
-    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
-    row = 4  # ends after one token
-    assert bool(state.done[row]) and not bool(state.done.all())
-    others, known = jnp.arange(call.batch) != row, state.drafter
-    known = known.replace(spares=known.spares.replace(num=jnp.where(others, 3, 0)))
-    drafter = jax.tree.map(lambda x: x * jnp.nan, setup.models["drafter"]["trunk"])
-    models = setup.models | {"drafter": setup.models["drafter"] | {"trunk": drafter}}
-    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
-    inputs = RoundInputs(root, state.length - 1, state.keys, call.arrays()[-1])
-    for live, runs in ((None, True), (others, False)):
-        _, after = jax.jit(setup.drafter.draft)(models, known, inputs.replace(live=live))
-        assert bool(jnp.isnan(after.spares.logits[row]).any()) is runs
-
-
 @pytest.mark.slow
 def test_unfused_rounds_take_turns():
     """A round of fresh states, one of what is left of them, and again; no spare is resampled from twice."""
@@ -289,16 +273,6 @@ def test_unfused_rounds_take_turns():
         state = call.resume(setup.decoder, setup.models, state, 1)
     resampled = [num > 0 for num in turns]
     assert any(resampled) and not any(a and b for a, b in itertools.pairwise(resampled))
-
-
-@pytest.mark.parametrize("proposer", ["block_skip", pytest.param("ahead", marks=pytest.mark.slow)])
-def test_a_row_drafts_the_same_in_any_batch(proposer):
-    """Not only its text: the lengths of its accepted paths too, among strangers and among six of itself."""
-    setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    histogram = np.asarray(call.run(setup.decoder, setup.models).stats.accepted_histogram)
-    for row in (0, 3):
-        alike = np.asarray(call.rows([row] * call.batch).run(setup.decoder, setup.models).stats.accepted_histogram)
-        np.testing.assert_array_equal(alike, histogram[[row] * call.batch])
 
 
 @pytest.mark.parametrize("proposer", ["hot_sum", "block_sum"])
@@ -327,36 +301,18 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("twice", ["'twice'", *REUSES]),
-        ("mix", ["reuse='mix'", *REUSES]),  # a form that was there once
-        ("skip:0", ["skip:0", " 1"]),
-        ("sum:2", ["sum:2", "skip:N"]),
-        ("skip:x", ["skip:x", "skip:2"]),
-        (None, ["None", "none"]),
-    ],
-)
-def test_unknown_forms_are_refused(text, words):
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize("text", ["twice", "skip:0", "sum:2", None])
+def test_unknown_forms_are_refused(text):
+    with pytest.raises(ValueError, match=f"reuse=.*{text}"):
         ReuseConfig.parse(text)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_forms_are_written_as_they_are_read():
-    for text in (*REUSES, "skip:3"):
-        assert str(ReuseConfig.parse(text)) == text
 
 
 @pytest.mark.parametrize(
     ("reuse", "changes", "settings", "words"),
     [
-        ("ahead", {}, {}, ["'ahead'", "depth=2", "= 5 trained steps", "has 4", "depth 1 to 1"]),
-        ("ahead", {"num_steps": 2}, {}, ["'ahead'", "none"]),
+        ("ahead", {}, {}, ["'ahead'", "depth=2", "depth 1 to 1"]),
         ("skip:4", {}, {}, ["'skip:4'", "skip:1 to skip:3"]),
-        ("sum", {}, {"tree": TreeConfig(nodes=3, depth=1, width=2)}, ["'sum'", "depth=1", "2 and more"]),
+        ("sum", {}, {"tree": TreeConfig(nodes=3, depth=1, width=2)}, ["'sum'", "2 and more"]),
     ],
 )
 def test_forms_that_cannot_work_are_refused_before_anything_compiles(reuse, changes, settings, words, monkeypatch):

@@ -13,7 +13,6 @@ from oracles import branching as branching_oracle
 from oracles import chain as oracle
 from scipy import stats
 from support import calls, setups, toy
-from support.texts import first_difference
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -170,18 +169,6 @@ def test_acceptance_is_that_of_speculative_sampling():
         before = histogram
 
 
-def test_greedy_rows_are_greedy_under_the_recursive_rule():
-    call, setup = calls.mixed_call(), setups.setup("llama", "small_lm")
-    drafter = small_lm_drafter(
-        setup.config, setup.drafter_config, setups.TREES["chain"], scheme=DrawScheme.WITHOUT_REPLACEMENT
-    )
-    step = make_step(setup.config, drafter, recursive_rule(DEPTH, 1))
-    decoder = Decoder(setup.config, step, drafter, precision="highest")
-    state = call.run(decoder, setup.models)
-    assert first_difference(calls.generated(call, state)[:2], setups.expected("llama", call)[:2]) is None
-    assert find_stale_slot(setup, state) is None
-
-
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,10 +198,8 @@ def test_another_vocabulary_is_refused(tmp_path):
     config, small_config = toy.target_config(), toy.target_config(vocab_size=toy.VOCAB - 1)
     convert.save_target(tmp_path / "target", config, setups.weights("llama"))
     convert.save_target(tmp_path / "small", small_config, toy.make_target(small_config))
-    with pytest.raises(ValueError, match=r"23 tokens.* 24.*vocabulary"):
+    with pytest.raises(ValueError, match="23 tokens, the target 24"):
         hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small")
-    with pytest.raises(ValueError, match="vocab_size=23"):
-        small_lm_drafter(config, SmallLMConfig(**vars(small_config)), setups.TREES["chain"])
     with pytest.raises(ValueError, match=r"TreeConfig\.branching=\(25,\): .*1 to .*24"):
         small_lm_drafter(config, SmallLMConfig(**vars(config)), TreeConfig(branching=(25,)))
     with pytest.raises(ValueError, match=r"nodes=12, depth=3, width=3"):

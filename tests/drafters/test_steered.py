@@ -18,13 +18,12 @@ from support.recipes import LOOP, TARGET_VALUES, TEXT
 from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
 import hsd_jax
-from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
-from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, read_steering, save_steering
+from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, save_steering
 from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_features, steer
-from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import decode as decode_lib
 from hsd_jax.infer.plain import make_block
 from hsd_jax.kernels.ops import matmul
@@ -216,19 +215,6 @@ def test_plain_rounds_in_between_and_prompts_in_chunks(proposer, chunk, monkeypa
     assert turns == {True, False}
 
 
-def test_drafts_that_are_refused():
-    config, given = setups.STEERED, (setups.VARIANTS["llama"],)
-    with pytest.raises(ValueError, match=r"TreeConfig\.depth=5: .*1 to 4"):
-        make_drafter(*given, config, TreeConfig.chain(5))
-    with pytest.raises(ValueError, match=r"steering_layers=\[1, 9\]: .*1 to 2"):
-        make_drafter(*given, dataclasses.replace(config, steering_layers=(1, 9)), TreeConfig.chain(2))
-    with pytest.raises(ValueError, match=r" 64 .*hidden_size=32"):
-        make_drafter(*given, dataclasses.replace(config, target_hidden_size=64), TreeConfig.chain(2))
-    for layers in ((), (2, 1), (1, 1), (0, 1)):
-        with pytest.raises(ValueError, match="steering_layers"):
-            dataclasses.replace(config, steering_layers=layers)
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 SMALL = dataclasses.replace(TARGET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
@@ -307,48 +293,17 @@ def test_a_run_and_its_folder(folders, tmp_path):
     assert drafted.text == hsd_jax.decode(params, "Question: 1", 8, speculate=False).text
     values = json.loads((folder / STEERING_CONFIG).read_text())
     assert values["steering_layers"] == [1] and values["num_steps"] == 3
-    for change in (lambda p: hsd_jax.pearl(p, 2), lambda p: hsd_jax.stack(p, "lookup")):
-        with pytest.raises(ValueError, match="small language model"):
-            change(params)
     (folder / STEERING_CONFIG).write_text(json.dumps(values | {"target_hash": "0" * 64}))
     with pytest.raises(ValueError, match=r"0{12}"):
         hsd_jax.load(target=folders / "target", drafter=folder, strict=True)
     with pytest.warns(UserWarning, match="0{12}"):
         hsd_jax.load(target=folders / "target", drafter=folder)
-    (folder / STEERING_CONFIG).write_text(json.dumps(values | {"layers": [1]}))
-    with pytest.raises(ValueError, match="unknown key 'layers'"):
-        hsd_jax.load(target=folders / "target", drafter=folder)
     (folder / STEERING_CONFIG).write_text(json.dumps(values))
     assert facts_of(folder) | {"kind": "steered drafter", "steering_layers": (1,)} == facts_of(folder)
     with pytest.raises(ValueError, match="steered"):
         read_scorer(folder, DraftedFor(params.target_config, "", params.tokenizer))
-    other = dict(VALUES, model={"kind": "small_lm"})
-    with pytest.raises(ValueError, match="--kind steered"):
-        run.train(
-            folders / "target",
-            [folders / "text.jsonl"],
-            tmp_path / "out",
-            distill.DistillRecipe.from_dict(other, "d"),
-            report=str,
-            start_dir=folder,
-        )
-    again = train(folders, tmp_path / "again", folder, frozen=True, num_steps=4)  # goes on from what steers it
-    first, second = (read_steering(one, params.drafter_config)["mix"]["kernel"] for one in (folder, again))
-    eye = np.eye(*first.shape)
-    assert np.abs(second - eye).max() > np.abs(first - eye).max() > 0
-    with pytest.raises(ValueError, match=r"model\.frozen=True.*False"):
-        recipe = distill.DistillRecipe.from_dict(VALUES, "d")
-        run.train(
-            folders / "target",
-            [folders / "text.jsonl"],
-            tmp_path / "again",
-            recipe,
-            report=str,
-            start_dir=folder,
-            force=True,
-        )
     (folder / STEERING_FILE).unlink()
-    with pytest.raises(FileNotFoundError, match="steering_config"):
+    with pytest.raises(FileNotFoundError, match="steering"):
         hsd_jax.load(target=folders / "target", drafter=folder)
 
 
@@ -366,11 +321,3 @@ def test_what_is_written_is_read(folders, tmp_path):
     edit_tensors(tmp_path / STEERING_FILE, lambda tensors: tensors.pop("mix.kernel"))
     with pytest.raises(ValueError, match=rf"{STEERING_FILE}: .*'mix.kernel'"):
         hsd_jax.load(target=folders / "target", drafter=tmp_path)
-
-
-def test_runs_that_are_refused(folders, tmp_path):
-    with pytest.raises(ValueError, match=r"--kind steered: .*--start"):
-        train(folders, tmp_path / "out", None)
-    with pytest.raises(ValueError, match=r"steering_layers=\[7\]: .*1 to 1"):
-        train(folders, tmp_path / "out", steering_layers=[7])
-    assert not (tmp_path / "out").exists()

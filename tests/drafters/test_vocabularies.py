@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from tokenizers.models import WordLevel
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.files import read_drafter, save_drafter
+from hsd_jax.drafters.files import save_drafter
 from hsd_jax.infer.rules import RULES
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import Checkpoint, find
@@ -109,14 +108,11 @@ def test_tokenizers_decide():
 
 def test_other_vocabularies_are_refused(folders):
     small = folders / f"tied{FEWER}"
-    with pytest.raises(ValueError, match=r"token 5 is 'x', and 'w5' in the target.*vocabulary"):
+    with pytest.raises(ValueError, match=r"token 5 .* is 'x', the target's 'w5'"):
         load(target=with_words(folders / "target"), drafter=with_words(small, x=5))
     for target, drafter in ((with_words(folders / "target"), small), (folders / "target", with_words(small))):
-        with pytest.raises(ValueError, match=rf"{FEWER} tokens.* {ROWS}.*no tokenizer.*vocabulary"):
+        with pytest.raises(ValueError, match=rf"{FEWER} tokens, the target {ROWS}"):
             load(target=target, drafter=drafter)
-    params = load(target=with_words(folders / "target"), drafter=with_words(small))
-    with pytest.raises(ValueError, match=rf"width={FEWER + 1}.* {FEWER}"):
-        hsd_jax.decode(params, [1], 4, tree=TreeConfig(nodes=ROWS + 1, depth=2, width=FEWER + 1))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -198,16 +194,6 @@ def test_a_drafter_that_was_trained_for_it_gets_its_rows(folders, tmp_path, num)
     edit_json(tmp_path / "all" / "drafter_config.json", vocab_size=ROWS)
     with pytest.raises(ValueError, match=rf"vocab_size={ROWS}.*vocab_size={num}"):
         hsd_jax.stack(params, tmp_path / "all")
-
-
-def test_a_list_with_more_ids_than_the_vocabulary_is_cut(tmp_path):
-    config = toy.drafter_config(toy.target_config(vocab_size=MORE), rank=5, reduced_vocab_size=MORE - 1)
-    weights = toy.random_like(toy.init_drafter, config, 1, 1.0)
-    save_drafter(tmp_path, config, weights | {"draft_to_target": np.arange(1, MORE)})
-    found, own = read_drafter(tmp_path, vocab_size=ROWS)
-    assert (found.vocab_size, found.reduced_vocab_size) == (ROWS, ROWS - 1)
-    np.testing.assert_array_equal(own["draft_to_target"], np.arange(1, ROWS))
-    jax.tree.map(np.testing.assert_array_equal, own["injector"]["bias"], weights["injector"]["bias"][: ROWS - 1])
 
 
 @pytest.mark.slow

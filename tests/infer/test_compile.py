@@ -62,14 +62,6 @@ def test_a_hundred_prompts_compile_once(proposer):
     assert decoder.loop._cache_size() == 1
 
 
-def test_other_weights_compile_nothing():
-    setup, call = setups.setup("llama", "beam"), calls.mixed_call().rows([1, 3])
-    call.run(setup.decoder, setup.models)
-    before = setup.decoder.loop._cache_size(), setup.decoder.prefill._cache_size()
-    call.run(setup.decoder, jax.tree.map(lambda x: x * 1.01, setup.models))
-    assert (setup.decoder.loop._cache_size(), setup.decoder.prefill._cache_size()) == before
-
-
 def test_the_state_is_donated():
     """The buffers of a state are gone once the loop has read it; the caches are never held twice."""
     setup, call = setups.setup("llama", "beam"), calls.mixed_call().rows([1, 3])

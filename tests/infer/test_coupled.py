@@ -16,8 +16,6 @@ from oracles import coupled as oracle
 from oracles import sampling as sampling_oracle
 from scipy import stats
 from support import calls, setups, tiny_pairs, toy
-from support.cases import cases
-from support.texts import first_difference
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
@@ -26,7 +24,7 @@ from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step, or_invalid
-from hsd_jax.infer.tree import Grower, ancestor_mask, coupled_sharpness
+from hsd_jax.infer.tree import Grower, ancestor_mask
 from hsd_jax.kernels import native, ops
 from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV, RoundInputs, SamplingParams
 
@@ -123,40 +121,6 @@ def test_the_comparison_finds_trees_that_see_no_noise():
     assert find_difference(CONFIGS[2], False, 0, scheme=DrawScheme.ARBITRARY) is not None
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
-def test_greedy_rows_have_the_tree_they_always_had(config):
-    """Beside sampled rows, and in a batch of greedy rows alone."""
-    for rows in (SETTINGS, [(0.0, None, None)] * len(SETTINGS)):
-        call = inputs(config, 3, False, rows)
-        one, other = (jitted(config, scheme, False)(*call) for scheme in (DrawScheme.COUPLED, DrawScheme.ARBITRARY))
-        greedy = [row for row, setting in enumerate(rows) if setting[0] == 0.0]
-        for name in ("tokens", "parents", "depth", "valid"):
-            found, wanted = (np.asarray(getattr(tree, name))[greedy] for tree in (one, other))
-            np.testing.assert_array_equal(found, wanted)
-        assert one.scheme is DrawScheme.COUPLED and one.draft_logp is None
-
-
-def test_noise_that_is_not_given_is_the_same():
-    call = inputs(CONFIGS[2], 5, True)
-    given, computed = (jitted(CONFIGS[2], DrawScheme.COUPLED, True, is_given)(*call) for is_given in (True, False))
-    jax.tree.map(np.testing.assert_array_equal, given, computed)
-
-
-def test_filters_that_leave_fewer_tokens_than_children():
-    """Children without mass come last; parents stay before children, and the text is none of their business."""
-    rows = [(1.0, 1, None), (0.7, 2, None), (1.0, None, 0.05)]
-    tree = jax.tree.map(np.asarray, jitted(CONFIGS[2], DrawScheme.COUPLED, False)(*inputs(CONFIGS[2], 1, False, rows)))
-    assert (tree.parents[:, 1:] >= 0).all() and (tree.parents < np.arange(CONFIGS[2].nodes)).all()
-    assert (tree.depth[:, 1:] == np.take_along_axis(tree.depth, tree.parents[:, 1:], 1) + 1).all()
-    assert tree.depth[0].max() == CONFIGS[2].depth  # top-k 1: the chain of the likeliest comes first
-    assert tree.depth[0, :5].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_beams_are_ranked_by_the_temperature():
-    found = coupled_sharpness(jnp.asarray([0.0, 0.1, 0.5, 1.0, 3.0]))
-    np.testing.assert_allclose(found, [oracle.sharpness(t) for t in (0.0, 0.1, 0.5, 1.0, 3.0)])
-
-
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
@@ -202,50 +166,6 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 # --- the text is a function of keys and target alone --------------------------------------------------------------
 
 
-COUPLED = [name for kind, name in setups.OF_EACH_KIND.items() if kind != "lookup"]
-OF_STATES = ["chain", "hot", "path", "hot_path", "eagle_layers", "ahead", "hot_sum", "block_sum", "skip", "unfused"]
-SLOW_SEEDED = [*OF_STATES, "small_lm", *(name for name in setups.LEFT_TO_SLOW if name not in ("eagle", "medusa"))]
-
-
-def warm_call(seed: int) -> calls.Call:
-    """Temperatures 0, 0.5, 0.8 and 1, with and without filters; a seed of its own in every row."""
-    rng = np.random.default_rng(seed)
-    return calls.mixed_call(seed=seed).replace(
-        new_tokens=[30] * 6,
-        temperature=[0.5, 0.8, 1.0, 0.0, 1.0, 0.5],
-        top_k=[0, 0, 0, 0, 6, 0],
-        top_p=[1.0, 1.0, 1.0, 1.0, 0.95, 0.8],
-        seeds=rng.integers(0, 2**32, 6).tolist(),
-    )
-
-
-@functools.cache
-def plain_texts(seed: int) -> list[list[int]]:
-    call, plain = warm_call(seed), setups.setup("llama", "plain")
-    return calls.generated(call, call.run(plain.decoder, plain.models))
-
-
-@pytest.mark.parametrize("proposer", cases([*COUPLED, "block", *OF_STATES], SLOW_SEEDED))
-def test_text_is_that_of_plain_sampling(proposer):
-    """Every proposer, with three sets of seeds and prompts."""
-    setup = setups.setup("llama", proposer)
-    assert setup.drafter.scheme is DrawScheme.COUPLED
-    for seed in (1, 2, 3):
-        call = warm_call(seed)
-        found = calls.generated(call, call.run(setup.decoder, setup.models))
-        assert first_difference(found, plain_texts(seed)) is None
-
-
-def test_arbitrary_trees_may_still_be_asked_for():
-    call, setup = warm_call(1), setups.setup("llama", "beam", DrawScheme.ARBITRARY)
-    found = calls.generated(call, call.run(setup.decoder, setup.models))
-    assert first_difference(found, plain_texts(1)) is None
-
-
-def test_lookup_has_no_distribution_to_couple():
-    assert setups.setup("llama", "lookup").drafter.scheme is DrawScheme.ARBITRARY
-
-
 ROWS = 1024
 
 
@@ -275,16 +195,6 @@ def tiny_plain() -> np.ndarray:
     return np.asarray(tiny_call().run(decoder, models | {"drafter": None}).tokens)
 
 
-def displaced(drafter):
-    """A mutant: the noise of the position behind."""
-
-    def draft(models, state, inputs):
-        late = jnp.concatenate([inputs.noise[:, 1:], inputs.noise[:, :1]], 1)
-        return drafter.draft(models, state, inputs.replace(noise=late))
-
-    return drafter._replace(draft=draft)
-
-
 def estranged(drafter):
     """A mutant: the noise of another key."""
 
@@ -309,10 +219,9 @@ def test_a_thousand_seeds_and_any_tree_give_one_text(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [displaced, estranged])
-def test_wrong_noise_costs_acceptance_alone(mutant):
+def test_wrong_noise_costs_acceptance_alone():
     """The text cannot show it. Passes of all rows: fewer by a tenth at least with the right noise."""
-    right, wrong = tiny_state(), tiny_state(mutant)
+    right, wrong = tiny_state(), tiny_state(estranged)
     np.testing.assert_array_equal(np.asarray(wrong.tokens)[:, :9], tiny_plain()[:, :9])
     passes = [int(state.stats.num_target_passes.sum()) for state in (right, wrong)]
     assert passes[0] < 0.9 * passes[1], passes
@@ -377,19 +286,10 @@ def test_one_child_is_accepted_as_often_as_the_noise_allows(number):
         assert exact > p[np.argmax(q)]
 
 
-@pytest.mark.parametrize("change", [lambda noise: noise[:, ::-1], lambda noise: -noise], ids=["displaced", "negated"])
+@pytest.mark.parametrize("change", [lambda noise: noise[:, ::-1]], ids=["displaced"])
 def test_the_closed_form_finds_wrong_noise(change):
     p, q = distributions(0)
     assert stats.binomtest(num_accepted(0, change), NUM, oracle.acceptance(p, q)).pvalue < FALSE_ALARM
-
-
-def test_the_bound_is_that_of_the_paper():
-    """Over random pairs: the closed form lies between (1 - TV) / (1 + TV) and 1 - TV, which no coupling exceeds."""
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        p, q = rng.dirichlet(np.full(VOCAB, rng.choice([0.2, 1.0, 5.0])), 2)
-        distance = np.abs(p - q).sum() / 2
-        assert (1 - distance) / (1 + distance) - 1e-12 <= oracle.acceptance(p, q) <= 1 - distance + 1e-12
 
 
 # --- other rules ------------------------------------------------------------------------------------------------------
@@ -465,7 +365,7 @@ def test_a_row_without_a_distribution_ends_and_leaves_the_others_alone(proposer)
     earlier, never later.
     """
     setup = setups.setup("untied", "plain")
-    call = warm_call(1)
+    call = calls.mixed_call(seed=1).replace(new_tokens=[30] * 6, temperature=[0.5, 0.8, 1.0, 0.0, 1.0, 0.5])
     wanted = calls.generated(call, call.run(setup.decoder, setup.models))
     prompted = {int(token) for prompt in call.prompts for token in prompt}
     saying = {token: sum(token in text[:-1] for text in wanted) for token in {*range(toy.VOCAB)} - prompted}

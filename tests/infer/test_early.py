@@ -21,7 +21,7 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer import chains, worth
+from hsd_jax.infer import chains
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.types import Costs, Drafter, DrawScheme, RoundInputs, Stop
@@ -74,15 +74,6 @@ def test_the_text_is_that_of_plain_decoding_wherever_chains_end(price):
         assert made < 3 * rounds
 
 
-def test_a_second_prompt_and_other_costs_compile_nothing():
-    setup = setups.setup("llama", "small_lm")
-    decoder = setup.decoder_with()
-    for level in LEVELS.values():
-        for call in (calls.mixed_call(), calls.mixed_call().rows([5, 4, 3, 2, 1, 0])):
-            decoded(dataclasses.replace(setup, decoder=decoder), call, level)
-    assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
-
-
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -91,7 +82,7 @@ def test_a_second_prompt_and_other_costs_compile_nothing():
         pytest.param(DrawScheme.WITHOUT_REPLACEMENT, marks=pytest.mark.slow),  # in a chain the same draw
     ],
 )
-@pytest.mark.parametrize("price", [0.0, 0.05, 1.0, np.inf])
+@pytest.mark.parametrize("price", [0.05, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 1.0, np.inf))])
 def test_a_chain_that_ends_early_is_the_top_of_the_whole_one(scheme, price):
     """The same drafts, distributions and, where drafts are not drawn, scores; the length is that of a plain loop."""
     setup, call = setup_of(scheme), calls.mixed_call()
@@ -189,7 +180,7 @@ def test_a_chain_that_ends_by_the_tokens_above_keeps_the_distribution(seed):
     assert text_of(seed, ends_after) == 0
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:1])
 def test_enumeration_finds_a_chain_that_ends_by_its_own_token(seed):
     assert text_of(seed, ends_after_likely) > 0
 
@@ -222,12 +213,6 @@ def test_the_loop_follows_the_distribution_of_the_target_wherever_chains_end(acc
     """Chains that end row by row, by the drafts above; eight chi-squares, each fires falsely once in 10^6."""
     texts = tiny_texts(DRAWN_CHAIN, DrawScheme.INDEPENDENT, row_by_row, tiny_small_lm, accept=accept)
     assert min(p_values(texts)) > FALSE_ALARM
-
-
-@pytest.mark.slow
-def test_the_chi_square_finds_chains_that_end_by_their_own_token():
-    texts = tiny_texts(DRAWN_CHAIN, DrawScheme.INDEPENDENT, lambda d: row_by_row(d, 0.0, True), tiny_small_lm)
-    assert min(p_values(texts)) < FALSE_ALARM
 
 
 @pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.COUPLED])
@@ -266,17 +251,6 @@ def test_no_drawn_draft_is_dropped_by_worth():
     assert [text for row, text in enumerate(calls.generated(call, state)) if call.temperature[row] == 0.0] == [
         text for row, text in enumerate(setups.expected("llama", call)) if call.temperature[row] == 0.0
     ]
-
-
-def test_a_level_that_costs_more_than_it_promises_is_not_drafted():
-    """A sure drafter behind rounds of two tokens a second: a level of less than half a second pays."""
-    control = dataclasses.replace(worth.first_control(1), tokens=jnp.full(1, 2e6), plain=jnp.full(1, 1e6))
-    length, done = jnp.full(1, 9), jnp.zeros(1, bool)
-    score = jnp.zeros((1, 5))
-    for level, pays in ((0.49, True), (0.51, False)):
-        stop = worth.stop_rule(control, costs(1, level), length, done)
-        assert bool(chains.goes_on(stop, score, jnp.asarray(1))) is pays
-    assert worth.stop_rule(control, dataclasses.replace(costs(1, 1.0), level_seconds=None), length, done) is None
 
 
 def test_the_option_of_a_call(pair):

@@ -9,8 +9,8 @@ import pytest
 from oracles import sampling as oracle
 from scipy import stats
 
-from hsd_jax.infer.sampling import draw, perturb, position_noise, round_noise, warp
-from hsd_jax.kernels.ops import argmax, gumbel
+from hsd_jax.infer.sampling import draw, position_noise, warp
+from hsd_jax.kernels.ops import gumbel
 from hsd_jax.types import SamplingParams
 
 VOCAB = 40
@@ -115,16 +115,6 @@ def test_temperature_zero_takes_the_first_largest_logit():
         assert jitted_draw(keys, logits, positions, settings([setting])).tolist() == [[1, 0]]
 
 
-def test_greedy_rows_beside_sampled_rows_see_no_noise():
-    logits = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 5, VOCAB)), jnp.float32)
-    keys = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
-    mixed = settings([(0.0, *OFF), (1.0, *OFF)])
-    noise = round_noise(keys, jnp.zeros(2, jnp.int32), 5, VOCAB, mixed)
-    noisy = perturb(noise, logits, mixed)
-    np.testing.assert_array_equal(noisy[0], logits[0])
-    assert (np.asarray(noisy[1]) != np.asarray(logits[1])).all()
-
-
 def test_noise_is_a_function_of_key_and_position():
     """Not of the row, not of the node, not of the width of the pass."""
     keys = jax.vmap(jax.random.key)(jnp.array([5, 6, 5], jnp.uint32))
@@ -190,7 +180,7 @@ def test_neighbouring_positions_and_seeds_are_independent():
     assert chi_square_p_value(draws[:-1:2, 0] * 3 + draws[1::2, 0], product) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("wrong", [(1.0, 7, None), (1.05, *OFF), (1.0, None, 0.97)], ids=str)
+@pytest.mark.parametrize("wrong", [(1.05, *OFF)], ids=str)
 def test_the_chi_square_finds_a_wrong_distribution(wrong):
     """Draws under slightly other settings are refused, so the test above has power."""
     logits = np.array([0.3, -1.0, 1.2, 0.9, -0.4, 0.0, 0.6, -2.0])
@@ -202,9 +192,3 @@ def test_noise_is_that_of_jax():
     keys = jax.random.split(jax.random.key(0), 3)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (1000,)))(keys)
     np.testing.assert_allclose(gumbel(keys, 1000), noise, rtol=1e-5, atol=1e-6)
-
-
-def test_the_first_of_the_best():
-    x = jnp.asarray([[1.0, 3.0, 3.0], [-jnp.inf, -jnp.inf, -jnp.inf], [2.0, jnp.nan, 5.0]])
-    assert argmax(x[:2]).tolist() == jnp.argmax(x[:2], -1).tolist()
-    assert 0 <= int(argmax(x)[2]) < 3

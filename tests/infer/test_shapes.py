@@ -13,7 +13,6 @@ from support import calls, setups, toy
 import hsd_jax
 from hsd_jax import request
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer.decode import GROWTH
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
 
@@ -77,24 +76,6 @@ def test_calls_of_any_size_compile_few_programs(pair, num_calls, longest, most_n
     assert not again and found
 
 
-def test_the_count_sees_a_new_size(pair):
-    hsd_jax.decode(pair, [1, 2, 3], max_new_tokens=4, speculate=False)
-    with compilations() as found:
-        hsd_jax.decode(pair, [[1, 2, 3]] * 32, max_new_tokens=4, speculate=False)
-    assert len(found) >= 2
-
-
-def test_caches_have_few_sizes():
-    sizes = {request.first_capacity(p, p + n, 16, MAX_LEN) for p in range(1, 2048, 7) for n in range(0, 2048 - p, 13)}
-    assert len(sizes) == 2
-    for prompt, total in ((1, 1), (100, 500), (1000, 1024), (2000, 2048)):
-        assert total + 16 <= request.first_capacity(prompt, total, 16, MAX_LEN)
-    first = request.first_capacity(5000, 30000, 16, 32768)
-    assert 5000 + 16 < first < 30000 and first in {512 * GROWTH**i for i in range(4)}
-    assert [request.rows_bucket(n) for n in (1, 2, 3, 5, 16, 17)] == [1, 2, 4, 8, 16, 32]
-    assert request.rows_bucket(3, 6) == 6
-
-
 def test_only_none_is_chosen(pair):
     """A tree that `load` or `decode` was given is that tree, whatever it is equal to, and is verified whole."""
     tree = request.default_tree(pair.drafter_config)
@@ -114,7 +95,7 @@ def test_only_none_is_chosen(pair):
 @pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.parametrize(
     ("dtype", "nums"),
-    [("bfloat16", (1, 33)), *[pytest.param(x, (1, 17, 33), marks=slow) for x in ("float32", "bfloat16")]],
+    [("bfloat16", (33,)), *[pytest.param(x, (1, 17, 33), marks=slow) for x in ("float32", "bfloat16")]],
 )
 def test_a_row_is_the_same_among_any_number_of_rows(pair, dtype, nums):
     """Plain or not, with more rows than a kernel's block and prompts of other lengths beside it, to the last bit."""

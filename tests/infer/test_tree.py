@@ -72,56 +72,6 @@ def test_beam_is_that_of_the_oracle(config):
         assert find_difference(grow, config, seed) is None
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.0, 0.1, 3.0, 100.0]))
-def test_beam_is_well_formed(config, seed, scale):
-    """Also where scores tie: scale 0 makes all logits equal, scale 100 makes most paths certain."""
-    tree = grow(config, *random_inputs(config, seed, scale=scale))
-    assert tree.valid.all()
-    mask = mask_of(tree, config.depth)
-    assert_well_formed(tree, np.asarray(mask))
-
-
-def test_rows_grow_alone():
-    """Each row of a batch is the tree it would be alone, and rows differ."""
-    config = CONFIGS[4]
-    base, table, root = random_inputs(config, 3)
-    together = grow(config, base, table, root)
-    assert len({tuple(row) for row in together.parents.tolist()}) > 1
-    for row in range(len(root)):
-        alone = grow(config, base[row : row + 1], table, root[row : row + 1])
-        jax.tree.map(lambda a, b, row=row: np.testing.assert_array_equal(a[0], b[row]), alone, together)
-
-
-def test_of_equal_scores_the_shallower_node_is_kept():
-    """Token 3 is certain at every level (score 0), token 4 costs the same at every level.
-
-    So 3 ties with 3-3, and 4 with 3-4 and 4-3: of the last three one has room, the shallowest.
-    """
-    base = np.full((1, 2, VOCAB), -2e4, np.float32)
-    base[:, :, 3], base[:, :, 4] = 0.0, -1e4
-    tree = grow(TreeConfig(nodes=4, depth=2, width=2), base, np.zeros((VOCAB, VOCAB)), np.array([0]))
-    assert tree.tokens.tolist() == [[0, 3, 3, 4]]
-    assert tree.depth.tolist() == [[0, 1, 2, 1]]
-    assert tree.parents.tolist() == [[NO_PARENT, 0, 1, 0]]
-
-
-def test_ties_within_a_level_go_to_the_smaller_token():
-    config = TreeConfig(nodes=4, depth=2, width=3)
-    tree = grow(config, np.zeros((1, 2, VOCAB)), np.zeros((VOCAB, VOCAB)), np.array([6]))
-    assert tree.tokens.tolist() == [[6, 0, 1, 2]]
-    assert tree.depth.tolist() == [[0, 1, 1, 1]]
-
-
-def test_bias_is_that_of_the_parent():
-    """With flat base logits and a table that points to one successor, the chain follows the table from the root."""
-    table = np.zeros((VOCAB, VOCAB), np.float32)
-    table[np.arange(VOCAB), (3 * np.arange(VOCAB) + 1) % VOCAB] = 50.0
-    tree = grow(TreeConfig(nodes=5, depth=4, width=1), np.zeros((2, 4, VOCAB)), table, np.array([0, 2]))
-    assert tree.tokens.tolist() == [[0, 1, 4, 6, 5], [2, 0, 1, 4, 6]]
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_padding_sees_itself_alone_and_changes_nothing(data):
@@ -143,13 +93,8 @@ def mutant_without_root_bias(config, base, table, root):
     return grow(config, base, np.roll(table, 1, axis=0), root)
 
 
-def mutant_last_levels_first(config, base, table, root):
-    return grow(config, base[:, ::-1], table, root)
-
-
-@pytest.mark.parametrize("mutant", [mutant_without_root_bias, mutant_last_levels_first])
-def test_the_comparison_finds_mutants(mutant):
-    assert find_difference(mutant, CONFIGS[4], 0) is not None
+def test_the_comparison_finds_a_mutant():
+    assert find_difference(mutant_without_root_bias, CONFIGS[4], 0) is not None
 
 
 def test_a_beam_is_grown_for_the_temperature_of_its_row():
@@ -267,22 +212,6 @@ def test_levels_are_drawn_with_noise_of_their_own():
         assert p_value(cells, np.full(VOCAB**2, VOCAB**-2.0)) > FALSE_ALARM
 
 
-def test_rows_at_temperature_0_grow_a_beam_without_noise():
-    """Level by level the likeliest paths, whatever the key."""
-    tree = grow_many(DrawScheme.WITHOUT_REPLACEMENT, temperature=0.0, rows=3)
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), tree)
-    base, table, _ = random_inputs(SAMPLED, 5, batch=1, scale=1.0)
-    paths, wanted = [((2,), 0.0)], []
-    for level, width in enumerate((4, 3, 1)):
-        grown = []
-        for path, score in paths:
-            logp = oracle.log_softmax(base[0, level] + table[path[-1]])
-            grown += [((*path, token), score + logp[token]) for token in range(VOCAB)]
-        paths = sorted(grown, key=lambda x: -x[1])[:width]
-        wanted += [path[-1] for path, _ in paths]
-    assert tree.tokens[0, 1:].tolist() == wanted
-
-
 def test_places_without_mass_stay_empty():
     """Filters that leave one or two tokens: no more siblings than that, and no child below an empty place."""
     for top_k in (1, 2):
@@ -325,11 +254,3 @@ def test_children_of_an_unlikely_path_follow_their_own_distribution(path):
     logp = jnp.broadcast_to(jnp.log(jnp.asarray(scheme, jnp.float32)), (ROWS, 1, 4))
     level = jax.jit(draw.stochastic_beam, static_argnums=3)(noise, logp, above, 1, is_sampled)
     assert p_value(np.asarray(level.tokens[:, 0]), scheme) > FALSE_ALARM
-
-
-def test_sampled_shapes():
-    assert SAMPLED.level_widths() == (4, 3, 1)
-    assert TreeConfig(nodes=8, depth=5, width=2).level_widths() == (2, 2, 1, 1, 1)
-    assert TreeConfig(nodes=5, depth=4, width=1).level_widths() == (1, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"nodes=12, depth=3, width=3.* 10"):
-        TreeConfig(nodes=12, depth=3, width=3).level_widths()

@@ -89,56 +89,6 @@ def test_what_is_kept_approaches_the_highest_speed(seed, tile, full_price):
     assert bool(kept[0, 0])
 
 
-def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_dearer(full_price, monkeypatch):
-    tree = DraftTree(
-        jnp.zeros((2, 8), jnp.int32),
-        jnp.broadcast_to(jnp.arange(-1, 7), (2, 8)),
-        jnp.broadcast_to(jnp.arange(8), (2, 8)),
-        jnp.ones((2, 8), bool),
-        score=jnp.broadcast_to(jnp.log(0.9) * jnp.arange(8.0), (2, 8)),
-    )
-    fresh, live = worth.first_control(2), jnp.zeros(2, bool)
-    short, long = jnp.full(2, 64), jnp.asarray([64, 4000])
-    priced = costs(16, 2, node=0.3, slot=1e-3)
-    poor = dataclasses.replace(fresh, predicted=jnp.asarray([0.0, 20.0]))
-    counts = lambda *args: select_nodes(tree, *args, live)[0].sum(1).tolist()  # noqa: E731
-    assert counts(fresh, priced, short)[0] == counts(fresh, priced, short)[1] > 4
-    assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
-    assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
-    before = counts(poor, priced, short)
-    monkeypatch.setattr(worth, "SHARE_OF_PRICE", 0.1)  # the same drafts, had they to reach a tenth of their price
-    assert counts(poor, priced, short)[1] > before[1]
-
-
-def test_of_equal_nodes_the_first_ones_of_live_rows_are_kept():
-    """A drafter without scores, and a pass that has room for two drafts: not for more, and not for those of rows that
-    are done. A child would be unreachable without its parent."""
-    shape = (3, 4)
-    depth = jnp.broadcast_to(jnp.arange(4), shape)
-    tree = DraftTree(jnp.zeros(shape, jnp.int32), depth - 1, depth, jnp.ones(shape, bool))
-    priced, length = costs(12, 3, node=0.0), jnp.full(3, 50)
-    for done in ([False] * 3, [True, False, False]):
-        num_live = 3 - sum(done)
-        room = jnp.where(jnp.arange(13) <= num_live + 2, 1.0, 1e3)
-        kept, _ = select_nodes(
-            tree, worth.first_control(3), dataclasses.replace(priced, pass_seconds=room), length, jnp.asarray(done)
-        )
-        first = sum(done)
-        assert kept[first].tolist() == [True, True, True, False]
-        assert kept[first + 1 :].sum(1).tolist() == [1] * (2 - first)
-
-
-def test_rows_that_are_done_cost_nothing_and_roots_stay():
-    tree, length = random_tree(np.random.default_rng(0), 3, 4), jnp.full(3, 50)
-    priced = costs(12, 3, node=1.0, draft=0.5)
-    for done in ([False] * 3, [True, False, True], [True] * 3):
-        kept, seconds = select_nodes(tree, worth.first_control(3), priced, length, jnp.asarray(done))
-        assert float(seconds) == pytest.approx(1.5 + int(kept[~np.array(done)].sum()))
-    dear = dataclasses.replace(worth.first_control(3), tokens=jnp.full(3, 1e6), plain=jnp.ones(3))
-    kept, _ = select_nodes(tree, dear, priced, length, jnp.zeros(3, bool))
-    np.testing.assert_array_equal(kept, tree.depth == 0)  # a rate that no node reaches
-
-
 def test_every_pass_pays_for_the_slots_it_reads():
     """Two rows of 100 slots and 1000, layers of which three in four see 200."""
     windows = {"window": jnp.asarray(200.0), "windowed_share": jnp.asarray(0.75)}
@@ -169,44 +119,6 @@ def test_the_loop_predicts_the_seconds_that_the_plan_predicts(shape):
         assert kept.sum(1).tolist() == [count] * batch
         planned = costs_here.target_pass(batch * count) + batch * costs_here.attention(count, slots)
         assert float(seconds) == pytest.approx(float(planned) + costs_here.drafting(batch, shape), rel=1e-5)
-
-
-def test_a_node_beside_others_is_as_dear_as_one_below_them():
-    """Eight children of the root read the cache as often as a chain of eight."""
-    num, live, length = 9, jnp.zeros(1, bool), jnp.full(1, 3000)
-    priced = costs(num, 1, node=0.01, slot=1e-2)
-    score = jnp.log(jnp.where(jnp.arange(num) == 0, 1.0, 0.05))[None]
-    for parents, depth in ((jnp.arange(-1, num - 1), jnp.arange(num)), (jnp.arange(num) * 0, jnp.ones(num, int))):
-        depth = depth.at[0].set(0).astype(jnp.int32)[None]
-        rows = jnp.zeros((1, num), jnp.int32), parents.astype(jnp.int32)[None], depth, depth >= 0
-        tree = DraftTree(*rows, score=score)
-        kept, _ = select_nodes(tree, worth.first_control(1), priced, length, live)
-        assert int(kept.sum()) == worth.FREE_NODES
-
-
-def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
-    """A chain of four, one draft accepted: the second was tried and refused, the third was not tried."""
-    parents, depth = jnp.asarray([[-1, 0, 1, 2]]), jnp.arange(4)[None]
-    score = jnp.log(jnp.asarray([[1.0, 0.8, 0.4, 0.1]]))
-    tree = DraftTree(jnp.zeros((1, 4), jnp.int32), parents, depth, jnp.ones((1, 4), bool), score=score)
-    path, one, live = jnp.asarray([[0, 1, 0, 0]]), jnp.ones(1, jnp.int32), jnp.zeros(1, bool)
-    verdict, fresh = Verdict(path, one, one, path), worth.first_control(1)
-    found = after_round(fresh, costs(4, 1), tree, one, verdict, one + 1, one, live, jnp.asarray(1.0))
-    assert float(found.accepted[0]) == 1.0 and float(found.predicted[0]) == pytest.approx(0.8 + 0.5)
-
-
-@pytest.mark.parametrize(("batch", "falls_back"), [(1, False), (16, True)])
-def test_many_rows_leave_less_doubt(batch, falls_back):
-    """Rounds of 0.93 times plain decoding's tokens a second: of one row that may be chance."""
-    tree = DraftTree(*(jnp.zeros((batch, 2), jnp.int32),) * 3, jnp.ones((batch, 2), bool))
-    priced, live = costs(2 * batch, batch, node=0.0), jnp.zeros(batch, bool)
-    control, two, path = worth.first_control(batch), jnp.full(batch, 2), jnp.zeros((batch, 2), jnp.int32)
-    verdict = Verdict(path, two - 1, two, path)
-    waits = []
-    for _ in range(40):
-        control = after_round(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
-        waits.append(bool(worth.is_waiting(control, priced, live)))
-    assert any(waits) is falls_back
 
 
 def test_rows_draft_where_a_batch_of_as_many_would():
@@ -300,29 +212,6 @@ def test_a_row_that_comes_in_takes_over_whether_drafts_pay():
     alone, fresh = worth.after_admission(control, mask, mask), worth.first_control(4, counts_drafts=True)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[2], b[2]), alone, fresh)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[3], b[3]), alone, control)
-
-
-def test_a_round_is_priced_by_the_rows_that_go_on():
-    """3 busy rows of 16 are judged as a batch of 3."""
-    found = []
-    for batch in (3, 16):
-        busy, priced = jnp.arange(batch) < 3, cost_model().table(batch, TreeConfig.chain(5), True)
-        tree = DraftTree(
-            jnp.zeros((batch, 6), jnp.int32),
-            jnp.broadcast_to(jnp.arange(-1, 5), (batch, 6)),
-            jnp.broadcast_to(jnp.arange(6), (batch, 6)),
-            jnp.ones((batch, 6), bool),
-            score=jnp.broadcast_to(jnp.log(0.6) * jnp.arange(6.0), (batch, 6)),
-        )
-        control, length = worth.first_control(batch), jnp.full(batch, 100)
-        kept, seconds = select_nodes(tree, control, priced, length, ~busy)
-        stop = worth.stop_rule(control, priced, length, ~busy)
-        found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
-    assert found[0][0] == found[1][0]
-    np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-6)
-    of_all = cost_model(skips_positions=False).table(16, TreeConfig.chain(5))
-    assert len(set(of_all.draft_seconds.tolist())) == 1  # XLA computes every row
-    assert (np.diff(cost_model().table(16, TreeConfig.chain(5)).draft_seconds) > 0).all()
 
 
 def decoded(proposer: str, priced: Costs, call: calls.Call, num_rounds: int = 2**30):

@@ -9,8 +9,7 @@ import pytest
 from support import toy
 from support.costs import cost_model
 
-from hsd_jax.config import FULL, SLIDING, TreeConfig
-from hsd_jax.infer import worth
+from hsd_jax.config import TreeConfig
 from hsd_jax.planning import plan
 from hsd_jax.planning.acceptance import expected_tokens, profile_of_slowest
 from hsd_jax.planning.costs import CostModel
@@ -63,14 +62,6 @@ def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainl
     assert wide.tree.width > 1 and wide.tree.nodes >= 8
 
 
-def test_products_of_pairs_are_for_weights_of_two_bytes_alone():
-    """Many rows, so that a pass is bound by what it multiplies."""
-    fast, slow = (CostModel(**{**vars(cost_model(narrow=narrow)), "itemsize": 4}) for narrow in (1.8, 1.0))
-    assert fast.target_pass(64) == slow.target_pass(64)  # float32
-    assert cost_model(narrow=1.8).target_pass(64) < 0.65 * cost_model().target_pass(64)
-    assert fast.product(1e7, 64) < 0.65 * slow.product(1e7, 64)  # a drafter in bfloat16 beside it
-
-
 def test_sampled_rows_have_shallower_trees():
     """Their drafts are accepted less often; a deep tree of which most is left out would still have to be drafted."""
     shallower = 0
@@ -81,25 +72,6 @@ def test_sampled_rows_have_shallower_trees():
         assert sampled is None or sampled.depth <= greedy.depth
         shallower += sampled is not None and sampled.depth < greedy.depth
     assert shallower > 1
-
-
-def test_slots_behind_every_window_change_no_plan():
-    known = vars(cost_model())
-    target = dataclasses.replace(known["target"], sliding_window=300, layer_types=(SLIDING,) * 6)
-    windowed = CostModel(**known | {"target": target})
-    mixed = CostModel(**known | {"target": dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)})
-    for some, slots, seen in (
-        (windowed, 200, 200),
-        (windowed, 1000, 300),
-        (mixed, 1000, 650),
-        (cost_model(), 1000, 1000),
-    ):
-        assert float(some.attention(1, slots)) == pytest.approx(worth.FREE_NODES * seen * some.slot())
-    gains = [
-        [some.reason.split(" times")[0] for some in (plan.best_plan(m, 2, c, False) for c in (2048, 65536))]
-        for m in (windowed, cost_model())
-    ]
-    assert gains[0][0] == gains[0][1] and gains[1][0] != gains[1][1]
 
 
 def test_a_tree_is_wide_where_drafts_often_fail_and_a_chain_where_they_seldom_do():
@@ -135,13 +107,6 @@ def test_sampled_positions_pay_for_their_noise():
         assert spent[0] == spent[1] == spent[2]
         share = rows * (1 if tree is None else float(expected_tokens(profile_of_slowest((0.6, 0.6), rows), tree)[-1]))
         assert spent[3] - spent[0] == pytest.approx(positions * 4096 * 2e-9 / share)
-
-
-def test_noise_decides_plans_of_sampled_rows_alone():
-    """So much noise that every further position costs more than a pass."""
-    loud = cost_model(noise_seconds=1e-6)
-    assert plan.best_plan(loud, 1, 512, True).tree is None
-    assert plan.best_plan(loud, 1, 512, False) == plan.best_plan(cost_model(), 1, 512, False)
 
 
 def test_of_good_trees_that_are_equally_deep_the_smallest_is_chosen():

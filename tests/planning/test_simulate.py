@@ -10,12 +10,9 @@ from support import setups, toy
 
 import hsd_jax
 from hsd_jax.config import NO_REUSE, PARALLEL, ReuseConfig, TreeConfig
-from hsd_jax.drafters.both.config import BothConfig
-from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
 from hsd_jax.planning import texts as texts_lib
-from hsd_jax.planning.texts import load_arrays, save_arrays
 from hsd_jax.types import DraftTree
 
 TREE = TreeConfig(nodes=6, depth=3, width=2)
@@ -139,17 +136,6 @@ def test_chains_are_read_off_the_longest():
     assert len({fate.tau for fate in together}) == 2
 
 
-def test_a_chain_is_judged_too():
-    params = make_params()
-    texts = texts_lib.write_texts(params, PROMPTS, 24, 0.0, seed=0, batch=2)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    found = simulate.simulate(*models, texts, TREE, 0.0)
-    steps = params.drafter_config.num_steps
-    out = hsd_jax.decode(params, PROMPTS, max_new_tokens=24, tree=TreeConfig(steps + 1, steps, 1))
-    assert found["chain_tau"] == pytest.approx(out.stats.tau)
-    assert 0 < found["overlap"] < 1
-
-
 def test_a_child_of_a_wrong_node_counts_for_nothing():
     """Text 5 6 7 8; the tree of root 5 holds 6, a wrong 9, and behind the wrong one a 7."""
     tree = DraftTree(
@@ -184,28 +170,3 @@ def test_a_walk_follows_the_age_of_spares():
     fate = simulate.accepted_along(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
     assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
     assert fate.trunk_runs == ((True, False, True, False),)
-
-
-def test_texts_survive_a_file(tmp_path):
-    rows, seeds = np.arange(6, dtype=np.int32).reshape(2, 3), np.array([7, 2**32 - 1], np.uint32)
-    texts = texts_lib.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
-    save_arrays(tmp_path / "texts.npz", vars(texts))
-    jax.tree.map(np.testing.assert_array_equal, load_arrays(tmp_path / "texts.npz", *vars(texts)), vars(texts))
-
-
-@pytest.mark.parametrize("config", [LookupConfig(), BothConfig(toy.drafter_config(toy.target_config()))], ids=type)
-def test_shorter_chains_are_read_off_longer_ones_where_they_are_their_beginning(monkeypatch, config):
-    """Which of two drafts `both` takes for a chain depends on its length."""
-    asked = []
-
-    def follow(*args):
-        asked.extend(args[4])
-        raise InterruptedError
-
-    monkeypatch.setattr(simulate, "accepted_by_age", follow)
-    tokens = np.zeros((1, 8), np.int32)
-    texts = texts_lib.Texts(tokens, np.array([2]), np.array([8]), np.array([0], np.uint32))
-    drafts = [(TreeConfig.chain(depth), NO_REUSE) for depth in (2, 3)]
-    with pytest.raises(InterruptedError):
-        simulate.accepted_lengths({}, config, {}, None, texts, drafts, 0.0)
-    assert asked == (drafts[1:] if isinstance(config, LookupConfig) else drafts)

@@ -1,7 +1,4 @@
-"""Calls of a decode with fixed buckets, so that one compilation serves many tests.
-
-Read first: `hsd_jax/infer/decode.py`, whose pure functions `Call` drives.
-"""
+"""Calls of a decode with fixed buckets, so that one compilation serves many tests."""
 
 from __future__ import annotations
 

@@ -12,9 +12,6 @@ def cases(every: Iterable[Any], slow: Collection[Any] = ()) -> list[Any]:
     """What `pytest.mark.parametrize` takes: each case once. Those in `slow` are left to `make test-slow`.
 
     So what a table gains runs in `make test` until it is called slow.
-
-    Raises:
-      ValueError: for a slow case that is none.
     """
     found = dict.fromkeys(every)
     if unknown := [case for case in slow if case not in found]:

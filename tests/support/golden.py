@@ -2,7 +2,7 @@
 
 `python -m tests.support.golden` writes it anew, after a new training of the demo or an intended change of the
 mathematics.
-Prompts without near-ties are chosen, so that the numbers hold on other CPUs too. Read next: `test_golden.py`.
+Prompts without near-ties are chosen, so that the numbers hold on other CPUs too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A trained drafter and prompt lookup in one tree. Recent acceptance decides how they share its nodes.
-
-Read next: `draft.py`.
-"""
+"""A trained drafter and prompt lookup in one tree. Recent acceptance decides how they share its nodes."""
 
 from __future__ import annotations
 

@@ -31,9 +31,6 @@ class BothConfig(Based):
 
         Without numbers the n-grams have up to LONGEST tokens, because the acceptance probability of a copied token
         depends on the length of its repetition.
-
-        Raises:
-          ValueError: for numbers that are not allowed.
         """
         base, plus, rest = name.rpartition("+")
         lookup = LookupConfig.parse(rest) if plus and base else None

@@ -3,7 +3,7 @@
 Equal tokens of the two share a node. The nodes of a round go to the drafts that are the likeliest to be accepted, which
 is estimated from the recent acceptance of each drafter in that row. Every round updates these estimates for both
 drafts, including nodes that were not verified: under `match` the committed text does not depend on the drafts, so it
-can be compared with all of them. Read first: `infer/worth.py`.
+can be compared with all of them.
 """
 
 from __future__ import annotations
@@ -254,13 +254,9 @@ def both_drafter(
 
     Args:
       method: of the base.
-    Raises:
-      ValueError: as the base; and for schemes that draw, because copied tokens are not drawn from a distribution.
     """
     if scheme in DRAWN_SCHEMES:
-        raise ValueError(
-            f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled, with accept='match'"
-        )
+        raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled")
     depth = tree.depth
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
     lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth))

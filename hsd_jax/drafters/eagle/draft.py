@@ -2,8 +2,7 @@
 
 The trunk computes the state after a node from the state of its parent and the embedding of its own token. So the states
 of siblings differ, and a tree grows level by level (EAGLE, arXiv:2401.15077). The drafter's confidence decides its
-shape, and the best nodes of all levels are verified (EAGLE-2, arXiv:2406.16858, section 4). Read first:
-`drafters/trunk_state.py`, for the state between rounds and the layers of the target that the drafter reads.
+shape, and the best nodes of all levels are verified (EAGLE-2, arXiv:2406.16858, section 4).
 """
 
 from __future__ import annotations
@@ -36,9 +35,6 @@ def eagle_drafter(
 
     A round costs `tree.depth` trunk passes and as many products with the LM head. The first pass reads the pending
     features, and each other pass reads up to `width` nodes.
-
-    Raises:
-      ValueError: as `trunk_drafter`.
     """
 
     grower = Grower(tree, scheme, config.vocab_size)

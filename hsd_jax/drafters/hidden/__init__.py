@@ -1,5 +1,6 @@
 """Hidden-state drafting: K states that read no drafted token, and token information after the LM head (Lyanna,
-arXiv:2602.21224). Read next: `draft.py`."""
+arXiv:2602.21224).
+"""
 
 from __future__ import annotations
 

@@ -46,9 +46,6 @@ def hidden_drafter(
 
     Args:
       reuse: how the spare states of a round are reused. It never changes the decoded text.
-    Raises:
-      ValueError: if the tree is deeper than the trunk was trained for, if the target lacks a layer that the drafter
-        reads, if a tree of this scheme cannot have this shape, or if this form of reuse needs another tree or drafter.
     """
     reuse_lib.check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)

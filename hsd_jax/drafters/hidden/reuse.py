@@ -2,8 +2,7 @@
 
 A trunk state reads no drafted token. So the states after a rejected draft stay valid: they still predict the same
 absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5 step 6). Only their base logits are kept, because a tree
-needs nothing else of a state. This module uses neither trunks nor targets. Read next: `schedule.py`, which decides for
-each form when the trunk runs.
+needs nothing else of a state. This module uses neither trunks nor targets.
 
 Forms (`config.REUSES`), with K states per trunk run:
     none     the trunk runs in every round, and spare states are dropped
@@ -115,24 +114,15 @@ def origins(reuse: ReuseConfig, spares: Spares, drafted: DraftTree, num_steps: i
 
 
 def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> None:
-    """Checks that a form of reuse does not draft from untrained states, and that it has spare states to reuse.
-
-    Raises:
-      ValueError: naming the wrong value and the allowed ones, before anything compiles.
-    """
+    """Checks that a form of reuse does not draft from untrained states, and that it has spare states to reuse."""
     trained, depth, form = config.num_steps, tree.depth, reuse.form
     if form == AHEAD and reuse.num_states(depth, trained) > trained:
         allowed = f"depth 1 to {(trained - 1) // 2}" if trained >= 3 else "none"
         raise ValueError(
-            f"reuse={form!r} with TreeConfig.depth={depth}: drafts from states of the last round need"
-            f" 2 * depth + 1 = {2 * depth + 1} trained steps; this drafter has {trained}, which allows {allowed}"
+            f"reuse={form!r} with TreeConfig.depth={depth} and {trained} trained steps: allowed: {allowed}"
         )
     if form == SKIP and not 1 <= enough_spares(reuse, depth, trained) < trained:
         allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NO_REUSE_FORM
-        raise ValueError(
-            f"reuse={str(reuse)!r}: a round of this trunk leaves at most {trained - 1} spare states; allowed: {allowed}"
-        )
+        raise ValueError(f"reuse={str(reuse)!r} with {trained} trained steps: allowed: {allowed}")
     if form not in (NO_REUSE_FORM, SKIP, AHEAD) and depth < 2:
-        raise ValueError(
-            f"reuse={form!r} with TreeConfig.depth={depth}: one state is never spare; allowed are depths of 2 and more"
-        )
+        raise ValueError(f"reuse={form!r} with TreeConfig.depth={depth}: allowed are depths of 2 and more")

@@ -2,7 +2,7 @@
 
 The trunk reads only the target's features and its own states, so its states stay valid when drafts are rejected. For
 each form of reuse (`reuse.py`) `make_schedule` decides when the trunk runs and how the states of earlier rounds are
-used. Read next: `draft.py`, which grows trees from the logits.
+used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token information, and the weights of the whole drafter.
 
 The injector adds a low-rank bias to the logits of token-free states. The bias depends on the previous token, or on all
-drafted tokens of the path up to it. The trunk is in `models/trunk.py`. Read next: `draft.py`.
+drafted tokens of the path up to it. The trunk is in `models/trunk.py`.
 """
 
 from __future__ import annotations

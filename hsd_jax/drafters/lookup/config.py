@@ -17,8 +17,6 @@ class LookupConfig:
     Args:
       max_ngram: the longest n-gram, in tokens. Longer repetitions count as this long.
       min_ngram: the shortest n-gram. If the last `min_ngram` tokens did not occur before, nothing is drafted.
-    Raises:
-      ValueError: naming the wrong value and the allowed ones.
     """
 
     MAX_NGRAM: ClassVar[int] = 16
@@ -34,11 +32,7 @@ class LookupConfig:
 
     @classmethod
     def parse(cls, text: str) -> LookupConfig | None:
-        """The configuration that "lookup", "lookup:4" (up to 4) or "lookup:2-4" means; None for any other text.
-
-        Raises:
-          ValueError: for numbers that are not allowed.
-        """
+        """The configuration that "lookup", "lookup:4" (up to 4) or "lookup:2-4" means; None for any other text."""
         found = re.fullmatch(r"lookup(?::(?:(\d+)-)?(\d+))?", text)
         if found is None:
             return None

@@ -90,12 +90,7 @@ def lookup_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` of chains of `tree.depth` copied tokens.
-
-    Raises:
-      ValueError: if the tree is no chain, or if the scheme draws, because copied tokens are not drawn from a
-        distribution.
-    """
+    """A `Drafter` of chains of `tree.depth` copied tokens."""
     check_chain(tree, "lookup drafts")
     if scheme in DRAWN_SCHEMES:
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed is arbitrary, with accept='match'")

@@ -2,7 +2,7 @@
 
 The heads do not read each other's tokens, nor the root (Medusa, arXiv:2401.10774; blockwise parallel decoding,
 arXiv:1811.03115). The shape of the tree, and the rank of each node among the tokens of its head, are fixed before
-drafting. Typical acceptance, Medusa's rule above temperature 0, is lossy and not implemented. Read next: `weights.py`.
+drafting. Typical acceptance, Medusa's rule above temperature 0, is lossy and not implemented.
 """
 
 from __future__ import annotations
@@ -124,10 +124,6 @@ def medusa_drafter(
     """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads.
 
     A round costs one product for all heads and one with the LM head.
-
-    Raises:
-      ValueError: if the tree is deeper than the drafter was trained for, if the target lacks a layer that it reads, or
-        if a tree of this scheme cannot have this shape.
     """
     check_tree(target_config, config, tree, scheme)
     shape, levels = static_tree(tree), lattice(target_config, config, tree)

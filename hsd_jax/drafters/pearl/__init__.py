@@ -1,4 +1,4 @@
-"""PEARL: a small model that drafts while its last drafts are verified (arXiv:2408.11850). Read next: `draft.py`."""
+"""PEARL: a small model that drafts while its last drafts are verified (arXiv:2408.11850)."""
 
 from __future__ import annotations
 

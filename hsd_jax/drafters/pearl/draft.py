@@ -181,11 +181,7 @@ def halves(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Halves:
-    """The two halves of rounds. gamma is the depth of `tree`.
-
-    Raises:
-      ValueError: if the tree is no chain, or if the two models have different vocabularies.
-    """
+    """The two halves of rounds. gamma is the depth of `tree`."""
     check_chain(tree, "PEARL drafts")
     base = small_lm_drafter(target_config, config.base, tree, cache_dtype, scheme)
     return Halves(tree.depth, config.vocab_size if scheme in DRAWN_SCHEMES else None, base)

@@ -10,7 +10,7 @@ needs the results of both, and is small.
 
 The host only dispatches programs, rounds ahead of the devices. Drafts and `RoundOutcome` move between the devices by
 `jax.device_put`, which does not block here. Once in EVERY rounds the host reads the lengths that rows had EVERY rounds
-ago, so the devices have work meanwhile. A round after the end of a row does not change the row. Read first: `draft.py`.
+ago, so the devices have work meanwhile. A round after the end of a row does not change the row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rescored drafts: a lattice of token-free states and a transition scorer (arXiv:2404.09221). Read next: `draft.py`."""
+"""Rescored drafts: a lattice of token-free states and a transition scorer (arXiv:2404.09221)."""
 
 from __future__ import annotations
 

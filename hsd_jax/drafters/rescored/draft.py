@@ -3,7 +3,7 @@
 Heads that predict independently repeat and contradict each other. So the likeliest tokens of each state are kept as
 *arcs*, and a transition scorer adds a score for each arc after the path before it (Kim et al., arXiv:2404.09221;
 methods.md 3.1). The search is the beam search that all drafters use. So paths share their prefixes as nodes of one
-tree. Read next: `scorers.py`.
+tree.
 """
 
 from __future__ import annotations
@@ -123,8 +123,6 @@ def rescored_drafter(
 
     Args:
       method: of the base.
-    Raises:
-      ValueError: as the base, and if the width of the tree is above the number of arcs.
     """
     if tree.width > config.arcs:
         raise ValueError(f"TreeConfig.width={tree.width}: a lattice of {config.arcs} arcs allows 1 to {config.arcs}")

@@ -15,11 +15,6 @@ from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.types import Weights
 
-_EXPECTED = (
-    f"no scorer; expected {ZERO_GRAM}, a folder with {NGRAM_CONFIG} (of `hsd train ngram`), with"
-    f" {drafter_files.DRAFTER_CONFIG} (a hidden-state drafter), or a language model"
-)
-
 
 def read_scorer(
     scorer: Source, target: DraftedFor, dtype: Any = "float32", placement: Placement = HERE
@@ -30,23 +25,18 @@ def read_scorer(
       scorer: one of four: ZERO_GRAM; a folder of `hsd train ngram`; the folder of a hidden-state drafter, whose token
         information scores; or a language model, named as a target is.
       dtype: of weights that are multiplied.
-    Raises:
-      FileNotFoundError, ValueError: if it is none of these, or was made for another target or tokenizer.
     """
     if scorer == ZERO_GRAM:
         return None, {}
-    try:
-        checkpoint = find(scorer)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}: {_EXPECTED}") from error
+    checkpoint = find(scorer)
     folder = checkpoint.path
     if (folder / NGRAM_CONFIG).is_file():
         config, weights = read_ngram(folder, placement)
         vocabulary = target.vocabulary_hash or config.vocabulary
         if (config.vocab_size, config.vocabulary) != (target.config.vocab_size, vocabulary):
             raise ValueError(
-                f"{folder}: n-grams of the tokenizer {config.vocabulary[:12]} ({config.vocab_size:,} tokens); this"
-                f" target has {vocabulary[:12]} ({target.config.vocab_size:,} tokens): count again by `hsd train ngram`"
+                f"{folder}: n-grams of the vocabulary {config.vocabulary[:12]} ({config.vocab_size:,} tokens), but this"
+                f" target has {vocabulary[:12]} ({target.config.vocab_size:,} tokens)"
             )
         return config, weights
     if (folder / drafter_files.DRAFTER_CONFIG).is_file():
@@ -56,7 +46,5 @@ def read_scorer(
             raise ValueError(f"{folder}: this drafter has no token information, so it cannot score")
         return config, {name: weights[name] for name in ("injector", "draft_to_target") if name in weights}
     if (folder / STEERING_CONFIG).is_file():
-        raise ValueError(f"{folder}: a small model steered by its target; use the model from which it was trained")
-    if folder.is_file() or (folder / "config.json").is_file():
-        return small_lm.load(checkpoint, target, dtype, placement)
-    raise FileNotFoundError(f"{folder}: {_EXPECTED}")
+        raise ValueError(f"{folder}: a small model that is steered by its target cannot score")
+    return small_lm.load(checkpoint, target, dtype, placement)

@@ -45,17 +45,10 @@ def save_ngram(folder: str | Path, config: NgramConfig, weights: Weights) -> Non
 
 
 def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramConfig, Weights]:
-    """Reads what `save_ngram` wrote.
-
-    Raises:
-      FileNotFoundError: if one of the two files is missing.
-      ValueError: for a configuration or tensors that are not those of an n-gram model.
-    """
+    """Reads what `save_ngram` wrote."""
     folder = Path(folder)
     config = settings.read(NgramConfig, read_json(folder / NGRAM_CONFIG), str(folder / NGRAM_CONFIG))
     file = folder / NGRAM_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file, though {NGRAM_CONFIG} is there")
     stored = {tensor.name: tensor for tensor in open_all([file])}
     names, dtype = {name: name for name in _shapes(config)}, np.dtype(np.float32)
     return config, load_tree(stored, names, _shapes(config), dtype, file, NGRAM_CONFIG, _IDS, placement)

@@ -1,5 +1,6 @@
 """An independent small language model as a drafter (Leviathan et al., arXiv:2211.17192; Chen et al.,
-arXiv:2302.01318). Read next: `draft.py`."""
+arXiv:2302.01318).
+"""
 
 from __future__ import annotations
 
@@ -31,25 +32,17 @@ def drafting_model(checkpoint: Checkpoint, target: DraftedFor) -> DraftingModel:
 
     The tokenizers decide whether the vocabularies are the same. Both models may have further rows, and either may have
     further tokens. If one of the two has no tokenizer, the numbers of rows must be equal.
-
-    Raises:
-      ValueError: if the vocabularies differ; it names the first token that both spell differently.
     """
     config, size = checkpoint.config, target.config.vocab_size
     own = None if target.tokenizer is None else checkpoint.tokenizer
     if own is None or target.tokenizer is None:
         if config.vocab_size != size:
             raise ValueError(
-                f"{checkpoint}: a language model of {config.vocab_size} tokens for a target of {size}, and"
-                f" {'the target' if target.tokenizer is None else 'the language model'} has no tokenizer to compare:"
-                " both must have the same vocabulary"
+                f"{checkpoint}: {config.vocab_size} tokens, the target {size}, and no two tokenizers to compare them"
             )
     elif (found := own.conflict_with(target.tokenizer)) is not None:
         token, here, there = found
-        raise ValueError(
-            f"{checkpoint}: token {token} is {shown(here)}, and {shown(there)} in the target: both must have the same"
-            " vocabulary"
-        )
+        raise ValueError(f"{checkpoint}: token {token} of its vocabulary is {shown(here)}, the target's {shown(there)}")
     values: dict[str, Any] = vars(config) | {"vocab_size": size}
     if config.vocab_size != size:
         values["stored_vocab_size"] = config.vocab_size
@@ -59,11 +52,7 @@ def drafting_model(checkpoint: Checkpoint, target: DraftedFor) -> DraftingModel:
 def load(
     checkpoint: Checkpoint, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[SmallLMConfig, Weights]:
-    """Loads a language model as a drafter. It was not trained for a particular target.
-
-    Raises:
-      ValueError: as `drafting_model`, and as `convert.read_weights`.
-    """
+    """Loads a language model as a drafter. It was not trained for a particular target."""
     config = SmallLMConfig(**vars(drafting_model(checkpoint, target)), fingerprint=checkpoint.hash())
     return config, checkpoint.weights(dtype, placement, config.vocab_size)
 

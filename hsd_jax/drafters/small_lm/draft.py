@@ -2,7 +2,7 @@
 
 Drawn chains under the `recursive` rule are standard speculative sampling (Leviathan et al., arXiv:2211.17192, algorithm
 1; Chen et al., arXiv:2302.01318, algorithm 2). Drawn trees are RSD (Jeon et al., arXiv:2402.14160). Any language model
-with the target's vocabulary can draft without training. Read first: `tree.py`.
+with the target's vocabulary can draft without training.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ def small_lm_drafter(
 
     Args:
       steered: how states of the target steer the model (`drafters/steered`); None: they do not.
-    Raises:
-      ValueError: if a tree of this scheme cannot have this shape, or if the two models have different vocabularies.
     """
     check_children(tree, config.num_tokens)
     if scheme in DRAWN_SCHEMES:

@@ -1,7 +1,7 @@
 """The state of a small language model between rounds, and how it drafts a tree: with one pass per level.
 
 The cache keeps no node of a tree. When nodes are read it is not known which of them will be accepted, and not all of
-them are verified. Chains keep their drafts in the cache. They are in `draft.py`. Read that next.
+them are verified. Chains keep their drafts in the cache. They are in `draft.py`.
 """
 
 from __future__ import annotations

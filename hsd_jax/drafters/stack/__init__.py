@@ -1,5 +1,4 @@
-"""A stack of drafters: hierarchical speculative decoding (Globerson et al., arXiv:2510.19705). Read next:
-`draft.py`."""
+"""A stack of drafters: hierarchical speculative decoding (Globerson et al., arXiv:2510.19705)."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ class StackConfig:
       middle: the small language model.
       inner: the configuration of any drafter for the middle model. It may be another stack.
       length: tokens that the inner drafter drafts in a round (T of the level below in methods.md 4.3).
-    Raises:
-      ValueError: naming the wrong value, or both vocabularies if they differ.
     """
 
     kind: ClassVar[str] = "stack"
@@ -33,10 +31,7 @@ class StackConfig:
     def __post_init__(self):
         own = getattr(self.inner, "vocab_size", self.middle.vocab_size)
         if own != self.middle.vocab_size:
-            raise ValueError(
-                f"StackConfig: the inner drafter has vocab_size={own} and the middle model {self.middle.vocab_size}:"
-                " all levels must have the same vocabulary"
-            )
+            raise ValueError(f"StackConfig.inner has vocab_size={own}, the middle model {self.middle.vocab_size}")
 
     @property
     def vocab_size(self) -> int:

@@ -161,9 +161,6 @@ def stack_drafter(
 
     Args:
       method: of the inner drafter.
-    Raises:
-      ValueError: if the tree is no chain, if the vocabularies differ, or if the inner drafter cannot draft for the
-        middle model.
     """
     check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")

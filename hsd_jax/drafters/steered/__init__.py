@@ -1,4 +1,4 @@
-"""SD²: a small language model that drafts, steered by the target's states (arXiv:2511.09844). Read next: `draft.py`."""
+"""SD²: a small language model that drafts, steered by the target's states (arXiv:2511.09844)."""
 
 from __future__ import annotations
 

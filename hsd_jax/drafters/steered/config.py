@@ -49,14 +49,10 @@ class SteeredConfig(DraftingModel):
         """Raises a ValueError if a target has another hidden size, or lacks one of these layers."""
         if self.target_hidden_size != target.hidden_size:
             raise ValueError(
-                f"the drafter was trained for states of {self.target_hidden_size} numbers; this target has"
-                f" hidden_size={target.hidden_size}. Use a drafter of this target, or train one"
+                f"a drafter for hidden_size={self.target_hidden_size}, but the target's is {target.hidden_size}"
             )
         if self.steering_layers[-1] > target.num_layers:
-            raise ValueError(
-                f"steering_layers={list(self.steering_layers)}: the target has {target.num_layers} layers, allowed are"
-                f" 1 to {target.num_layers}"
-            )
+            raise ValueError(f"steering_layers={list(self.steering_layers)}: allowed are 1 to {target.num_layers}")
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ target reads the root only together with the drafts. So one vector g steers all 
 at `commit`. If a cached draft is accepted, its cache entry does not change. The first token of a text has no token
 before it and is steered by zeros.
 
-Drafting is that of the small model (`drafters/small_lm`), with this bias. Read first: `models/steering.py`.
+Drafting is that of the small model (`drafters/small_lm`), with this bias.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ def steered_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """The `Drafter` of the small model, with the bias of the round in its MLPs.
-
-    Raises:
-      ValueError: as `small_lm_drafter`; for a tree that is deeper than the drafter was trained for; or for a target
-        without these layers.
-    """
+    """The `Drafter` of the small model, with the bias of the round in its MLPs."""
     config.check_target(target_config)
     check_depth(tree, config.num_steps)
     width = len(config.steering_layers) * config.target_hidden_size

@@ -45,31 +45,16 @@ def save_steering(folder: str | Path, config: SteeredConfig, weights: Weights) -
 
 
 def read_stored(folder: Path) -> SteeringFields | None:
-    """The steering configuration in a folder; None if the model there is not steered.
-
-    Raises:
-      FileNotFoundError: if only one of the two files is there.
-    """
-    names = STEERING_CONFIG, STEERING_FILE
-    there = [name for name in names if (folder / name).is_file()]
-    if not there:
+    """The steering configuration in a folder; None if the model there is not steered."""
+    if not any((folder / name).is_file() for name in (STEERING_CONFIG, STEERING_FILE)):
         return None
-    if len(there) == 1:
-        (missing,) = {*names} - {*there}
-        raise FileNotFoundError(f"{folder / missing}: no such file, though {there[0]} is there")
     return settings.read(SteeringFields, read_json(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
 
 
 def load_steered(
     checkpoint: Checkpoint, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[SteeredConfig, Weights] | None:
-    """Loads a steered model that the trainer wrote. Returns None for a model that is not steered.
-
-    Raises:
-      FileNotFoundError: as `read_stored`.
-      ValueError: as `small_lm.drafting_model`; if it was trained for a target of other sizes; or, with `strict`, if the
-        target has other weights.
-    """
+    """Loads a steered model that the trainer wrote. Returns None for a model that is not steered."""
     own = read_stored(checkpoint.path)
     if own is None:
         return None
@@ -83,11 +68,7 @@ def load_steered(
 
 
 def read_steering(folder: Path, config: SteeredConfig, dtype: Any = "float32", placement: Placement = HERE) -> Weights:
-    """Reads the weights that `save_steering` wrote.
-
-    Raises:
-      ValueError: for tensors that do not fit the configuration.
-    """
+    """Reads the weights that `save_steering` wrote."""
     shapes, file = shapes_of(init_steering, config), folder / STEERING_FILE
     stored = {tensor.name: tensor for tensor in open_all([file])}
     names, dtype = {name: name for name in shapes}, np.dtype(dtype)

@@ -1,7 +1,4 @@
-"""Steering a small model, as functions of its weights and configuration. The Flax module is in `models/steering.py`.
-
-Read next: `draft.py`.
-"""
+"""Steering a small model, as functions of its weights and configuration. The Flax module is in `models/steering.py`."""
 
 from __future__ import annotations
 
