@@ -22,8 +22,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.kernels import attention, ops, triton
 from hsd_jax.kernels.native import traced_platform
-from hsd_jax.lab.bench.identity import first_difference
-from hsd_jax.lab.bench.replay import replay_logits
+from hsd_jax.lab.bench.identity import first_difference, replay_logits
 from hsd_jax.lab.random_models import random_weights
 from hsd_jax.models.cache import cache_dtype, empty_cache, layer_slots
 from hsd_jax.models.target import causal_mask, forward

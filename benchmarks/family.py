@@ -5,8 +5,8 @@
 
 FOLDER holds the dialogues of Schema-Guided Dialogue as sgd_dialogues/{train,dev}.jsonl and the problems of GSM8K as
 gsm8k/{train,test}.jsonl. The text of people is the beginning of both training files. Every step is a command of this
-repository; it is printed before it runs, so it can be run alone. The steps are trainings (files of arms in papers/),
-the rules on the bundled drafter, and trees of equal budgets. A step that is complete is not repeated; small and large
+repository; it is printed before it runs, so it can be run alone. The steps are trainings (files of arms in papers/)
+and the rules on the bundled drafter. A step that is complete is not repeated; small and large
 go to different folders. The last lines give the seconds of each step.
 """
 
@@ -60,8 +60,7 @@ def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
     texts_of = ["--prompts", prompts[0], "--half", "report", "--limit", "6" if is_small else "64"]
     common = ["--demo", *texts_of, "--max-new-tokens", "64", "--repeats", "1", "--temperatures", "0.8", "1"]
     rules = ["--methods", str(HERE / "papers/rules.yaml")]
-    commands["rules"] = ["hsd", "bench", "compare", *common, *rules, "--out", str(out / "rules")]
-    commands["budget"] = ["hsd", "bench", "budget", *common, "--budgets", "6,14,30", "--out", str(out / "budget")]
+    commands["rules"] = ["hsd", "bench", *common, *rules, "--out", str(out / "rules")]
     return commands
 
 

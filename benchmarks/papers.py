@@ -33,9 +33,9 @@ from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
-from hsd_jax.lab.bench.experiment import Experiment, read_tasks
+from hsd_jax.lab.bench.experiment import Experiment
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
-from hsd_jax.lab.bench.prompts import Workload
+from hsd_jax.lab.bench.prompts import Workload, read_tasks
 from hsd_jax.lab.bench.tables import Table
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.models.target import forward_sequence
@@ -365,9 +365,9 @@ def main() -> None:
     write_json(args.out / "table.json", record)
     if args.speed:
         measured = speeds({name: folders[0] for name, folders in found.items()}, arms, comparison, args)
-        tables += report.tables_by_setting(measured, (*report.COMPARED, "drafting"))
+        tables += report.tables_of(measured)
         foot += report.footer(measured, report.NOTE)
-    report.write_pages(tables, foot, args.out, "table")
+    report.write_pages(tables, foot, args.out / "table.md")
 
 
 if __name__ == "__main__":

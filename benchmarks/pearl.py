@@ -27,13 +27,32 @@ import hsd_jax
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab import theory
 from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.pearl import measured_c
 from hsd_jax.request import Speculation
 
 PLAIN = "plain"
+
+
+def pearl_speedup(acceptance: float, gamma: int) -> float:
+    """Speed of PEARL over plain decoding (Liu et al., arXiv:2408.11850).
+
+    Each draft is accepted independently with probability a, and gamma drafts take as long as a pass of the target. A
+    cycle from one rejection to the next has 1 / (1 - a) tokens in 1 + a / (1 - a^gamma) rounds of one pass each.
+    """
+    if acceptance == 1.0:
+        return float(gamma)
+    return 1 / (1 - acceptance) / (1 + acceptance / (1 - acceptance**gamma))
+
+
+def standard_speedup(acceptance: float, gamma: int, ratio: float | None = None) -> float:
+    """The same for chains of gamma drafts, first drafted and then verified (Leviathan et al., arXiv:2211.17192).
+
+    Args:
+      ratio: drafts in the time of a pass of the target. None: gamma, so a round takes the time of two passes.
+    """
+    return sum(acceptance**k for k in range(gamma + 1)) / (1 + gamma / (gamma if ratio is None else ratio))
 
 
 def pearl_name(gamma: int) -> str:
@@ -62,15 +81,15 @@ def line_of(mode: Mode, modes: list[Mode], runs: Runs, c: float) -> str:
     taus = {name: mode_record(one, runs, PLAIN)["tau"] for name, one in chains.items()}
     guesses = {name: taus[name] / (1 + one.tree.depth / c) for name, one in chains.items()}
     guess = max(guesses, key=lambda name: guesses[name])
-    analytic = max(range(1, 2 * gamma + 2), key=lambda n: theory.standard_speedup(acceptance, n, gamma))
+    analytic = max(range(1, 2 * gamma + 2), key=lambda n: standard_speedup(acceptance, n, gamma))
     return (
         f"gamma {gamma}, c {c:.2f}: {record['same_text_as_plain']}/{num_prompts} texts as plain, {pre} pre and {post}"
         f" post rounds, acceptance {acceptance:.2f}, mean run {run:.2f}, tau {record['tau']:.2f} ({best}"
         f" {taus[best]:.2f}); over plain, measured: {'overlapped' if overlapped else 'scheduled'} {own:.2f}, the best"
         f" chain, {best}, {chain:.2f}; PEARL over it {ratio:.2f}; predicted from this c and tau: overlapped"
         f" {record['tau'] / max(1, gamma / c):.2f}, scheduled {record['tau'] / (1 + gamma / c):.2f}, {guess}"
-        f" {guesses[guess]:.2f}; analytic, at c = gamma: {theory.pearl_speedup(acceptance, gamma):.2f}, chain of"
-        f" {analytic} drafts {theory.standard_speedup(acceptance, analytic, gamma):.2f}"
+        f" {guesses[guess]:.2f}; analytic, at c = gamma: {pearl_speedup(acceptance, gamma):.2f}, chain of"
+        f" {analytic} drafts {standard_speedup(acceptance, analytic, gamma):.2f}"
     )
 
 

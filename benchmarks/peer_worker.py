@@ -324,7 +324,7 @@ class HsdJax:
 
     def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
         """The logit of the first candidate minus that of the second, in a plain pass after `tokens`."""
-        from hsd_jax.lab.bench.replay import replay_logits
+        from hsd_jax.lab.bench.identity import replay_logits
 
         dtype, drafter, _ = self.methods[name]
         params = self.loaded[dtype, drafter]

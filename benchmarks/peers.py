@@ -27,8 +27,8 @@ importance matrix. A GGUF target whose matrices already have the type is used un
 activations to 8 bits, so such texts are compared only with plain texts of the same type. `--llama-lookup` drafts by the
 prompt lookup of llama.cpp's Python package.
 
-With --spec-bench, --humaneval and --gsm8k the prompts are those of `hsd bench tasks`, and a table per clock shows each
-task. If no peer runs in float32, ours does not either.
+With --spec-bench the prompts are those of `hsd bench --spec-bench`, and a table per clock shows each task. If no peer
+runs in float32, ours does not either.
 
 Greedy text must be the same everywhere. Each difference is printed, with how far each side prefers its own token to the
 other's. A gap as small as the noise of the arithmetic is a tie, a larger gap is a mistake. The exit status is 1 for a
@@ -63,10 +63,9 @@ from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import ModelConfig
 from hsd_jax.lab.bench import tables
-from hsd_jax.lab.bench import tasks as tasks_lib
+from hsd_jax.lab.bench.experiment import repeated_ngram_share
 from hsd_jax.lab.bench.identity import first_difference
-from hsd_jax.lab.bench.prompts import BenchPrompt
-from hsd_jax.lab.bench.quality import pooled_repeated_ngram_share
+from hsd_jax.lab.bench.prompts import BenchPrompt, short_enough, spec_bench
 from hsd_jax.models import gguf_layout
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.gguf_header import Header
@@ -100,7 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     what = "a smaller model with the same vocabulary, for example one of configs/demo_small_lm.yaml"
     add_value(group, "--assistant DIR", str, what)
     options.add_prompt_arguments(parser)
-    options.add_task_arguments(parser)
+    what = "its question.jsonl in place of --prompts: six tasks, --limit prompts of each"
+    add_value(parser, "--spec-bench FILE", str, what)
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 128)
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     group = parser.add_argument_group("methods")
@@ -130,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def prompt_files(args: argparse.Namespace) -> list[str]:
     """The prompt files. Empty: the demo's own prompts."""
-    return [path for name in tasks_lib.READERS if (path := getattr(args, name)) is not None] or args.prompts or []
+    return [args.spec_bench] if args.spec_bench else args.prompts or []
 
 
 def _cores() -> int:
@@ -491,7 +491,7 @@ def run_methods(
             "kind_of_figures": "measured",
         },
         "frameworks": {worker.name: worker.about for worker in workers},
-        "repeated_4gram_share": pooled_repeated_ngram_share([a["tokens"] for a in answers[reference][0]]),
+        "repeated_4gram_share": repeated_ngram_share([a["tokens"] for a in answers[reference][0]]),
         "rows": rows,
         "tasks": tasks,
         "over_fastest": over_fastest(rows, answers, [method["name"] for method in workers[0].methods]),
@@ -617,10 +617,11 @@ def run(args: argparse.Namespace) -> int:
     # This process loads no weights: it only reads prompts and counts tokens.
     about = types.SimpleNamespace(tokenizer=tokenizer, max_len=max_len)
     sizes = None
-    if files := {name: path for name in tasks_lib.READERS if (path := getattr(args, name)) is not None}:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in files)
-        options.refuse(args, f"{given}: these say what is asked", "prompts", "half", "limit", "skip_bad_lines")
-        by_task = tasks_lib.read(files, args.per_task, tokenizer, max_len - args.max_new_tokens)
+    if args.spec_bench:
+        options.refuse(args, "--spec-bench: it says what is asked", "prompts", "half", "skip_bad_lines")
+        room = max_len - args.max_new_tokens
+        by_task = spec_bench(args.spec_bench, args.limit or 20, tokenizer)
+        by_task = {task: short_enough(own, tokenizer, room, options.say) for task, own in by_task.items()}
         sizes = {task: len(own) for task, own in by_task.items()}
         found = [prompt for own in by_task.values() for prompt in own]
     else:

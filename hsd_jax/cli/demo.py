@@ -28,7 +28,7 @@ def add_parser(commands) -> None:
         "problems.",
         """
 hsd demo
-hsd demo --target demo --max-new-tokens 64 --plot demo.png
+hsd demo --target demo --max-new-tokens 64
 hsd demo --precision exact --temperature 0.8
 """,
     )
@@ -42,15 +42,14 @@ hsd demo --precision exact --temperature 0.8
     options.add_dtype_argument(parser)
     options.add_precision_argument(parser)
     options.add_tree_arguments(parser)
-    options.add_plot_argument(parser)
     names = "revision", "tokenizer", "mesh", "max_len", "rescore", "alpha", "stack", "pearl", "devices"
     parser.set_defaults(demo=False, strict=False, **dict.fromkeys(names))
 
 
 def run(args: argparse.Namespace) -> int:
     """Answers all prompts with plain and with speculative decoding, and prints the table."""
-    from hsd_jax.lab.bench import demo, profile, prompts, tables
-    from hsd_jax.lab.bench.quality import model_record
+    from hsd_jax.lab.bench import demo, profile, prompts
+    from hsd_jax.lab.bench.machine import model_record
     from hsd_jax.planning.measure import Mode
     from hsd_jax.request import Speculation
 
@@ -78,12 +77,8 @@ def run(args: argparse.Namespace) -> int:
         options.say(f"timing the stages of tree {chosen.name}")
         stages = profile.profile_mode(mode, first, args.max_new_tokens, args.temperature)
     print()
-    tables.print_demo(rows, demo.total(rows), stages)
+    demo.print_demo(rows, stages)
     options.say(f"done in {time.perf_counter() - start:.0f} s")
-    if args.plot:
-        from hsd_jax.lab.viz import plots
-
-        plots.plot_demo(rows, stages, args.plot)
     return 0
 
 

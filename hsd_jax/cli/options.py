@@ -52,15 +52,8 @@ def argument_text(argument: str) -> str:
     return argument
 
 
-def _check_picture(text: str) -> Path:
-    if Path(text).suffix.lower() not in PICTURES:
-        raise ValueError(f"{text}: allowed are files that end in {', '.join(PICTURES)}")
-    return files.check_new_file(text)
-
-
 Group = argparse._ActionsContainer
-PICTURES = (".png", ".svg", ".pdf")
-NEW_FILE, NEW_FOLDER, PICTURE = map(checked, (files.check_new_file, files.check_new_folder, _check_picture))
+NEW_FILE, NEW_FOLDER = map(checked, (files.check_new_file, files.check_new_folder))
 """Paths that can be written: a command that cannot write its result never starts."""
 
 
@@ -96,21 +89,6 @@ HALVES = Choices("lab.bench.prompts", lambda module: module.HALVES)
 SCHEMES = Choices("types", lambda module: [scheme.value for scheme in module.DrawScheme])
 
 
-class OwnOptions(argparse._SubParsersAction):
-    """Subcommands of a command that also has options of its own.
-
-    An option of the command before the name of the subcommand is an error, because it would be ignored.
-    """
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        command = next(iter(values or ()))
-        for action in parser._actions:
-            if action.option_strings and getattr(namespace, action.dest, action.default) != action.default:
-                option = action.option_strings[0]
-                parser.error(f"{option} before {command!r} is ignored: give the options of {command} after it")
-        super().__call__(parser, namespace, values, option_string)
-
-
 def add_command(commands, name: str, run, help: str, description: str, examples: str) -> argparse.ArgumentParser:
     """Adds and returns a subparser with a summary, a description and examples. The command calls `run(args)`."""
     parser = commands.add_parser(
@@ -124,10 +102,10 @@ def add_command(commands, name: str, run, help: str, description: str, examples:
     return parser
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares which models to load, and how. `load_params` reads the options."""
     group = parser.add_argument_group("models")
-    which = group.add_mutually_exclusive_group(required=is_required)
+    which = group.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter, as --target demo")
     add_target_arguments(group, which)
     what = "the drafter: a folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named"
@@ -135,7 +113,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     add_value(group, "--drafter NAME", str, what, without="that of demo or smollm2; for other targets plain decoding")
     what = "refuse a drafter that was trained for other weights of the same sizes; by default it drafts with a warning"
     group.add_argument("--strict", action="store_true", help=what)
-    add_value(group, "--rescore DIR", str, "the scorer of drafts: n-grams, a model, 0-gram (hsd bench rescore)")
+    add_value(group, "--rescore DIR", str, "the scorer of drafts: n-grams, a model, 0-gram")
     add_value(group, "--alpha X", WEIGHT, "weight of its scores beside the drafter's", without="0.5")
     what = "a small model drafts GAMMA tokens while its previous drafts are verified (PEARL); auto measures GAMMA"
     add_value(group, "--pearl GAMMA", lambda text: text if text == "auto" else COUNT(text), what)
@@ -226,18 +204,6 @@ def prompts_of(args: argparse.Namespace, params, files: Sequence[str] | None = N
     return for_checkpoint(params, files or args.prompts, *how)
 
 
-def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the files of `lab/bench/tasks.py` and --per-task."""
-    group = parser.add_argument_group("tasks")
-    add_value(
-        group, "--spec-bench FILE", str, "its question.jsonl: six tasks; MT-bench with its eight categories is one"
-    )
-    add_value(group, "--humaneval FILE", str, "HumanEval.jsonl or .jsonl.gz: functions to complete")
-    add_value(group, "--gsm8k FILE", str, "its test.jsonl: maths problems")
-    what = "prompts of each task, at equal distances in its file; 80 are all of Spec-Bench"
-    add_value(group, "--per-task N", COUNT, what, 20)
-
-
 def add_chat_argument(group: Group, what: str = "conversations and questions") -> None:
     """Declares --no-chat-template. If it is given, `args.chat_template` is False."""
     text = f"write {what} as lines, `User: ...` and `Assistant: ...` (default: the target's chat template, if any)"
@@ -262,12 +228,6 @@ def add_half_argument(group: Group, both: str) -> None:
     )
 
 
-def add_plot_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares --plot."""
-    what = f"write a picture, {', '.join(PICTURES[:-1])} or {PICTURES[-1]} (needs matplotlib)"
-    parser.add_argument("--plot", type=PICTURE, metavar="OUT", help=what)
-
-
 def add_filter_arguments(group: Group) -> None:
     """Declares --top-k and --top-p."""
     add_value(group, "--top-k K", COUNT, "keep the K likeliest tokens", without="all")
@@ -283,24 +243,23 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     return group
 
 
-def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
-    """Declares --accept, --draw, --lossy and --reuse. With `nargs`, --accept and --reuse take several values."""
+def add_rule_arguments(group: argparse._ArgumentGroup) -> None:
+    """Declares --accept, --draw, --lossy and --reuse."""
     what = "rule that judges drafts, of %(choices)s: match gives the text of plain decoding with the same seed; the"
     what += " others draw their trees and give another text of the same distribution"
-    default = "auto" if nargs is None else ["auto"]
-    add_value(group, "--accept RULE", str, what, default, "auto, which is match", choices=RULES, nargs=nargs)
+    add_value(group, "--accept RULE", str, what, "auto", "auto, which is match", choices=RULES)
     what = "how drafts are chosen, of %(choices)s: the likeliest tokens, some or all drawn at random, or drawn with the"
     what += " noise of the target's own draws"
     add_value(group, "--draw SCHEME", str, what, without="the one that suits --accept", choices=SCHEMES)
     what = "with --accept recursive: linear, square or exponential, as in linear:0.5; changes the text's distribution"
     add_value(group, "--lossy F:EPSILON", str, what, without="off")
-    add_reuse_argument(group, nargs)
+    add_reuse_argument(group)
 
 
-def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
-    """Declares --reuse, the use of spare trunk states. With `nargs` it takes several forms. Its default is None."""
+def add_reuse_argument(group: argparse._ArgumentGroup) -> None:
+    """Declares --reuse, the use of spare trunk states. Its default is None."""
     what = "how to use trunk states that a round left over: none, sum, skip, skip:N, ahead or unfused"
-    add_value(group, "--reuse FORM", str, what, without="none", nargs=nargs)
+    add_value(group, "--reuse FORM", str, what, without="none")
 
 
 def numbers(kind):
@@ -329,7 +288,7 @@ def tuned_of(args: argparse.Namespace, params) -> Any:
     if args.tuned is None:
         return not args.no_tuned
     given = f"--tuned {args.tuned}: the record says how to draft"
-    refuse(args, given, "nodes", "depth", "width", "trees", "reuse", "draw", "no_speculate", "accept")
+    refuse(args, given, "nodes", "depth", "width", "reuse", "draw", "no_speculate", "accept")
     from hsd_jax.planning.tuned import Tuned
 
     return Tuned.load(args.tuned, params, report=say)
@@ -402,7 +361,7 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
 def refuse(args: argparse.Namespace, given: str, *names: str) -> None:
     """Raises a ValueError if one of the options `names` is given, because it has no meaning beside `given`."""
     for name in names:
-        if getattr(args, name, None) not in (None, False, "auto", ["auto"]):
+        if getattr(args, name, None) not in (None, False, "auto"):
             raise ValueError(f"--{name.replace('_', '-')} with {given}; leave one of them out")
 
 

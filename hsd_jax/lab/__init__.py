@@ -1,1 +1,1 @@
-"""Experiments, pictures, compiled programs and theory. The commands of `hsd` use this package; decoding does not."""
+"""Experiments, pictures and compiled programs. The commands of `hsd` use this package; decoding does not."""

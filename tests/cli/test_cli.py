@@ -14,25 +14,21 @@ import types
 import typing
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import chat, command_line
 from support.command_line import SHORT, TEXTS, TREE, both, hsd
 
 import hsd_jax
-from hsd_jax import params as params_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import DRAFTING_METHODS
-from hsd_jax.lab.bench import experiment
 from hsd_jax.planning import pearl
 from hsd_jax.train import drafter, recipe, target
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
 COMMANDS = ["generate", "demo", "show", "tune", "plan", "bench", "identity", "info", "generate-data", "compile"]
-COMMANDS += ["bench compare", "bench ablate", "bench budget", "bench rescore"]
 COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "ngram", "curves")]
 
 
@@ -227,73 +223,6 @@ def test_info_of_target_and_drafter(folders, capsys):
     assert int(drafter["parameters"].replace(",", "")) > 0
 
 
-def test_bench_record_is_complete(folders, tmp_path, capsys):
-    out = tmp_path / "bench.json"
-    arguments = ["--prompts", folders.data, "--limit", "2", "--repeats", "2", "--no-stages"]
-    assert hsd("bench", *both(folders), *arguments, *SHORT, *TREE, "--dtype", "float32", "--json", out) == 0
-    record = json.loads(out.read_text())
-    assert record["command"].startswith("hsd bench --target")
-    assert {"cpu", "cores", "jax", "backend", "load_average"} <= set(record["hardware"])
-    plain, drafted = record["rows"]
-    assert (plain["method"], drafted["method"]) == ("plain", "tree 5x3x2")
-    assert record["num_prompts"] == {"prompts": 2} and len(plain["prompts"]) == len(drafted["prompts"]) == 2
-    assert record["target"]["bytes"] == 4 * record["target"]["parameters"]
-    own = params_lib.fastest_dtype()
-    drafter = record["drafters"]["tree 5x3x2"]
-    assert drafter["bytes"] == jnp.dtype(own).itemsize * drafter["parameters"]
-    assert record["bits_per_byte"]["prompts"]["value"] > 0
-    assert 0 <= record["repeated_4gram_share"]["prompts"] <= 1
-    assert plain["tau"] == 1.0
-    assert drafted["same_text_as_plain"] == 2 and drafted["differing_prompts"] == []
-    assert drafted["tau"] == pytest.approx(drafted["num_tokens"] / drafted["num_target_passes"])
-    assert sum(drafted["accepted_histogram"]) == drafted["num_target_passes"]
-    assert len(drafted["conditional_acceptance"]) == 3
-    assert drafted["over_plain"]["against"] == "plain" and drafted["over_fastest_plain"] is None
-    assert {"median", "min", "max", "low", "high"} <= set(drafted["over_plain_whole"])
-    shown = capsys.readouterr().out
-    assert "tree 5x3x2" in shown and "bits per byte" in shown and "acceptance by depth" in shown
-
-
-def test_bench_fails_where_a_text_differs(folders, monkeypatch):
-    real = experiment.mode_record
-    monkeypatch.setattr(experiment, "mode_record", lambda *args: real(*args) | {"differing_prompts": [0]})
-    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--no-stages", "--precision", "exact"]
-    assert hsd("bench", *both(folders), *arguments, *SHORT, *TREE) == 1
-
-
-@pytest.mark.slow
-def test_bench_with_stages_plain_variants_and_plot(folders, tmp_path):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "bench.json"
-    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--plain-variants"]
-    arguments += ["--trees", "3x2x1,5x3x2", "--json", out, "--plot", tmp_path / "bench.png"]
-    assert hsd("bench", *both(folders), *arguments, *SHORT) == 0
-    record = json.loads(out.read_text())
-    plain = {(row["dtype"], row["pad_rows"]) for row in record["rows"] if row["kind"] == "plain"}
-    assert plain == {("float32", 1), ("float32", 4), ("bfloat16", 1), ("bfloat16", 4)}
-    rows = {row["method"]: row for row in record["rows"]}
-    stages = rows["tree 3x2x1"]["stages"]
-    assert rows["tree 5x3x2"]["over_fastest_plain"]["against"] in rows
-    assert sum(stages["shares"].values()) == pytest.approx(1.0)
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["lookup:2", "target"])
-def test_bench_with_other_drafters(folders, tmp_path, drafter):
-    """Stages included; the target itself is a small_lm that is always right."""
-    out = tmp_path / "bench.json"
-    models = ["--target", folders.target, "--drafter", getattr(folders, drafter, drafter), "--precision", "exact"]
-    arguments = ["--prompts", folders.data, "--limit", "2", "--repeats", "1", "--nodes", "4", "--json", out]
-    assert hsd("bench", *models, *arguments, *SHORT) == 0
-    mode = json.loads(out.read_text())["rows"][1]
-    assert mode["same_text_as_plain"] == 2
-    assert mode["stages"]["seconds"]["trunk"] > 0 and mode["stages"]["seconds"]["head"] == 0
-    assert sum(mode["stages"]["shares"].values()) == pytest.approx(1.0)
-    if drafter == "target":
-        assert mode["accepted_histogram"][3] > 0.8 * mode["num_target_passes"]
-
-
 def test_generate_by_lookup(folders, capsys):
     arguments = ["generate", "--target", folders.target, "--drafter", "lookup", "--json", *SHORT, "abc abc abc"]
     assert hsd(*arguments) == 0
@@ -302,19 +231,6 @@ def test_generate_by_lookup(folders, capsys):
     assert found["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
     assert hsd(*arguments, "--accept", "recursive") == 2
     assert "lookup" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_bench_compares_rules(folders, tmp_path):
-    """Greedy, where both rules say what plain decoding says; with the stages of sampled trees."""
-    out = tmp_path / "bench.json"
-    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--json", out]
-    rules = ["--accept", "auto", "match", "recursive"]  # auto is match, and not measured twice
-    assert hsd("bench", *both(folders), *arguments, *rules, *SHORT, *TREE, "--dtype", "float32") == 0
-    modes = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(modes) == ["plain", "tree 5x3x2", "tree 5x3x2 recursive"]
-    assert all(m["same_text_as_plain"] == 1 for m in modes.values())
-    assert sum(modes["tree 5x3x2 recursive"]["stages"]["shares"].values()) == pytest.approx(1.0)
 
 
 def test_the_rules_of_the_command_line_are_those_of_the_library():
@@ -327,27 +243,6 @@ def test_the_rules_of_the_command_line_are_those_of_the_library():
     choices = {action.dest: action.choices for action in parser._actions}
     assert [*choices["accept"]] == [AUTO, *RULES]
     assert [*choices["draw"]] == [scheme.value for scheme in DrawScheme]
-
-
-def test_bench_fills_a_grid(folders, tmp_path, capsys):
-    out = tmp_path / "grid.json"
-    cells = ["--batches", "1,2", "--contexts", "6", "--temperatures", "0,0.8", "--repeats", "1", "--no-tuned"]
-    assert hsd("bench", *both(folders), "--prompts", folders.data, "--max-new-tokens", "8", *cells, "--json", out) == 0
-    record = json.loads(out.read_text())
-    rows = [row for row in record["rows"] if row["method"] == "default"]
-    found = [(row["batch"], row["task"], row["temperature"], row["num_texts"]) for row in rows]
-    assert found == [(b, "context 6", t, 6) for t in (0.0, 0.8) for b in (1, 2)]
-    assert all(row["same_text_as_plain"] == 6 and row["plans"] and row["num_tokens"] == 48 for row in rows)
-    assert capsys.readouterr().out.count("context 6, temperature") == 4
-    named = ["--batches", "1", "--contexts", "6", "--temperatures", "0", "--repeats", "1", "--trees", "2x1x1,4x3x1"]
-    assert hsd("bench", *both(folders), "--prompts", folders.data, "--max-new-tokens", "8", *named, "--json", out) == 0
-    assert [row["method"] for row in json.loads(out.read_text())["rows"]] == ["plain", "tree 2x1x1", "tree 4x3x1"]
-    assert hsd("bench", *both(folders), "--prompts", folders.data, "--batches", "1", "--accept", "recursive") == 2
-    assert "--accept" in capsys.readouterr().err
-    assert hsd("bench", *both(folders), "--prompts", folders.data, "--temperatures", "0,0.8") == 2
-    assert "--temperatures goes with --batches or --contexts" in capsys.readouterr().err
-    assert hsd("bench", *both(folders), "--prompts", folders.data, "--contexts", "100000") == 2
-    assert "--contexts 100000" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -279,8 +279,7 @@ def test_a_compiled_library_is_checked(tmp_path):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["bench", "--demo", "--json", "no/x.json"],
-        ["bench", "--demo", "--plot", "x.docx"],
+        ["bench", "--demo", "--out", "file"],
         ["identity", "--demo", "--json", "."],
         ["show", "--demo", "--out", "no/x.html"],
         ["generate-data", "--demo", "--prompts", "file", "--out", "no/x.jsonl"],
@@ -294,7 +293,7 @@ def test_outputs_that_cannot_be_written(tmp_path, monkeypatch, capsys, argv):
     monkeypatch.setattr(options, "load_params", None)
     assert hsd(*argv) == 2
     error = capsys.readouterr().err
-    assert "no folder" in error or "is a file" in error or "is a folder" in error or ".docx" in error
+    assert "no folder" in error or "is a file" in error or "is a folder" in error
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
@@ -352,7 +351,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, ca
     recipe = DrafterRecipe()
     with pytest.raises(ValueError, match="process"):
         run.train("nowhere", ["nothing"], tmp_path / "out", recipe)
-    assert hsd("bench", "compare", "--demo", "--out", tmp_path / "out") == 2
+    assert hsd("bench", "--demo", "--out", tmp_path / "out") == 2
     assert f"by process {process.pid}" in capsys.readouterr().err
     process.kill()
     process.wait()

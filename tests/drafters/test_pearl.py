@@ -26,7 +26,6 @@ from hsd_jax.infer.accept import coins_of
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
-from hsd_jax.lab import theory
 from hsd_jax.types import DraftTree, DrawScheme
 
 # --- the law ----------------------------------------------------------------------------------------------------------
@@ -225,30 +224,3 @@ def test_other_drafters_are_refused(pair):
         hsd_jax.pearl(pair.replace(drafter=None, drafter_config=None))
     with pytest.raises(ValueError, match=r"width=2: .*1"):
         hsd_jax.decode(hsd_jax.pearl(pair, 3), [[1, 2]], 4, tree=TreeConfig(5, 2, 2))
-
-
-# --- how fast it should be --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("a", "gamma", "pearl", "standard"), [(0.8, 5, 2.28, 1.84), (0.9, 5, 3.13, 2.34)])
-def test_speeds_of_the_paper(a, gamma, pearl, standard):
-    assert theory.pearl_speedup(a, gamma) == pytest.approx(pearl, abs=0.005)
-    assert theory.standard_speedup(a, gamma) == pytest.approx(standard, abs=0.005)
-
-
-@pytest.mark.parametrize(("a", "gamma"), [(0.5, 2), (0.8, 5), (0.95, 8), (1.0, 4), (0.0, 3)])
-def test_speeds_against_a_simulation(a, gamma):
-    """A round takes as long as a pass of the target; standard rounds take two. Within 1 %, 200 texts at once."""
-    rng = np.random.default_rng(0)
-    tokens, pending, rounds = 0, np.zeros(200, int), 1500
-    for _ in range(rounds):
-        drafts = pending + 1
-        is_kept = np.arange(gamma) < drafts[:, None]
-        accepted = np.cumprod((rng.random((200, gamma)) < a) & is_kept, 1).sum(1)
-        tokens += int((accepted + (accepted < drafts)).sum())
-        pending = np.where(accepted == drafts, gamma - 1, 0)
-    assert theory.pearl_speedup(a, gamma) == pytest.approx(tokens / rounds / 200, rel=0.01)
-    right = rng.random((300_000, gamma)) < a
-    accepted = np.cumprod(right, 1).sum(1)
-    assert theory.standard_speedup(a, gamma) == pytest.approx((accepted + 1).mean() / 2, rel=0.01)
-    assert theory.standard_speedup(a, gamma, 4.0) == pytest.approx((accepted + 1).mean() / (1 + gamma / 4), rel=0.01)

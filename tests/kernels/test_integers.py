@@ -10,7 +10,7 @@ from oracles import eight_bits
 from support import setups
 
 from hsd_jax.kernels import int8, native, ops
-from hsd_jax.lab.bench.replay import replay_logits
+from hsd_jax.lab.bench.identity import replay_logits
 
 needs_kernels = pytest.mark.skipif(
     native.compiler() is None or native.selected_isa() == native.OFF, reason="no kernels wanted"

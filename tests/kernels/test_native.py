@@ -16,7 +16,7 @@ from support import setups
 
 from hsd_jax.config import RopeConfig
 from hsd_jax.kernels import native, ops
-from hsd_jax.lab.bench.replay import replay_logits
+from hsd_jax.lab.bench.identity import replay_logits
 from hsd_jax.models import layers
 from hsd_jax.models.cache import empty_cache
 from hsd_jax.models.target import read_chunk

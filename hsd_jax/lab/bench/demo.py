@@ -1,7 +1,4 @@
-"""Runs a pair of models on the demo's prompts: streams each answer plainly and then speculatively, and times both.
-
-Read next: `experiment.py`, which measures thoroughly.
-"""
+"""Runs a pair of models on the demo's prompts: streams each answer plainly and then speculatively, and times both."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ import time
 from typing import Any, NamedTuple
 
 from hsd_jax import api
+from hsd_jax.lab.bench.profile import drafting
+from hsd_jax.lab.bench.tables import Table, make_console, print_table
 
 GREEN, BOLD, DIM = 32, 1, 2
 
@@ -89,3 +88,29 @@ def total(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the prompts."""
     medians = {key: statistics.median(row[key] for row in rows) for key in ("tau", "plain", "speculative", "speedup")}
     return {"name": "all (medians)", "identical": all(r["identical"] for r in rows), **medians}
+
+
+def print_demo(rows: list[dict[str, Any]], stages: dict[str, dict[str, float]] | None) -> None:
+    """Prints one row per prompt, their medians and, if stages were timed, the share of a round that each takes."""
+    heads = "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
+    whole = total(rows)
+    cells = [
+        (
+            row["name"],
+            "yes" if row["identical"] else "NO",
+            f"{row['tau']:.2f}",
+            f"{row['plain']:.0f}",
+            f"{row['speculative']:.0f}",
+            f"{row['speedup']:.2f}x",
+        )
+        for row in [*rows, whole]
+    ]
+    print_table(Table("Plain and speculative decoding", heads, cells, left=2, bold=[whole["name"]]))
+    if stages is None:
+        return
+    shares = stages["shares"]
+    parts = {"draft": drafting(shares), "verify": shares["verify"], "commit": shares["commit"], "rest": shares["rest"]}
+    is_busy = parts["rest"] < 0  # the stages alone took longer than the round
+    told = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if not (is_busy and name == "rest"))
+    busy = "; the stages alone took longer than the round, so the machine was busy" if is_busy else ""
+    make_console().print(f"A round of a complete tree takes {stages['seconds']['whole'] * 1e3:.2f} ms: {told}{busy}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.steered import files as steered_files
-from hsd_jax.lab.bench.quality import model_record
+from hsd_jax.lab.bench.machine import model_record
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.params import describe_arithmetic

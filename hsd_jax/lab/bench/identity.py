@@ -3,18 +3,38 @@
 Only the first difference of a row counts, because the texts have different prefixes after it. Each difference is
 replayed with passes of plain decoding. If the library promises the same text (`is_promised`), no difference is excused.
 Otherwise one is excused if the arithmetic cannot separate the two tokens. Rules other than `match` draw other sampled
-text, so its distribution is tested (`distribution.py`).
+text, so its distribution is tested (`goodness_of_fit`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from hsd_jax.lab.bench.tables import say
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.stats import chi2
+from jaxtyping import Array, Float, Int
+
+from hsd_jax import api
+from hsd_jax.arguments import sampling_of_row
+from hsd_jax.config import ModelConfig, bucket
+from hsd_jax.host.distributed import fetch
+from hsd_jax.infer.decode import traced_with
+from hsd_jax.infer.sampling import perturb, round_noise, row_keys, target_distribution
+from hsd_jax.kernels import native
+from hsd_jax.lab.bench.tables import Table, print_table, say
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.target import causal_mask, forward, read_chunk
+from hsd_jax.params import default_tree
+from hsd_jax.request import keeps_text
+from hsd_jax.types import SamplingParams, Weights
 
 EXACT_GAP = 1e-4
 """In exact precision on a mesh, a difference is excused if the gap of perturbed logits, or the distance from a filter's
@@ -23,8 +43,11 @@ FAST_PER_THOUSAND = 2.0
 """In fast precision on meshes, on accelerators and on CPUs without the kernels, the most differences per 1,000 tokens.
 All must be within the noise."""
 FALSE_ALARM = 1e-6
-"""The share of correct settings that `distribution.py` rejects by chance."""
+"""The share of correct settings that `goodness_of_fit` rejects by chance."""
 NOISE_ROWS = 8
+BINS = 20
+SHORTEST = 128
+"""Tokens of the shortest rows that the test of a distribution reads again. It keeps the number of programs small."""
 SETTINGS = {
     "greedy": {"temperature": 0.0},
     "temperature 0.8": {"temperature": 0.8},
@@ -67,10 +90,6 @@ def compare(
       tree: the draft tree; None: `decode` chooses.
       rule: the arguments accept, draw and lossy of `decode`.
     """
-    from hsd_jax.lab.bench import distribution
-    from hsd_jax.params import default_tree
-    from hsd_jax.request import keeps_text
-
     promised, noise = is_promised(params), None
     num_nodes = (tree or default_tree(params.drafter_config)).nodes
     settings = []
@@ -81,7 +100,7 @@ def compare(
         setting: dict[str, Any] = {"name": name, **sampling, "tau": tau, "drafted_share": share, "differences": []}
         settings.append(setting)
         if sampling["temperature"] and not keeps_text(rule["accept"]):
-            found = distribution.goodness_of_fit(params, [ids for _, ids in prompts], texts, sampling, seed)
+            found = goodness_of_fit(params, [ids for _, ids in prompts], texts, sampling, seed)
             setting |= {"tokens_compared": found.tokens, "chi_square": found.chi_square, "p_value": found.p_value}
             setting["ok"] = found.p_value >= FALSE_ALARM
             continue
@@ -123,8 +142,6 @@ def isas_here(params) -> list[str]:
     Raises:
       ValueError: if no CPU kernels run for these models on this machine.
     """
-    from hsd_jax.kernels import native
-
     isas = [isa for isa in reversed(native.cpu_isas()) if _runs(isa)]
     if params.mesh is not None or not isas:
         where = f"{native.traced_platform()}, mesh {params.mesh and dict(params.mesh.shape)}"
@@ -137,8 +154,6 @@ def isas_here(params) -> list[str]:
 
 def _runs(isa: str) -> bool:
     """Whether the kernels run on this instruction set."""
-    from hsd_jax.kernels import native
-
     with native.at_isa(isa):
         return native.selected_isa() == isa and native.available()
 
@@ -151,8 +166,6 @@ def compare_isas(
     Instruction sets add in different orders, so two tokens that nearly tie may change places. This function counts the
     rows in which that happens. `compare` checks whether speculation changes a token on one instruction set.
     """
-    from hsd_jax.kernels import native
-
     settings: list[dict[str, Any]] = []
     for name, sampling in SETTINGS.items():
         texts = {}
@@ -176,8 +189,6 @@ def is_promised(params) -> bool:
     It must with the CPU kernels, by construction, and in exact precision. It need not on a mesh, where the order of
     sums depends on the number of devices.
     """
-    from hsd_jax.kernels import native
-
     return params.mesh is None and (params.precision == "exact" or native.available())
 
 
@@ -194,8 +205,6 @@ def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[
 
     Prompts of similar length share a batch.
     """
-    from hsd_jax.api import decode
-
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i][1]))
     texts: list[list[int]] = [[] for _ in prompts]
     num_tokens = num_passes = 0
@@ -203,7 +212,7 @@ def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         filled = (rows + [rows[-1]] * batch)[:batch]  # the last batch is filled up, so that one shape compiles
-        out = decode(
+        out = api.decode(
             params,
             [prompts[i][1] for i in filled],
             max_new_tokens=max_new_tokens,
@@ -219,7 +228,6 @@ def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[
 
 
 def _precision(params):
-    import jax
 
     wanted = params.matmul_precision
     return contextlib.nullcontext() if wanted is None else jax.default_matmul_precision(wanted)
@@ -227,8 +235,6 @@ def _precision(params):
 
 def logit_noise(params, prompts, texts, num_nodes: int) -> float:
     """The largest difference of a logit between passes of 1 node and of `num_nodes`, along plain texts."""
-    from hsd_jax.lab.bench.replay import replay_logits
-
     worst, native = 0.0, params.mesh is None
     for (_, prompt), text in zip(prompts, texts, strict=True):
         if not text:
@@ -257,14 +263,6 @@ def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) 
 
 def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float, float | None]:
     """The gap of the two best perturbed logits for the last of `forced`, and the boundary distance of `tokens`."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from hsd_jax.arguments import sampling_of_row
-    from hsd_jax.infer.sampling import perturb, round_noise, row_keys
-    from hsd_jax.lab.bench.replay import replay_logits
-
     with _precision(params):
         logits = replay_logits(params.target, params.target_config, prompt, forced, use_native=params.mesh is None)[-1]
     temperature, top_k, top_p = (sampling.get(k) for k in ("temperature", "top_k", "top_p"))
@@ -284,8 +282,6 @@ def boundary_distance(scaled, token: int, top_k: int | None, top_p: float | None
     Args:
       scaled: float64 [V], logits divided by the temperature.
     """
-    import numpy as np
-
     order = np.sort(scaled)[::-1]
     mine, distances = scaled[token], []
     kept = np.ones(len(scaled), bool)
@@ -298,3 +294,162 @@ def boundary_distance(scaled, token: int, top_k: int | None, top_p: float | None
         above = weight[scaled > mine].sum() / weight.sum()  # a token is kept while the mass above it is below top_p
         distances.append(abs(float(above - top_p)))
     return min(distances, default=float("inf"))
+
+
+def replay_logits(
+    weights,
+    config: ModelConfig,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    num_nodes: int = 1,
+    dtype: Any = None,
+    use_native: bool = True,
+) -> Float[np.ndarray, "T V"]:
+    """The logits that predict each of `tokens`, from passes of `num_nodes` nodes against a cache.
+
+    With 1 node the passes are those of plain decoding. With more nodes they are those of verification, as a chain. The
+    difference of the two is the noise of the arithmetic.
+
+    Args:
+      dtype: dtype of the cache; None: as in `decode`.
+      use_native: as in `Decoder`.
+    Raises:
+      ValueError: if there is no token of the prompt or of the text.
+    """
+    if not len(prompt) or not len(tokens):
+        raise ValueError("replay_logits needs at least one token of prompt and one of text")
+    text = np.asarray([*prompt, *tokens], np.int32)
+    num_chunks = bucket(-(-len(tokens) // num_nodes))
+    padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
+    padded[: len(text)] = text
+    dtype = cache_lib.cache_dtype(weights["embedding"].dtype) if dtype is None else dtype
+    text, num_prompt = jnp.asarray(padded), len(prompt)
+    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
+    return fetch(logits)[: len(tokens)]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
+)
+def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
+    capacity = max(text.shape[0], prompt_bucket + num_nodes)
+    cache = cache_lib.cache_of(config, 1, capacity, dtype)
+    read, run = (traced_with(None, use_native, None, function) for function in (read_chunk, forward))
+    _, cache = read(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
+
+    def chunk(cache, _):
+        nodes = lax.dynamic_slice(text, (cache.length[0],), (num_nodes,))[None]
+        positions = cache.length[:, None] + jnp.arange(num_nodes)
+        output = run(weights, config, nodes, positions, causal_mask(1, num_nodes), cache)
+        return cache_lib.commit(cache, output.new_kv, None, jnp.full(1, num_nodes)), output.logits[0]
+
+    logits = lax.scan(chunk, cache, None, length=num_chunks)[1]
+    return logits.reshape(num_chunks * num_nodes, -1)
+
+
+class GoodnessOfFit(NamedTuple):
+    """The result of the test for a number of tokens."""
+
+    tokens: int
+    chi_square: float
+    """The chi-square, which has BINS - 1 degrees of freedom."""
+    p_value: float
+    """The probability that texts of the target have at least this chi-square."""
+
+
+@jax.jit
+def places(
+    logits: Float[Array, "B V"], tokens: Int[Array, "B"], coins: Float[Array, "B"], sampling: SamplingParams
+) -> Float[Array, "B"]:
+    """The quantile of each token in the target's distribution; 2 for a token without mass there."""
+    logp = target_distribution(logits[None], sampling)[0]
+    own = jnp.take_along_axis(logp, tokens[:, None], 1)
+    likelier = jnp.sum(jnp.where(logp > own, jnp.exp(logp), 0.0), 1)
+    tied = jnp.sum(jnp.where(logp == own, jnp.exp(logp), 0.0), 1)
+    return jnp.where(own[:, 0] > -jnp.inf, jnp.minimum(likelier + coins * tied, 1.0), 2.0)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "use_native"))
+def _places_of(
+    weights: Weights,
+    config: ModelConfig,
+    row: Int[Array, "T1"],
+    coins: Float[Array, "T"],
+    sampling: SamplingParams,
+    use_native: bool,
+) -> Float[Array, "T"]:
+    """The quantiles of all tokens of a text except the first, from one pass over it.
+
+    With the CPU kernels the pass has the same bits as the decode. This matters at the edge of a filter, where another
+    rounding gives another result.
+    """
+    num = len(coins)
+    dtype = cache_lib.cache_dtype(weights["embedding"].dtype)
+    cache = cache_lib.cache_of(config, 1, num, dtype)
+    read = traced_with(None, use_native, None, read_chunk)
+    logits = read(weights, config, cache, row[None, :-1], 0, jnp.full(1, num))[0].logits[0]
+    return places(logits, row[1:], coins, sampling)
+
+
+def goodness_of_fit(
+    params, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], settings: dict, seed: int = 0
+) -> GoodnessOfFit:
+    """The chi-square of the quantiles of all tokens of `texts`, each decoded after its prompt with `settings`.
+
+    Args:
+      settings: the arguments temperature, top_k and top_p of `decode`.
+      seed: seed of the random parts of the tokens' own mass.
+    """
+    generator = np.random.default_rng(seed)
+    sampling = sampling_of_row(settings["temperature"], settings.get("top_k"), settings.get("top_p"))
+    found = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        if len(text) == 0:
+            continue
+        row = np.zeros(1 + max(SHORTEST, bucket(len(prompt) + len(text) - 1)), np.int32)
+        row[: len(prompt) + len(text)] = [*prompt, *text]
+        coins = generator.random(len(row) - 1, np.float32)
+        own = np.asarray(_places_of(params.target, params.target_config, row, coins, sampling, params.mesh is None))
+        found.append(own[len(prompt) - 1 :][: len(text)])
+    return chi_square_test(np.concatenate(found))
+
+
+def chi_square_test(found: np.ndarray) -> GoodnessOfFit:
+    """The test of quantiles in BINS bins of equal mass. A token that the target cannot emit gives a p-value of 0."""
+    counts = np.histogram(found, BINS, (0.0, 1.0))[0]
+    wanted = len(found) / BINS
+    chi_square = float(((counts - wanted) ** 2 / wanted).sum())
+    p_value = 0.0 if (found > 1.0).any() else float(chi2.sf(chi_square, BINS - 1))
+    return GoodnessOfFit(len(found), chi_square, p_value)
+
+
+def print_identity(record: dict[str, Any]) -> None:
+    """Prints one row per setting, and every difference."""
+    size = f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens"
+    heads = "setting", "tokens compared", "rows differing", "per 1,000", "excused", "chi-square p", "tau", "drafts in"
+    rows, lines = [], []
+    for setting in record["settings"]:
+        excused = sum(d["excused"] for d in setting["differences"])
+        texts = str(len(setting["differences"])), f"{setting.get('per_thousand', 0):.2f}", str(excused), ""
+        told = ("", "", "", f"{setting['p_value']:.2g}") if "p_value" in setting else texts
+        shares = f"{setting['tau']:.2f}", f"{setting['drafted_share']:.0%}"
+        rows.append((setting["name"], str(setting["tokens_compared"]), *told, *shares))
+        for d in setting["differences"]:
+            boundary = "" if d["boundary"] is None else f", filter boundary at {d['boundary']:.2e}"
+            lines.append(
+                f"{setting['name']}: {d['name']}, token {d['index']}: plain {d['plain_token']}, speculative"
+                f" {d['speculative_token']}, gap {d['gap']:.2e}{boundary},"
+                f" {'excused' if d['excused'] else 'NOT EXCUSED'}"
+            )
+    if record["logit_noise"] is not None:
+        lines.append(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
+    lines.append("identity: " + ("ok" if record["ok"] else "FAILED"))
+    print_table(Table(f"{size}, {record['precision']}, {record['dtype']}", heads, rows, lines))
+
+
+def print_isas(record: dict[str, Any]) -> None:
+    """Prints, for each setting, the rows whose plain text differs between instruction sets of the CPU kernels."""
+    others = list(record["settings"][0]["rows_differing"])
+    rows = [(one["name"], *(str(one["rows_differing"][isa]) for isa in others)) for one in record["settings"]]
+    title = f"rows of {record['num_prompts']} whose plain text differs from that at level {record['level']}"
+    print_table(Table(f"{title}, {record['precision']}", ("setting", *others), rows))

@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement: processor, devices and versions."""
+"""Describes the machine of a measurement, and the sizes of models."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def hardware() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+
+
+def model_record(weights) -> dict[str, int]:
+    """The size of a model's weights in memory."""
+    import jax
+
+    leaves = jax.tree.leaves(weights)
+    return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}

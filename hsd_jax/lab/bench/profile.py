@@ -1,13 +1,12 @@
 """Times the stages of a round. Each is timed alone, at the shapes of a real decode, inside one compiled loop.
 
-Decoding uses nothing of this module. Read first: `infer/step.py`.
+Decoding uses nothing of this module.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,103 +15,46 @@ import numpy as np
 from jaxtyping import Array
 
 from hsd_jax.arguments import Prompt, Sampling
-from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
-from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.lab.bench.tables import STAGES
 from hsd_jax.planning.measure import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
-from hsd_jax.types import DecodeState, DrawScheme, KVCache, Limits, RoundInputs, SamplingParams
+from hsd_jax.types import KVCache, RoundInputs
+
+STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify", "commit", "rest")}
+"""The stages of a round: their names in records and in tables.
+
+`trunk` is all of drafting if that cannot be divided; then `head` and `tree` are 0. `commit` has judging, cutting the
+text, and the commit of both caches. `rest` is the round minus the stages. They are timed alone, so it has the effect of
+what XLA overlaps or fuses across stages, and may be negative.
+"""
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundProfile:
-    """Measured seconds of one speculative round. `rest` is the round minus the stages; it may be negative.
+def drafting(stages: dict[str, float]) -> float:
+    """What drafting takes of the seconds, or of the shares, of STAGES."""
+    return stages["trunk"] + stages["head"] + stages["tree"]
 
-    The stages are timed alone. So `rest` includes the effect of what XLA overlaps or fuses across stages in a real
-    round.
+
+def profile_mode(
+    mode: Mode, prompt: Prompt, max_new_tokens: int, temperature: float, iterations: int = 20, repeats: int = 5
+) -> dict[str, dict[str, float]]:
+    """Times the stages of a round at the shapes of a decode of `prompt`. The mode must have a tree.
+
+    Args:
+      iterations: runs of a stage inside one compiled loop, and rounds of the whole loop.
+      repeats: timings, of which the median is taken.
+    Returns:
+      seconds: of each of STAGES, and of the `whole` round. shares: of each of STAGES in the round; they sum to 1.
     """
-
-    whole: float
-    trunk: float
-    """All of drafting if it cannot be divided into stages. Then head and tree are 0."""
-    head: float
-    tree: float
-    verify: float
-    commit: float
-    """Judging, cutting the text, and the commit of both caches."""
-
-    @property
-    def rest(self) -> float:
-        return self.whole - (self.trunk + self.head + self.tree + self.verify + self.commit)
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds by stage."""
-        return {name: getattr(self, name) for name in STAGES}
-
-    def shares(self) -> dict[str, float]:
-        """The share of a round spent in each of STAGES; they sum to 1."""
-        return {name: seconds / self.whole for name, seconds in self.seconds().items()}
-
-    def record(self) -> dict[str, dict[str, float]]:
-        """Seconds and shares, for a file."""
-        return {"seconds": {"whole": self.whole, **self.seconds()}, "shares": self.shares()}
-
-
-def profile_mode(mode: Mode, prompt: Prompt, max_new_tokens: int, temperature: float) -> RoundProfile:
-    """Times the stages of a round at the shapes of a decode of `prompt`. The mode must have a tree."""
     params, how = mode.params, dataclasses.replace(mode.how, adaptive=None)
     session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), how)
     assert session.rows is not None, "the prompt is read"
     state, sampling, limits = session.rows
-    return profile_round(
-        session.setup.decoder,
-        session.setup.models,
-        params.target_config,
-        params.drafter_config,
-        mode.tree,
-        sampling,
-        limits,
-        state,
-        accept=how.accept,
-        scheme=rule_and_scheme(how.accept, how.draw)[1],
-        precision=params.matmul_precision,
-        use_native=params.mesh is None,
-    )
-
-
-def profile_round(
-    decoder: Decoder,
-    models: dict,
-    config: ModelConfig,
-    drafter_config: Any,
-    tree: TreeConfig,
-    sampling: SamplingParams,
-    limits: Limits,
-    state: DecodeState,
-    *,
-    accept: str = "match",
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
-    precision: str | None = None,
-    use_native: bool = True,
-    iterations: int = 20,
-    repeats: int = 5,
-) -> RoundProfile:
-    """Measures a round and its stages, from a prefilled speculative state whose rows have not ended.
-
-    Args:
-      decoder: a decoder of the same configuration. The time of the round is the time of its loop divided by the rounds.
-      state: not consumed. Its caches must have space for `iterations` rounds. The loop runs as many as the rows allow.
-      accept, scheme: the rule and the draw scheme of the decoder.
-      precision, use_native: as in `Decoder`.
-      iterations: runs of a stage inside one compiled loop.
-      repeats: timings, of which the median is taken.
-    """
+    decoder, models = session.setup.decoder, session.setup.models
 
     def whole() -> float:
         fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))
@@ -120,12 +62,24 @@ def profile_round(
         end = jax.block_until_ready(decoder.run(models, sampling, limits, fresh, iterations))
         return (time.perf_counter() - start) / max(int(np.max(np.asarray(end.stats.num_target_passes))), 1)
 
-    timers: dict[str, Callable[[], float]] = {"whole": whole}
-    stages = _stages(models, config, drafter_config, tree, sampling, limits, state, accept, scheme)
+    timers = {"whole": whole}
+    stages = _stages(
+        models,
+        params.target_config,
+        params.drafter_config,
+        mode.tree,
+        sampling,
+        limits,
+        state,
+        how.accept,
+        rule_and_scheme(how.accept, how.draw)[1],
+    )
     beside = models | {"cache": state.cache}
     for name, (run, inputs) in stages.items():
-        timers[name] = loop_timer(run, beside, inputs, iterations, precision, use_native)
-    return RoundProfile(**{"head": 0.0, "tree": 0.0, **interleaved_medians(timers, repeats)})
+        timers[name] = loop_timer(run, beside, inputs, iterations, params.matmul_precision, params.mesh is None)
+    seconds = {"head": 0.0, "tree": 0.0, **interleaved_medians(timers, repeats)}
+    seconds["rest"] = 2 * seconds["whole"] - sum(seconds.values())
+    return {"seconds": seconds, "shares": {name: seconds[name] / seconds["whole"] for name in STAGES}}
 
 
 def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, scheme):

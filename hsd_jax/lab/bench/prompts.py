@@ -1,13 +1,11 @@
-"""Reads the prompts of benchmarks from files: dialogues, maths problems, chat questions, plain text.
+"""Reads the prompts of benchmarks from files: dialogues, maths problems, chat questions, Spec-Bench, plain text.
 
-If the checkpoint has a chat template, dialogues and questions go through it. Otherwise they are lines. A prompt may
-have the text that follows in the data (`rest`), on which the target's bits per byte are measured. Nothing here is
-training data. Read next: `experiment.py`.
+If the checkpoint has a chat template, dialogues and questions go through it. Otherwise they are lines. Nothing here is
+training data.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import zlib
@@ -25,12 +23,11 @@ from hsd_jax.train.documents import (
     first_question,
     names_of,
     question_prompt,
-    render_record,
     render_turns,
     speaker_of,
     text_of,
 )
-from hsd_jax.train.records import CONVERSATIONS, LINES, Record, read_file
+from hsd_jax.train.records import CONVERSATIONS, LINES, Record, read_file, read_records
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h. Choose settings on the first, report on the second."""
@@ -38,6 +35,10 @@ Half = Annotated[str, OneOf(HALVES)]
 IDS = ("id", "question_id", "task_id", "name")
 """Fields of a record that may hold its name."""
 MAX_PROMPT_TOKENS = 200
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEC_BENCH = {name: (name,) for name in ("translation", "summarization", "qa", "math_reasoning", "rag")}
+SPEC_BENCH = {"mt_bench": MT_BENCH} | SPEC_BENCH
+"""The categories of each task of Spec-Bench."""
 ASSETS = Path(__file__).parents[2] / "assets"
 DEMO, QUESTIONS = ASSETS / "demo_prompts.jsonl", ASSETS / "demo_questions.jsonl"
 
@@ -49,8 +50,6 @@ class BenchPrompt:
     name: str
     text: str
     """The text as it is shown. `tokens` gives the tokens that are decoded."""
-    rest: str | None = None
-    """The text that follows in the data; after a conversation by a chat template, the next turn of the assistant."""
     is_templated: bool = False
     """Whether a chat template has written the start token and the ends of turns into the text."""
     question: str | None = None
@@ -58,13 +57,12 @@ class BenchPrompt:
     ids: tuple[int, ...] = ()
     """For a prompt that is cut to a length: its tokens, in place of the text."""
 
-    def tokens(self, tokenizer: Tokenizer | None, with_rest: bool = False) -> list[int]:
+    def tokens(self, tokenizer: Tokenizer | None) -> list[int]:
         """The token ids that `decode` takes, with at most one start token."""
         if self.ids:
             return list(self.ids)
         assert tokenizer is not None, "prompts are read only with a tokenizer"
-        text = self.text + (self.rest or "") if with_rest else self.text
-        return tokenizer.encode_rendered(text) if self.is_templated else tokenizer.encode(text)
+        return tokenizer.encode_rendered(self.text) if self.is_templated else tokenizer.encode(self.text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +82,8 @@ class Workload:
     """Whether conversations and questions go through the target's chat template, if it has one."""
     skip_bad_lines: bool = False
     """As in `records.read_file`."""
+    spec_bench: str | None = None
+    """The file of Spec-Bench, all of whose tasks are read."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Workload:
@@ -94,7 +94,8 @@ class Workload:
     @property
     def prompt_files(self) -> list[str]:
         """The files, for records."""
-        return [str(path) for path in self.prompts or ["the demo's own"]]
+        own = [] if self.spec_bench is None else [self.spec_bench]
+        return [str(path) for path in (*(self.prompts or ()), *own)] or ["the demo's own"]
 
     def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
         """The prompts of some files; raises as `for_checkpoint`."""
@@ -102,10 +103,30 @@ class Workload:
         return for_checkpoint(params, files, *how)
 
 
+def at_contexts(
+    params, tasks: Mapping[str, Sequence[BenchPrompt]], contexts: Sequence[int], max_new_tokens: int
+) -> dict[str, list[BenchPrompt]]:
+    """The prompts of each task, cut or joined to each number of tokens.
+
+    Raises:
+      ValueError: if prompt and answer together exceed `max_len`.
+    """
+    if max(contexts) + max_new_tokens > params.max_len:
+        given = f"--contexts {max(contexts)} and --max-new-tokens {max_new_tokens}"
+        raise ValueError(f"{given}: together more than max_len={params.max_len}")
+    found = {}
+    for task, own in tasks.items():
+        for length in contexts:
+            rows = joined_contexts(params, own, length, len(own))
+            name = f"{task}, " * (len(tasks) > 1) + f"context {length}"
+            found[name] = [BenchPrompt(str(i), "", ids=tuple(ids)) for i, ids in enumerate(rows)]
+    return found
+
+
 def joined_contexts(params, found: Sequence[BenchPrompt], length: int, num: int) -> list[list[int]]:
     """`num` prompts of `length` tokens each: the last tokens of a prompt, with other texts before it if it is too
     short."""
-    texts = [prompt.tokens(params.tokenizer, with_rest=True) for prompt in found]
+    texts = [prompt.tokens(params.tokenizer) for prompt in found]
     contexts = []
     for row in range(num):
         ids, before = found[row % len(found)].tokens(params.tokenizer), row + 1
@@ -259,20 +280,16 @@ def prompt_of(
     """
     for field in CONVERSATIONS:
         if (first := first_question(record.get(field))) is not None:
-            return BenchPrompt(name, first) if chat is None else asked(chat, [("User", first)], "", name, where)
+            return BenchPrompt(name, first) if chat is None else asked(chat, [("User", first)], name, where)
         if field in record:
             return dialogue_prompt(conversation(record, field, where), name, where, count, max_tokens, chat)
     if "question" in record:
         question = text_of(record, "question", where)
-        text = question_prompt(question)
-        full = render_record(record, where) if "answer" in record else text
-        rest = full.removeprefix(text) if full.startswith(text) and full != text else None
         if chat is None:
-            return BenchPrompt(name, text, rest)
-        return asked(chat, [("User", question.strip())], (rest or "").strip(), name, where)
+            return BenchPrompt(name, question_prompt(question))
+        return asked(chat, [("User", question.strip())], name, where)
     if "prompt" in record:
-        rest = next((text_of(record, field, where) for field in ("response", "rest") if record.get(field)), None)
-        return BenchPrompt(name, text_of(record, "prompt", where), rest)
+        return BenchPrompt(name, text_of(record, "prompt", where))
     if "text" in record:
         return text_prompt(text_of(record, "text", where), name, count, max_tokens)
     expected = f"{', '.join(CONVERSATIONS)}, question, prompt or text"
@@ -291,7 +308,6 @@ def dialogue_prompt(
 
     If it has no turn of the assistant after the first turn, it is taken as it is; then it must end with the user.
     """
-    full = render_turns(turns)
     cuts = [i for i, (speaker, _) in enumerate(turns) if i and speaker_of(speaker) == "Assistant"]
     if not cuts and speaker_of(turns[-1][0]) == "User":
         cuts = [len(turns)]
@@ -300,12 +316,10 @@ def dialogue_prompt(
     best = None
     for cut in cuts:
         if chat is None:
-            text = render_turns(turns[:cut], open_for="Assistant")
-            rest = full.removeprefix(text) if full.startswith(text) else None
-            found, num_tokens = BenchPrompt(name, text, rest), count(text)
+            found = BenchPrompt(name, render_turns(turns[:cut], open_for="Assistant"))
+            num_tokens = count(found.text)
         else:
-            said = turns[cut][1] if cut < len(turns) else ""
-            found = asked(chat, turns[:cut], said, name, where)
+            found = asked(chat, turns[:cut], name, where)
             num_tokens = len(found.tokens(chat))
         if best is not None and (cut > len(turns) / 2 or num_tokens > max_tokens):
             break
@@ -314,28 +328,13 @@ def dialogue_prompt(
     return best
 
 
-def asked(chat: Tokenizer, turns: Turns, said: str, name: str, where: str) -> BenchPrompt:
-    """The prompt of a conversation, rendered by the chat template up to the assistant's turn.
-
-    Args:
-      said: the assistant's answer in the data, or "" if it is not known. Some templates refuse an answer at the end, or
-        render it in such a way that the text after the prompt cannot be found. Then there is no `rest`.
-    Raises:
-      ValueError: naming the line, if the template refuses the conversation.
-    """
-    template, said = chat_template_of(chat.render), said.strip()
+def asked(chat: Tokenizer, turns: Turns, name: str, where: str) -> BenchPrompt:
+    """The prompt of a conversation, rendered by the chat template up to the assistant's turn."""
     try:
-        text = template(turns, True)
+        text = chat_template_of(chat.render)(turns, True)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    rest = None
-    if said:
-        with contextlib.suppress(ValueError):
-            whole = template([*turns, ("Assistant", said)], False)
-            blank, found, _ = whole.removeprefix(text).partition(said)
-            if whole.startswith(text) and found and not blank.strip():
-                rest = blank + found
-    return BenchPrompt(name, text, rest, is_templated=True, question=turns[-1][1])
+    return BenchPrompt(name, text, is_templated=True, question=turns[-1][1])
 
 
 def text_prompt(text: str, name: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:
@@ -344,6 +343,52 @@ def text_prompt(text: str, name: str, count: Callable[[str], int], max_tokens: i
     spaces = [i for i, c in enumerate(text) if c == " " and 0 < i <= len(text) / 2]
     while len(spaces) > 1 and count(text[: spaces[-1]]) > max_tokens:
         spaces = spaces[: max(1, int(len(spaces) * 0.8))]
-    if not spaces:
-        return BenchPrompt(name, text)
-    return BenchPrompt(name, text[: spaces[-1]], text[spaces[-1] :])
+    return BenchPrompt(name, text[: spaces[-1]] if spaces else text)
+
+
+def read_tasks(work: Workload, params) -> dict[str, list[BenchPrompt]]:
+    """The prompts of every task that are short enough for `max_len`: files as TASK=FILE, and Spec-Bench's files."""
+    tasks: dict[str, list[BenchPrompt]] = {}
+    if not work.prompts and not work.spec_bench:
+        return {"demo": work.read(params, None)}
+    for named in work.prompts or ():
+        task, _, file = named.rpartition("=")
+        task = task or Path(file).stem
+        if task in tasks:
+            raise ValueError(f"--prompts {named}: there is a task {task!r} already; write NAME={file}")
+        tasks[task] = work.read(params, [file])
+    if work.spec_bench:
+        for task, found in spec_bench(work.spec_bench, work.limit, params.tokenizer).items():
+            if task in tasks:
+                raise ValueError(f"--prompts {task}=...: Spec-Bench has a task of that name; choose another")
+            tasks[task] = short_enough(found, params.tokenizer, params.max_len - work.max_new_tokens, say)
+    return tasks
+
+
+def spec_bench(path: str | Path, limit: int | None, tokenizer: Tokenizer | None) -> dict[str, list[BenchPrompt]]:
+    """The first turns of Spec-Bench by task, through the chat template: at most `limit` of each, from all its places.
+
+    Raises:
+      FileNotFoundError, ValueError: naming file, line, and the wrong category or field; or if there is no template.
+    """
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise ValueError("--spec-bench asks an assistant, and this target has no chat template; see --tokenizer NAME")
+    task_of = {category: task for task, names in SPEC_BENCH.items() for category in names}
+    tasks: dict[str, list[tuple[str, str, str]]] = {task: [] for task in SPEC_BENCH}
+    for record in read_records(path, text=None):
+        if (category := record.fields.get("category")) not in task_of:
+            raise ValueError(f"{record.where}: category {category!r}: allowed are {', '.join(task_of)}")
+        question = first_question(record.fields.get("turns"))
+        if question is None:
+            raise ValueError(f"{record.where}: turns is {record.fields.get('turns')!r:.60}: expected the user's texts")
+        tasks[task_of[category]].append((question, name_of(record), record.where))
+    chosen = {task: spread_evenly(found, limit) for task, found in tasks.items() if found}
+    if not chosen:
+        raise ValueError(f"{path}: holds no prompt")
+    return {task: [asked(tokenizer, [("User", q)], *rest) for q, *rest in found] for task, found in chosen.items()}
+
+
+def spread_evenly(found: Sequence[Any], num: int | None) -> list[Any]:
+    """`num` items at equal distances, from the first on, or all. So a file sorted by category gives some of each."""
+    num = len(found) if num is None else min(num, len(found))
+    return [found[i * len(found) // num] for i in range(num)]

@@ -2,30 +2,23 @@
 debugging.
 
 The rounds are those of `step.py`. Each is compiled alone and returns the tree and the verdict beside the new state. The
-compiled loop of `decode.py` is not changed. `replay_logits` computes the logits of a text again. Read first:
-`infer/step.py`.
+compiled loop of `decode.py` is not changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.config import ModelConfig, bucket
+from hsd_jax.config import ModelConfig
 from hsd_jax.drafters.method import Pictures
-from hsd_jax.host.distributed import fetch
-from hsd_jax.infer.decode import Decoder, traced_with
+from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
-from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.session import Session
 from hsd_jax.types import AcceptRule, Costs, DecodeState, DraftTree, Limits, SamplingParams, Verdict
 
@@ -194,54 +187,3 @@ def replay(
         if taken.finish_reason is not None:
             break
     return rounds
-
-
-def replay_logits(
-    weights,
-    config: ModelConfig,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    num_nodes: int = 1,
-    dtype: Any = None,
-    use_native: bool = True,
-) -> Float[np.ndarray, "T V"]:
-    """The logits that predict each of `tokens`, from passes of `num_nodes` nodes against a cache.
-
-    With 1 node the passes are those of plain decoding. With more nodes they are those of verification, as a chain. The
-    difference of the two is the noise of the arithmetic.
-
-    Args:
-      dtype: dtype of the cache; None: as in `decode`.
-      use_native: as in `Decoder`.
-    Raises:
-      ValueError: if there is no token of the prompt or of the text.
-    """
-    if not len(prompt) or not len(tokens):
-        raise ValueError("replay_logits needs at least one token of prompt and one of text")
-    text = np.asarray([*prompt, *tokens], np.int32)
-    num_chunks = bucket(-(-len(tokens) // num_nodes))
-    padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
-    padded[: len(text)] = text
-    dtype = cache_lib.cache_dtype(weights["embedding"].dtype) if dtype is None else dtype
-    text, num_prompt = jnp.asarray(padded), len(prompt)
-    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
-    return fetch(logits)[: len(tokens)]
-
-
-@functools.partial(
-    jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
-)
-def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
-    capacity = max(text.shape[0], prompt_bucket + num_nodes)
-    cache = cache_lib.cache_of(config, 1, capacity, dtype)
-    read, run = (traced_with(None, use_native, None, function) for function in (read_chunk, forward))
-    _, cache = read(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
-
-    def chunk(cache, _):
-        nodes = lax.dynamic_slice(text, (cache.length[0],), (num_nodes,))[None]
-        positions = cache.length[:, None] + jnp.arange(num_nodes)
-        output = run(weights, config, nodes, positions, causal_mask(1, num_nodes), cache)
-        return cache_lib.commit(cache, output.new_kv, None, jnp.full(1, num_nodes)), output.logits[0]
-
-    logits = lax.scan(chunk, cache, None, length=num_chunks)[1]
-    return logits.reshape(num_chunks * num_nodes, -1)

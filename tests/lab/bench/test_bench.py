@@ -1,32 +1,42 @@
-"""Benchmarks: numeric helpers against plain loops, replayed logits, stages of a round, prompt readers."""
+"""`hsd bench`: intervals against known ratios, methods, prompts, the table, stages of a round, and whole runs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import types
 import zlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import chat, toy
+from support import chat, command_line, setups, toy
 
-from hsd_jax.arguments import Sampling
+import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab.bench import identity, prompts, quality, replay, tables
-from hsd_jax.lab.bench import profile as profile_lib
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.lab.bench import experiment, methods, profile, prompts, report
+from hsd_jax.lab.bench.presets import PRESETS
 from hsd_jax.params import Params
+from hsd_jax.planning import measure
 from hsd_jax.request import Speculation
-from hsd_jax.session import prepare
 from hsd_jax.tokenizer import Tokenizer
 
+folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
+SPEC_BENCH = [
+    {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+    {"question_id": 91, "category": "humanities", "turns": ["Think.", "Again."]},
+    {"question_id": 300, "category": "qa", "turns": ["Who?"]},
+    {"question_id": 301, "category": "qa", "turns": ["What?"]},
+    {"question_id": 9, "category": "translation", "turns": ["Translate: ja"]},
+]
 
-@pytest.fixture(scope="module")
-def target():
-    config = toy.target_config()
-    return config, toy.make_target(config)
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -34,59 +44,123 @@ def target():
     [([], 0.0), ([1, 2, 3], 0.0), ([1, 2, 3, 4], 0.0), ([1] * 8, 0.8), ([1, 2, 3, 4, 1, 2, 3, 4], 0.2)],
 )
 def test_repeated_ngram_share(tokens, share):
-    assert quality.repeated_ngram_share(tokens) == pytest.approx(share)
+    assert experiment.repeated_ngram_share([tokens]) == pytest.approx(share)
+    assert experiment.repeated_ngram_share([tokens, [1, 2]]) == pytest.approx(share)
 
 
-def test_pooled_share_weighs_texts_by_their_ngrams():
-    texts = [[1] * 8, [1, 2], [5, 6, 7, 8, 9]]
-    assert quality.pooled_repeated_ngram_share(texts) == pytest.approx(4 / 7)
-    assert quality.pooled_repeated_ngram_share([[1, 2]]) == 0.0
-
-
-def test_bits_per_byte():
-    assert quality.bits_per_byte(8 * np.log(2.0), 4) == pytest.approx(2.0)
-    with pytest.raises(ValueError, match="num_bytes=0"):
-        quality.bits_per_byte(1.0, 0)
-
-
-def test_text_nats_sums_the_text_behind_the_prompt(target):
-    config, weights = target
-    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    logp = np.asarray(jax.nn.log_softmax(toy.causal_pass(weights, config, jnp.asarray([tokens])).logits[0]))
-    expected = -sum(logp[i - 1, tokens[i]] for i in range(4, len(tokens)))
-    assert quality.text_nats(weights, config, tokens, 4) == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("num_nodes", [1, 5])
-def test_replay_logits_are_those_of_one_causal_pass(target, num_nodes):
-    config, weights = target
-    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-    whole = np.asarray(toy.causal_pass(weights, config, jnp.asarray([tokens])).logits[0])
-    replayed = replay.replay_logits(weights, config, tokens[:4], tokens[4:], num_nodes)
-    np.testing.assert_allclose(replayed, whole[3:-1], atol=1e-4)
-
-
-def test_replay_wants_a_prompt(target):
-    with pytest.raises(ValueError, match="one token"):
-        replay.replay_logits(target[1], target[0], [], [1])
-
-
-def test_profile_measures_every_stage_and_leaves_the_state_alone(target):
-    config, weights = target
-    drafter_config = toy.drafter_config(config)
-    models = {"target": weights, "drafter": toy.make_drafter(drafter_config, config, weights)}
-    tree = TreeConfig(nodes=5, depth=3, width=2)
-    params = Params(weights, models["drafter"], config, drafter_config)
-    session = prepare(params, [3, 1, 4, 1, 5], Sampling(40, eos=()), Speculation(tree))
-    state, sampling, limits = session.rows
-    before, decoder = np.asarray(state.tokens), session.setup.decoder
-    profile = profile_lib.profile_round(
-        decoder, models, config, drafter_config, tree, sampling, limits, state, iterations=3, repeats=2
+def test_the_interval_of_a_constant_ratio_is_that_ratio():
+    seconds = np.array([1.0, 2.0, 3.0, 4.0])
+    tokens = np.array([10.0, 20.0, 5.0, 7.0])
+    assert measure.bootstrap_ratio(np.stack([tokens, tokens]), np.stack([seconds / 3, seconds])) == pytest.approx(
+        (3.0, 3.0)
     )
-    assert all(getattr(profile, name) > 0 for name in ("whole", "trunk", "head", "tree", "verify", "commit"))
-    assert set(profile.shares()) == set(tables.STAGES)
-    assert sum(profile.shares().values()) == pytest.approx(1.0)
-    np.testing.assert_array_equal(np.asarray(state.tokens), before)
+
+
+def test_the_interval_covers_the_true_ratio_as_often_as_it_says():
+    """Of 200 samples of 40 prompts; 95 % of them should cover, fewer than 176 do so with probability below 1e-4."""
+    rng, covered = np.random.default_rng(0), 0
+    tokens = np.full((2, 40), 10.0)
+    for _ in range(200):
+        seconds = rng.gamma(20.0, 1.0, (2, 40)) * np.array([[0.5], [1.0]])
+        low, high = measure.bootstrap_ratio(tokens, seconds)
+        covered += low < 2.0 < high
+    assert 176 <= covered < 200
+
+
+def fake_runs(num: int = 2, **rates: list[float]) -> measure.Runs:
+    """`num` batches of 10 and 30 tokens a mode, at the rate of each repeat."""
+
+    def result(count: int):
+        return types.SimpleNamespace(tokens=np.arange(count)[None], num_tokens=np.array([count]))
+
+    counts = [10, 30] * (num // 2)
+    seconds = {name: [[count / rate for count in counts] for rate in repeats] for name, repeats in rates.items()}
+    return measure.Runs({name: [result(count) for count in counts] for name in rates}, seconds)
+
+
+def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
+    runs = fake_runs(fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0])
+    found = measure.speedup("fast", "slow", runs)
+    assert (found["min"], found["median"], found["max"]) == pytest.approx((2.0, 2.5, 3.0))
+    assert found["value"] == pytest.approx(3.0)  # both batches: 30 over 10, the medians
+    assert found["low"] is found["high"] is None  # of two batches nothing can be said
+    many = measure.speedup("fast", "slow", fake_runs(8, fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0]))
+    assert many["low"] == pytest.approx(many["high"]) == pytest.approx(many["value"])
+
+
+@pytest.mark.parametrize(
+    ("accept", "temperature", "differing", "is_promised", "status"),
+    [
+        ("match", 1, [0], True, 1),
+        ("match", 1, [], True, 0),
+        ("match", 1, [0], False, 0),
+        ("recursive", 1, [0], True, 0),
+        ("recursive", 0, [0], True, 1),
+    ],
+)
+def test_a_text_that_differs_fails_where_the_same_is_promised(accept, temperature, differing, is_promised, status):
+    row = {"accept": accept, "temperature": temperature, "differing_prompts": differing}
+    assert experiment.status({"rows": [{}, row], "is_promised": is_promised}) == status
+
+
+@pytest.mark.parametrize(
+    ("accept", "temperature", "words"),
+    [(None, 1.0, "3/5"), ("match", 1.0, "3/5"), ("recursive", 0.0, "3/5"), ("recursive", 1.0, "by distribution")],
+)
+def test_sampled_text_under_another_rule_follows_a_distribution(accept, temperature, words):
+    """Neither the table nor the line of progress then counts texts that differ."""
+    row = {"same_text_as_plain": 3, "num_texts": 5} | ({} if accept is None else {"accept": accept})
+    row |= {"method": "m", "temperature": temperature, "over_plain": {"value": 2}, "differing_prompts": [{}, {}]}
+    assert report.same_text(row) == words
+    assert experiment._in_short(row) == "m 2.00" + (" (2 texts differ)" if "/" in words else "")
+
+
+def row_of(method: str, task: str, value: float) -> dict:
+    """A row of a record, of one text that differs from plain decoding at token 3."""
+    speed = {"value": value, "low": None, "high": None, "min": value, "max": value}
+    shown = {"method": method, "task": task, "temperature": 0.0, "batch": 1, "num_texts": 1, "tau": value}
+    shown |= {"tokens_per_second": {"median": 10 * value, "min": 1, "max": 2}, "over_reference": None}
+    if method == "plain":
+        return shown | {"kind": "plain", "over_plain": None, "over_plain_whole": None, "same_text_as_plain": 1}
+    shown |= {"kind": "speculative", "accept": "match", "differences": [{"name": "one", "index": 3}]}
+    return shown | {"over_plain": speed, "over_plain_whole": speed, "same_text_as_plain": 0}
+
+
+def test_a_table_has_a_row_for_each_task_and_method_and_their_means():
+    """The mean is over Spec-Bench's tasks where all are there, and other tasks stand beside them."""
+    tasks = [*prompts.SPEC_BENCH, "own"]
+    rows = [row_of(m, task, n) for n, task in enumerate(tasks, 1) for m in ("plain", "fast")]
+    (table,) = report.tables_of({"rows": rows})
+    assert "over reference" not in table.heads and "drafting" not in table.heads
+    cells = [dict(zip(table.heads, row, strict=True)) for row in table.rows]
+    assert [(row["task"], row["method"]) for row in cells[-3:]] == [
+        ("own", "fast"),
+        ("mean", "plain"),
+        ("mean", "fast"),
+    ]
+    assert (cells[-1]["tau"], cells[-1]["times plain"], cells[-2]["times plain"]) == ("3.50", "3.50", "")
+    assert len(table.lines) == 7 and table.lines[0].startswith("fast, mt_bench, prompt one")
+    (one,) = report.tables_of({"rows": rows[-2:]})
+    assert "task" not in one.heads and len(one.rows) == 2
+
+
+# --- stages of a round ------------------------------------------------------------------------------------------------
+
+
+def test_the_stages_of_a_round_sum_to_it():
+    config = toy.target_config()
+    weights, drafter_config = toy.make_target(config), toy.drafter_config(config)
+    params = Params(weights, toy.make_drafter(drafter_config, config, weights), config, drafter_config)
+    mode = measure.Mode("tree", params, Speculation(TreeConfig(nodes=5, depth=3, width=2)))
+    found = profile.profile_mode(mode, [3, 1, 4, 1, 5], 40, 0.0, iterations=3, repeats=2)
+    seconds = found["seconds"]
+    assert all(seconds[name] > 0 for name in ("whole", "trunk", "head", "tree", "verify", "commit"))
+    assert set(found["shares"]) == set(profile.STAGES)
+    assert sum(found["shares"].values()) == pytest.approx(1.0)
+    assert sum(seconds[name] for name in profile.STAGES) == pytest.approx(seconds["whole"])
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
 
 
 def test_dialogue_prompts_stop_before_an_assistant_turn_in_the_first_half(tmp_path):
@@ -96,7 +170,6 @@ def test_dialogue_prompts_stop_before_an_assistant_turn_in_the_first_half(tmp_pa
     (prompt,) = prompts.read_prompts([path], lambda text: len(text.split()))
     assert prompt.name == "1_0"
     assert prompt.text == "User: turn number 0\nAssistant: turn number 1\nUser: turn number 2\nAssistant:"
-    assert prompt.rest is not None and prompt.rest.startswith(" turn number 3\nUser: turn number 4")
     (short,) = prompts.read_prompts([path], lambda text: len(text.split()), max_tokens=6)
     assert short.text == "User: turn number 0\nAssistant:"
 
@@ -160,23 +233,205 @@ def test_the_demo_has_a_dozen_questions_for_a_chat_model(tmp_path):
     assert prompts.demo_prompts(Tokenizer.find(chat.write_tokenizer(tmp_path, chat.LINES)))[0].name == "restaurant"
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.find(chat.write_tokenizer(tmp_path_factory.mktemp("chat"), chat.CHATML))
+
+
+def test_spec_bench_is_asked_through_the_chat_template(tmp_path, tokenizer):
+    """First turns alone, six tasks in the order of the paper, some of each place in the file."""
+    path = write(tmp_path / "question.jsonl", SPEC_BENCH)
+    found = prompts.spec_bench(path, 5, tokenizer)
+    names = {task: [prompt.name for prompt in own] for task, own in found.items()}
+    assert names == {"mt_bench": ["81", "91"], "translation": ["9"], "qa": ["300", "301"]}
+    assert found["mt_bench"][0].text == "<s><|im_start|>user Write.<|im_end|> <|im_start|>assistant "
+    assert prompts.spread_evenly(range(10), 5) == [0, 2, 4, 6, 8] and prompts.spread_evenly([1, 2], 20) == [1, 2]
+    with pytest.raises(ValueError, match="chat template"):
+        prompts.spec_bench(path, 5, Tokenizer.find(chat.write_tokenizer(tmp_path / "plain", None)))
+
+
 @pytest.mark.parametrize(
-    ("a", "b", "index"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0), ([], [], None)]
+    ("record", "message"),
+    [
+        ({"category": "poetry", "turns": ["a"]}, ":1: category 'poetry'"),
+        ({"category": "qa"}, ":1: turns.*None"),
+        ({"category": "qa", "turns": []}, r":1: turns.*\[\]"),
+        (None, "no prompt"),
+    ],
 )
-def test_first_difference(a, b, index):
-    assert identity.first_difference(a, b) == index
+def test_files_of_spec_bench_that_say_nonsense(tmp_path, tokenizer, record, message):
+    path = write(tmp_path / "bad.jsonl", [] if record is None else [record])
+    with pytest.raises(ValueError, match=message):
+        prompts.spec_bench(path, 5, tokenizer)
 
 
-def test_boundary_distance_of_each_filter():
-    scaled = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
-    assert identity.boundary_distance(scaled, 1, 2, None) == pytest.approx(np.log(0.3 / 0.2))
-    assert identity.boundary_distance(scaled, 2, 2, None) == pytest.approx(np.log(0.3 / 0.2))
-    assert identity.boundary_distance(scaled, 1, None, 0.5) == pytest.approx(0.1)
-    assert identity.boundary_distance(scaled, 2, None, 0.75) == pytest.approx(0.05)
-    assert identity.boundary_distance(scaled, 0, None, None) == float("inf")
+def test_contexts_are_cut_or_joined(tokenizer):
+    params = types.SimpleNamespace(tokenizer=tokenizer, max_len=40)
+    found = {"a": [prompts.BenchPrompt("x", "the cat sat"), prompts.BenchPrompt("y", "a dog ran to the red house")]}
+    made = prompts.at_contexts(params, found, [2, 12], 20)
+    assert list(made) == ["context 2", "context 12"]
+    assert [[len(p.ids) for p in own] for own in made.values()] == [[2, 2], [12, 12]]
+    assert made["context 12"][0].ids[-3:] == tuple(tokenizer.encode("the cat sat"))[-3:]
+    with pytest.raises(ValueError, match="max_len=40"):
+        prompts.at_contexts(params, found, [30], 20)
 
 
-def test_profile_rest_is_what_the_stages_leave():
-    profile = profile_lib.RoundProfile(10.0, 1.0, 1.0, 2.0, 3.0, 1.0)
-    assert profile.rest == pytest.approx(2.0)
-    assert dataclasses.replace(profile, verify=6.0).shares()["rest"] == pytest.approx(-0.1)
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "NAME"),
+        ("a: [", ""),
+        ("plain: {}\n", "'plain'"),
+        ("a: {nodes: 8}\n", "a: .*'nodes'.*accept, adaptive, alpha, devices, drafter, draw"),
+        ("a: 8x5x2\n", "a='8x5x2': .*object"),
+        ("a: {reference: true}\nb: {reference: true}\n", "reference"),
+        ("a: {tree: 8}\n", "a.tree=8"),
+        ("run: {batch: [0]}\n", "run"),
+        ("run: {}\n", "no method"),
+    ],
+)
+def test_methods_files_that_say_nonsense(tmp_path, text, message):
+    path = tmp_path / "methods.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"methods\.yaml: .*{message}"):
+        methods.read_methods(str(path))
+
+
+def test_presets_are_methods_and_may_set_the_run():
+    found = {name: methods.read_methods(name) for name in PRESETS}
+    assert {"default", "trees", "batches", "contexts", "reuse"} == set(found)
+    assert found["batches"][1].batch == (1, 2, 4, 8) and found["trees"][1] == methods.RunOptions()
+    pair = hsd_jax.load("demo")
+    for name in ("trees", "reuse"):
+        modes = methods.make_modes(pair, found[name][0], lambda drafter: pair)
+        assert [mode.name for mode in modes] == ["plain", *found[name][0]]
+    with pytest.raises(FileNotFoundError, match="trees"):
+        methods.read_methods("nothing")
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"rank": 0}, "rank 0"), ({"kind": "eagle"}, "eagle")], ids=str)
+def test_token_information_is_taken_from_those_that_have_it(changes, message):
+    config = toy.drafter_config(setups.VARIANTS["llama"], **changes)
+    params = types.SimpleNamespace(drafter=init_drafter(jax.random.key(0), config), drafter_config=config)
+    with pytest.raises(ValueError, match=message):
+        methods.without_token_info(params)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
+    """Two tasks, two methods, one of them the reference; batches of 2 of three prompts and of two."""
+    file, out = tmp_path / "methods.yaml", tmp_path / "out"
+    file.write_text("run: {repeats: 2}\ntree: {tree: 5x3x2}\nchain: {tree: 3x2x1, reference: true}\n")
+    other = write(tmp_path / "other.jsonl", [{"id": p, "prompt": p} for p in ("the cat", "a dog")])
+    tasks = ["--prompts", folders.data, f"other={other}", "--max-new-tokens", "8", "--batch", "2"]
+    assert hsd("bench", *both(folders), "--methods", file, *tasks, "--dtype", "float32", "--out", out) == 0
+    record = json.loads((out / "bench.json").read_text())
+    assert record["command"].startswith("hsd bench --target") and record["repeats"] == 2
+    assert {"cpu", "cores", "jax", "backend", "load_average"} <= set(record["hardware"])
+    assert record["target"]["bytes"] == 4 * record["target"]["parameters"]
+    rows = {(row["task"], row["method"]): row for row in record["rows"]}
+    assert list(rows) == [(task, m) for task in ("texts", "other") for m in ("plain", "tree", "chain")]
+    for (_, method), row in rows.items():
+        assert row["num_texts"] == row["same_text_as_plain"] == 2
+        assert (row["over_plain"] is None) == (method == "plain")
+        assert (row["over_reference"] is None) == (method != "tree")
+        assert row["tau"] == pytest.approx(row["num_tokens"] / row["num_target_passes"])
+    assert rows["texts", "plain"]["tau"] == 1.0 and len(rows["texts", "tree"]["conditional_acceptance"]) == 3
+    assert {"median", "min", "max", "low", "high"} <= set(rows["texts", "tree"]["over_plain_whole"])
+    text = (out / "bench.md").read_text()
+    assert text.count("### ") == 1 and "| tree | 5x3x2 | match |" in text and record["command"] in text
+    assert "temperature 0, batch 2" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_decode_chooses_over_contexts(folders, tmp_path):
+    """And trees beside it, with their stages."""
+    given = ["--prompts", folders.data, "--max-new-tokens", "8", "--contexts", "6", "--repeats", "1"]
+    given += ["--trees", "3x2x1", "--stages", "--out", tmp_path / "out"]
+    assert hsd("bench", *both(folders), *given, "--precision", "exact") == 0
+    rows = {row["method"]: row for row in json.loads((tmp_path / "out/bench.json").read_text())["rows"]}
+    assert list(rows) == ["plain", "default", "tree 3x2x1"]
+    assert all(row["task"] == "context 6" and row["same_text_as_plain"] == 3 for row in rows.values())
+    assert rows["default"]["plans"] and rows["default"]["num_tokens"] == 24
+    assert sum(rows["tree 3x2x1"]["stages"]["shares"].values()) == pytest.approx(1.0)
+
+
+def test_a_text_that_differs_is_status_1(folders, monkeypatch):
+    real = experiment.mode_record
+    monkeypatch.setattr(experiment, "mode_record", lambda *args: real(*args) | {"differing_prompts": [0]})
+    given = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--precision", "exact"]
+    assert hsd("bench", *both(folders), *given, "--max-new-tokens", "4") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "{data}", "{data}"], "'texts'"),
+        (["--spec-bench", "missing.jsonl"], "missing.jsonl"),
+        (["--spec-bench", "{data}", "--half", "tune"], "--half"),
+        (["--temperatures", "0", "-1"], "'-1'"),
+        (["--batch", "1", "1"], "--batch 1 1"),
+        (["--batch", "4"], "--batch 4"),
+        (["--methods", "a: {accept: foo}"], "accept='foo'"),
+        (["--methods", "a: {tree: 30x9x9}"], "method 'a': TreeConfig.depth=9"),
+        (["--methods", "a: {reuse: mix}"], "method 'a': reuse='mix'"),
+        (["--methods", "a: {tree: 8x5}"], "NODESxDEPTHxWIDTH"),
+        (["--out", "{data}"], "is a file"),
+        (["--max-new-tokens", "5000"], "prompt"),
+        (["--contexts", "100000"], "--contexts 100000"),
+    ],
+)
+def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, arguments, message):
+    arguments = [argument.replace("{data}", folders.data) for argument in arguments]
+    if arguments[0] == "--methods":
+        (tmp_path / "methods.yaml").write_text(arguments[1])
+        arguments[1] = str(tmp_path / "methods.yaml")
+    given = ["--prompts", folders.data, "--out", tmp_path / "out", *arguments]
+    assert hsd("bench", *both(folders), *given) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1] and "warming up" not in error  # behind the usage, if there is one
+
+
+def test_methods_need_a_drafter(folders, capsys):
+    assert hsd("bench", "--target", folders.target, "--prompts", folders.data) == 2
+    assert "'default'" in capsys.readouterr().err
+
+
+def test_one_prompt_of_each_size_is_decoded_before():
+    """Caches of 512 slots, of 2,048, and two that may grow from there: each of these is a program of its own."""
+    prompts = [[1] * length for length in (20, 30, 600, 700, 2000, 2100, 10)]
+    batches = [range(i, i + 1) for i in range(len(prompts))]
+    assert [rows.start for rows in measure.one_of_each_size(8192, prompts, batches, 128)] == [1, 3, 4, 5]
+
+
+def test_nothing_compiles_while_it_is_timed():
+    config = toy.target_config(max_position=2048)
+    weights, drafter_config = toy.make_target(config), toy.drafter_config(config)
+    drafter, compiled = toy.make_drafter(drafter_config, config, weights), []
+    pair = hsd_jax.Params(weights, drafter, config, drafter_config, max_len=2048)
+    modes = [measure.Mode("plain", pair), measure.Mode("chosen", pair, Speculation())]
+    is_timed = []
+
+    def listen(event: str, *_: object, **__: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and is_timed:
+            compiled.append(event)
+
+    def progress(what: str, done: int, num: int) -> None:
+        is_timed.extend(["timing"] * what.startswith("timing"))
+
+    prompts = [[5] * length for length in (20, 600, 30, 700)]
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        runs = measure.time_modes(
+            modes, prompts, max_new_tokens=4, temperature=0.0, repeats=1, progress=progress, warms_all=False
+        )
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(is_timed) == 4 and not compiled
+    assert runs.texts("plain") == runs.texts("chosen") and len(runs.texts("plain")) == 4

@@ -1,4 +1,4 @@
-"""`benchmarks/papers.py`, `family.py` and `reuse_gain.py`: files of arms, finished arms, scores over seeds, gains."""
+"""`benchmarks/papers.py` and `family.py`: files of arms, finished arms, scores over seeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import family, papers, reuse_gain
+from benchmarks import family, papers
 from hsd_jax.host.files import write_json
 
 FILES = sorted(path for path in family.HERE.glob("papers/*.yaml") if "claim:" in path.read_text())
@@ -133,24 +133,3 @@ def test_the_hours_of_the_large_version(tmp_path):
         record = {"seconds": 36.0, "about": {"recipe": {"train": {"steps": 200}}}}
         write_json(tmp_path / name / "done.json", record)
     assert family.large_hours(tmp_path, "lyanna") == pytest.approx(2 * 36 * 30 / 3600)
-
-
-def test_the_gain_of_a_form_stands_beside_the_drafting_without_it(tmp_path):
-    """Two drafters; plain decoding has no reference, and the round without reuse has the stages."""
-    ratio = {"value": 1.1, "low": None, "high": None, "min": 1.0, "max": 1.2}
-    common = {"task": "chat", "temperature": 1.0, "batch": 1}
-    rows = [{"method": "plain", **common}]
-    for name, drafting in (("one", 0.25), ("four", 0.5)):
-        shares = {"trunk": drafting / 2, "head": drafting / 4, "tree": drafting / 4, "verify": 1 - drafting}
-        rows.append({"method": name, **common, "reuse": "none", "over_reference": None, "stages": {"shares": shares}})
-        rows.append({"method": f"{name}, skip:2", **common, "reuse": "skip:2", "over_reference": ratio})
-    record = {"rows": rows, "references": {"one, skip:2": "one", "four, skip:2": "four"}}
-    found = reuse_gain.gains(record)
-    assert [(row["drafter"], row["form"], row["share"]) for row in found] == [
-        ("one", "skip:2", 0.25), ("four", "skip:2", 0.5),
-    ]  # fmt: skip
-    assert all(row["gain"] is ratio for row in found)
-    pytest.importorskip("matplotlib")
-    reuse_gain.plot(found, tmp_path / "reuse.png")
-    reuse_gain.plot([], tmp_path / "nothing.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["reuse.png"]

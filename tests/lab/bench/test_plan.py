@@ -215,7 +215,7 @@ def test_stacks_by_name(folders, models, prompts, capsys):
         hierarchy.stacked(params, ["lookup@x"])
     file = prompts.parent / "methods.yaml"
     file.write_text('deep: {tree: 6x5x1, stack: "lookup@3"}\nown: {stack: lookup}\n')
-    _, deep, own = methods.make_modes(params, methods.read_methods(file), lambda drafter: None)
+    _, deep, own = methods.make_modes(params, methods.read_methods(str(file))[0], lambda drafter: None)
     assert deep.params.drafter_config.length == 3 and own.tree == TreeConfig.chain(11)
     small = ["--target", folders.target, "--drafter", models[0], "--max-new-tokens", "8", "--json", "the cat"]
     texts = []

@@ -1,4 +1,4 @@
-"""Prompts of benchmarks, with a chat template and without: what is asked, what follows, one start token."""
+"""Prompts of benchmarks, with a chat template and without: what is asked, and one start token."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import argparse
 import json
 import types
 
-import numpy as np
 import pytest
 from support import chat
 
-import hsd_jax
 from hsd_jax.arguments import encode
 from hsd_jax.cli import options
-from hsd_jax.lab.bench import prompts, quality
+from hsd_jax.lab.bench import prompts
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.tokenizer import Tokenizer
@@ -30,23 +28,23 @@ RECORDS = {
     "text": {"text": "hi there Now brief"},
 }
 LINES = {
-    "dialogue": ("User: hi\nAssistant:", " Yes.\nUser: Now?\nAssistant: there"),
-    "messages": ("User: hi\nAssistant:", " Yes."),
-    "open": ("System: be brief\nUser: hi\nAssistant:", None),
-    "texts": ("hi", None),
-    "question": ("Question: one?\nAnswer:", " It is two.\nThe answer is 2."),
-    "bare question": ("Question: one?\nAnswer:", None),
-    "prompt": ("def one():", " two"),
-    "text": ("hi there", " Now brief"),
+    "dialogue": "User: hi\nAssistant:",
+    "messages": "User: hi\nAssistant:",
+    "open": "System: be brief\nUser: hi\nAssistant:",
+    "texts": "hi",
+    "question": "Question: one?\nAnswer:",
+    "bare question": "Question: one?\nAnswer:",
+    "prompt": "def one():",
+    "text": "hi there",
 }
 ASKED = "<s><|im_start|>user {}<|im_end|> <|im_start|>assistant "
 CHAT = {
-    "dialogue": (ASKED.format("hi"), "Yes."),
-    "messages": (ASKED.format("hi"), "Yes."),
-    "open": ("<s><|im_start|>system be brief<|im_end|> <|im_start|>user hi<|im_end|> <|im_start|>assistant ", None),
-    "texts": (ASKED.format("hi"), None),
-    "question": (ASKED.format("one?"), "It is two.\nThe answer is 2."),
-    "bare question": (ASKED.format("one?"), None),
+    "dialogue": ASKED.format("hi"),
+    "messages": ASKED.format("hi"),
+    "open": "<s><|im_start|>system be brief<|im_end|> <|im_start|>user hi<|im_end|> <|im_start|>assistant ",
+    "texts": ASKED.format("hi"),
+    "question": ASKED.format("one?"),
+    "bare question": ASKED.format("one?"),
 }
 
 
@@ -79,17 +77,16 @@ def test_prompts_in_lines(asked, template, chat_template):
     """The bundled target's template writes lines; it is asked as ever, questions included."""
     params, found = asked(template, chat_template)
     for name, prompt in found.items():
-        assert (prompt.text, prompt.rest, prompt.is_templated) == (*LINES[name], False), name
+        assert (prompt.text, prompt.is_templated) == (LINES[name], False), name
         assert prompt.tokens(params.tokenizer) == params.tokenizer.encode(prompt.text)
 
 
 def test_prompts_through_a_chat_template(asked):
     params, found = asked(chat.CHATML)
     for name, prompt in found.items():
-        wanted = (*CHAT.get(name, LINES[name]), name in CHAT)
-        assert (prompt.text, prompt.rest, prompt.is_templated) == wanted, name
-        for tokens in (prompt.tokens(params.tokenizer), prompt.tokens(params.tokenizer, with_rest=True)):
-            assert tokens[0] == chat.BOS and tokens.count(chat.BOS) == 1, name
+        assert (prompt.text, prompt.is_templated) == (CHAT.get(name, LINES[name]), name in CHAT), name
+        tokens = prompt.tokens(params.tokenizer)
+        assert tokens[0] == chat.BOS and tokens.count(chat.BOS) == 1, name
 
 
 def test_prompts_are_what_decode_makes_of_the_conversation(asked):
@@ -100,17 +97,6 @@ def test_prompts_are_what_decode_makes_of_the_conversation(asked):
     assert encode(params, found["question"].tokens(params.tokenizer)) == encode(params, message)
 
 
-@pytest.mark.parametrize(
-    ("template", "rest"),
-    [(chat.LLAMA3, "Yes."), (chat.LLAMA2, " Yes."), (chat.THINKING, None)],
-    ids=["trimmed", "behind a blank", "rewritten"],
-)
-def test_what_the_assistant_says_next(asked, template, rest):
-    """And nothing behind it; where the template writes more before it, it cannot be told."""
-    _, found = asked(template)
-    assert found["dialogue"].rest == rest
-
-
 def test_long_dialogues_are_cut_by_the_tokens_of_the_template(asked):
     params, _ = asked(chat.CHATML)
     turns = [("User", "one"), ("Assistant", "two")] * 6
@@ -118,7 +104,6 @@ def test_long_dialogues_are_cut_by_the_tokens_of_the_template(asked):
     for most in (10, 60, 1000):
         found = prompts.dialogue_prompt(turns, "x", "here", None, most, params.tokenizer)
         by_length[most] = found.text.count("two")
-        assert found.rest == "two"
         assert most == 10 or len(found.tokens(params.tokenizer)) <= most
     assert by_length[10] == 0 and 0 < by_length[60] < by_length[1000] == 2
 
@@ -135,25 +120,6 @@ def test_an_empty_prompt_is_named(tmp_path):
     path.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     with pytest.raises(ValueError, match=r"some\.jsonl:2: .*empty"):
         prompts.read_prompts([path], len)
-
-
-def test_figures_count_one_start_token(tmp_path):
-    """Bits per byte, scores and joined contexts of prompts that a template has rendered."""
-    params = hsd_jax.load(target=chat.write_target(tmp_path / "target", chat.CHATML), precision="exact")
-    asked = prompts.prompt_of(RECORDS["question"], "x", "here", len, 200, params.tokenizer)
-    before, whole = asked.tokens(params.tokenizer), asked.tokens(params.tokenizer, with_rest=True)
-    assert whole[: len(before)] == before
-    nats = quality.text_nats(params.target, params.target_config, whole, len(before))
-    num_bytes = len("It is two.\nThe answer is 2.")
-    record = quality.held_out_bits_per_byte(params, [asked])
-    assert record["num_bytes"] == num_bytes
-    assert record["value"] == pytest.approx(nats / np.log(2.0) / num_bytes)
-    own = params.tokenizer.encode_rendered("Yes.")
-    nats = quality.text_nats(params.target, params.target_config, before + own, len(before))
-    assert quality.task_score(params, [asked], [own])["logp"] == pytest.approx(-nats / len(own))
-    assert prompts.joined_contexts(params, [asked], len(before), 1) == [before]
-    longer = prompts.joined_contexts(params, [asked], len(before) + 4, 1)
-    assert longer == [whole[-4:] + before]
 
 
 def test_the_bundled_target_is_asked_in_lines():

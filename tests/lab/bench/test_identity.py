@@ -1,18 +1,17 @@
-"""The test of texts that a rule draws anew: places by hand, texts of the target pass, others do not."""
+"""`hsd identity`: replayed logits, first differences, distances from a filter, the test of a distribution."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import setups
+from support import setups, toy
 from support.meshes import PROMPTS
 
 import hsd_jax
 from hsd_jax.arguments import sampling_of_row
-from hsd_jax.lab.bench import distribution
-from hsd_jax.lab.bench.identity import FALSE_ALARM
-from hsd_jax.lab.bench.replay import replay_logits
+from hsd_jax.lab.bench import identity
+from hsd_jax.lab.bench.identity import FALSE_ALARM, replay_logits
 from hsd_jax.types import SamplingParams
 
 
@@ -24,23 +23,23 @@ def test_places_by_hand():
     """The mass of what is likelier and half of the own; of tokens that tie, half of all theirs."""
     logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.1, 0.4]], np.float32))
     tokens, coins = np.array([2, 0], np.int32), np.full(2, 0.5, np.float32)
-    found = distribution.places(logits, tokens, coins, settings())
+    found = identity.places(logits, tokens, coins, settings())
     np.testing.assert_allclose(found, [0.7 + 0.1, 0.4 + 0.25], rtol=1e-6)
-    filtered = distribution.places(logits, np.array([0, 3], np.int32), coins, settings(top_k=2))
+    filtered = identity.places(logits, np.array([0, 3], np.int32), coins, settings(top_k=2))
     assert filtered[0] == 2.0 and float(filtered[1]) == pytest.approx(0.4 / 0.9 / 2)
 
 
 def test_draws_of_a_distribution_pass_and_those_of_another_do_not():
     generator, num = np.random.default_rng(0), 20_000
     p = np.array([0.45, 0.3, 0.15, 0.1])
-    places = lambda tokens: distribution.places(  # noqa: E731
+    places = lambda tokens: identity.places(  # noqa: E731
         np.broadcast_to(np.log(p).astype(np.float32), (num, 4)), tokens, generator.random(num, np.float32), settings()
     )
     draws = generator.choice(4, num, p=p).astype(np.int32)
-    assert distribution.chi_square_test(np.asarray(places(draws))).p_value > FALSE_ALARM
+    assert identity.chi_square_test(np.asarray(places(draws))).p_value > FALSE_ALARM
     other = generator.choice(4, num, p=p + np.array([0.03, -0.03, 0.0, 0.0])).astype(np.int32)
-    assert distribution.chi_square_test(np.asarray(places(other))).p_value < FALSE_ALARM
-    assert distribution.chi_square_test(np.array([0.5, 2.0])).p_value == 0.0
+    assert identity.chi_square_test(np.asarray(places(other))).p_value < FALSE_ALARM
+    assert identity.chi_square_test(np.array([0.5, 2.0])).p_value == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +50,22 @@ def pair():
 def verdict(pair, temperature: float = 0.8, **how):
     prompts = [PROMPTS[i % 3] for i in range(24)]
     out = hsd_jax.decode(pair, prompts, 96, temperature=0.8, eos=(), seed=0, tree=hsd_jax.TreeConfig(5, 2, 2), **how)
-    return distribution.goodness_of_fit(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
+    return identity.goodness_of_fit(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
 
 
 def test_places_are_those_of_every_token_of_the_text(pair, monkeypatch):
     """Against the target's logits behind each prefix, filtered, so that none may be off by one."""
-    seen, whole_test = [], distribution.chi_square_test
-    monkeypatch.setattr(distribution, "chi_square_test", lambda found: seen.append(found) or whole_test(found))
+    seen, whole_test = [], identity.chi_square_test
+    monkeypatch.setattr(identity, "chi_square_test", lambda found: seen.append(found) or whole_test(found))
     prompts, how = [PROMPTS[0], PROMPTS[1]], {"temperature": 0.8, "top_k": 5}
     texts = hsd_jax.decode(pair, prompts, 9, eos=(), speculate=False, seed=1, **how).tokens.tolist()
-    assert distribution.goodness_of_fit(pair, prompts, texts, how, seed=7).tokens == 18
+    assert identity.goodness_of_fit(pair, prompts, texts, how, seed=7).tokens == 18
     (found,), generator, wanted = seen, np.random.default_rng(7), []
     sampling = sampling_of_row(0.8, 5, None)
     for prompt, text in zip(prompts, texts, strict=True):
-        coins = generator.random(distribution.SHORTEST, np.float32)[len(prompt) - 1 :][: len(text)]
+        coins = generator.random(identity.SHORTEST, np.float32)[len(prompt) - 1 :][: len(text)]
         logits = replay_logits(pair.target, pair.target_config, prompt, text)
-        wanted.append(distribution.places(logits, np.asarray(text, np.int32), coins, sampling))
+        wanted.append(identity.places(logits, np.asarray(text, np.int32), coins, sampling))
     np.testing.assert_allclose(found, np.concatenate(wanted), atol=1e-5)
     assert found.max() <= 1.0
 
@@ -82,3 +81,34 @@ def test_a_drawn_text_is_the_targets(pair):
 def test_a_lossy_text_is_not_the_targets(pair):
     """The mutant: acceptance that is too kind."""
     assert verdict(pair, accept="recursive", lossy="linear:0.2").p_value < FALSE_ALARM
+
+
+@pytest.fixture(scope="module")
+def target():
+    config = toy.target_config()
+    return config, toy.make_target(config)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 5])
+def test_replay_logits_are_those_of_one_causal_pass(target, num_nodes):
+    config, weights = target
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    whole = np.asarray(toy.causal_pass(weights, config, jnp.asarray([tokens])).logits[0])
+    replayed = replay_logits(weights, config, tokens[:4], tokens[4:], num_nodes)
+    np.testing.assert_allclose(replayed, whole[3:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "index"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0), ([], [], None)]
+)
+def test_first_difference(a, b, index):
+    assert identity.first_difference(a, b) == index
+
+
+def test_boundary_distance_of_each_filter():
+    scaled = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
+    assert identity.boundary_distance(scaled, 1, 2, None) == pytest.approx(np.log(0.3 / 0.2))
+    assert identity.boundary_distance(scaled, 2, 2, None) == pytest.approx(np.log(0.3 / 0.2))
+    assert identity.boundary_distance(scaled, 1, None, 0.5) == pytest.approx(0.1)
+    assert identity.boundary_distance(scaled, 2, None, 0.75) == pytest.approx(0.05)
+    assert identity.boundary_distance(scaled, 0, None, None) == float("inf")
