@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,12 +44,15 @@ from hsd_jax.request import (
     rows_bucket,
     set_up,
 )
-from hsd_jax.settings import Count, Flag, shown, take
+from hsd_jax.settings import Count, Flag, OneOf, shown, take
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits, SamplingParams
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
+RAISE, YIELD = "raise", "yield"
+"""What `generate` does with a wrong request: it raises the error, or it yields an answer that failed."""
+OnError = Annotated[str, OneOf((RAISE, YIELD))]
 MOST_SLOTS = 4096
 
 
@@ -148,6 +151,9 @@ class Session:
     identical for every slot, every set of other rows and every earlier row. Elsewhere programs of different sizes may
     round differently. Under the other rules the text has the same distribution. Use a session as a context manager
     or close it. If there are several processes, all must make the same calls in the same order.
+
+    In the terms of JAX serving engines (JetStream, MaxText): `admit` and the reading that `step` does are *prefill*,
+    the end of that reading is *insert*, a round of `step` is *generate*, and `take` reads a slot's *result tokens*.
 
         with hsd_jax.Session(params, slots=8) as session:
             for answer in session.generate(prompts):
@@ -364,7 +370,7 @@ class Session:
         self._shut(CANCELLED, "the session is closed")
 
     def generate(
-        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False
+        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False, on_error: str = RAISE
     ) -> Generator[Generated, None, None]:
         """Answers any number of requests. Each is admitted as soon as a slot is free.
 
@@ -373,31 +379,36 @@ class Session:
             is read only when a slot is free.
           ordered: True yields answers in the order of the requests and holds back those that end early. False yields
             them as rows end.
+          on_error: what a wrong request does. "raise": no further request is read, the answers to all requests before
+            it are yielded, then its error is raised. "yield": an answer that failed with this error is yielded in its
+            place, without tokens or statistics, and the others continue.
         Yields:
           Complete answers. An answer that failed says so, and the others continue.
         Raises:
-          ValueError: at the call for a wrong argument. Then as `admit`, naming the number of the wrong request: no
-            further request is read, and the answers to all requests before it are yielded first. Also if requests from
-            elsewhere hold all slots.
+          ValueError: at the call for a wrong argument. Then as `admit`, naming the number of the wrong request. Also if
+            requests from elsewhere hold all slots.
           Exception: what the iterator raises, after the answers to all requests that it gave. After these errors the
             session can be used as before, but not after an error of `step`. If the caller stops early, the running
             requests of this call are cancelled.
         """
         if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
             raise ValueError(f"requests={shown(requests)}: expected a list of prompts")
-        answers = self._answers(self._read_requests(requests))
+        take(OnError, on_error, "on_error")
+        answers = self._answers(self._read_requests(requests, on_error))
         return _in_order(answers) if take(Flag, ordered, "ordered") else answers
 
-    def _read_requests(self, requests: Iterable[Any]) -> Iterator[tuple[int, Row]]:
-        """Numbers and rows of requests."""
+    def _read_requests(self, requests: Iterable[Any], on_error: str) -> Iterator[tuple[int, Row | ValueError]]:
+        """Numbers and rows of requests. A wrong request ends this with its error, or is replaced by its error."""
         for index, request in enumerate(requests):
             try:
                 row = row_of(self.params, *_asked(request), self.max_len)
             except ValueError as error:
-                raise ValueError(f"request {index}: {error}") from error
+                if on_error == RAISE:
+                    raise ValueError(f"request {index}: {error}") from error
+                row = error
             yield index, row
 
-    def _answers(self, source: Iterator[tuple[int, Row]]) -> Generator[Generated, None, None]:
+    def _answers(self, source: Iterator[tuple[int, Row | ValueError]]) -> Generator[Generated, None, None]:
         """Answers as rows end. An error of the source is raised when all rows before it have ended."""
         mine, failure = dict[int, int](), None
         try:
@@ -410,9 +421,13 @@ class Session:
                     if following is None:
                         break
                     index, row = following
-                    with self._alone():
-                        self._check_open()
-                        mine[self._admit(row)] = index
+                    if isinstance(row, Row):
+                        with self._alone():
+                            self._check_open()
+                            mine[self._admit(row)] = index
+                    else:
+                        text = None if self.params.tokenizer is None else ""
+                        yield Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), index=index)
                 if not mine:
                     break
                 self.step()

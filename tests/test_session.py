@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 
 import jax
@@ -267,8 +268,8 @@ BAD_REQUESTS = {
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_wrong_request_is_named_and_spoils_no_other(plain, ordered):
-    """The two before it are answered, although they still run when it is read. Then its error comes, and the session
-    goes on."""
+    """The two before it are answered, although they still run when it is read. Then its error comes, or an answer in
+    its place, and the session goes on."""
     whole = {num: text_of(plain, [3, num], num) for num in (9, 2)}
     with Session(plain, slots=2) as session:
         for bad, message in BAD_REQUESTS.values():
@@ -279,13 +280,23 @@ def test_a_wrong_request_is_named_and_spoils_no_other(plain, ordered):
             assert [one.index for one in found] == ([0, 1] if ordered else [1, 0])
             assert {one.index: one.tokens.tolist() for one in found} == {0: whole[9], 1: whole[2]}
             assert session.num_free == 2
+        several = [fine(9), *[bad for bad, _ in BAD_REQUESTS.values()], fine(2)]
+        found = list(session.generate(several, ordered, on_error="yield"))
+    assert sorted(one.index for one in found) == list(range(len(several)))
+    assert not ordered or [one.index for one in found] == list(range(len(several)))
+    (first, *failed, last) = sorted(found, key=lambda one: one.index)
+    assert [first.tokens.tolist(), last.tokens.tolist()] == [whole[9], whole[2]]
+    for one, (_, message) in zip(failed, BAD_REQUESTS.values(), strict=True):
+        assert one.finish_reason == "failed" and re.search(message, one.error)
+        assert len(one.tokens) == 0 and one.text is None and one.stats is None
 
 
-def test_an_error_of_the_source_comes_after_the_answers_and_leaves_the_session_open(plain):
+@pytest.mark.parametrize("on_error", ["raise", "yield"])
+def test_an_error_of_the_source_comes_after_the_answers_and_leaves_the_session_open(plain, on_error):
     found, error = [], KeyError("disk")
     with Session(plain, slots=1) as session:
         with pytest.raises(KeyError) as raised:
-            for answer in session.generate(refuses(error)):
+            for answer in session.generate(refuses(error), on_error=on_error):
                 found.append(answer)
         assert raised.value is error and [len(one.tokens) for one in found] == [9, 2]
         with pytest.raises(KeyboardInterrupt):  # at once
@@ -297,11 +308,16 @@ def test_an_error_of_the_source_comes_after_the_answers_and_leaves_the_session_o
 
 def test_generate_says_what_is_wrong_with_its_arguments_at_once(plain):
     with Session(plain, slots=1) as session:
-        with pytest.raises(ValueError, match="requests='Hello'"):
-            session.generate("Hello")
+        for wrong, message in [
+            ({"requests": "Hello"}, "requests='Hello'"),
+            ({"requests": [], "on_error": "ignore"}, "on_error='ignore': .*'raise' or 'yield'"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                session.generate(**wrong)
         held = session.admit([1, 2], 4)
-        with pytest.raises(ValueError, match="all 1 "):
-            list(session.generate([{"prompt": [3, 4], "max_new_tokens": 4}]))
+        for on_error in ("raise", "yield"):
+            with pytest.raises(ValueError, match="all 1 "):
+                list(session.generate([{"prompt": [3, 4], "max_new_tokens": 4}], on_error=on_error))
         session.step(rounds=2)
     taken = session.take(held)
     assert taken.finish_reason == "cancelled" and taken.stats.num_tokens == len(taken.tokens) == 2
