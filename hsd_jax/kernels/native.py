@@ -38,7 +38,7 @@ from hsd_jax.kernels.int8 import Kernel, Quantized
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "gumbel"))
-HEADERS = tuple(FOLDER / f"{name}.h" for name in ("vectors", "integers", "tiles"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("vectors", "amx", "integers", "tiles"))
 FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
 SYMBOLS = {
     "rows_matmul": "HsdRowsMatmul",
@@ -64,19 +64,26 @@ class InstructionSet(NamedTuple):
     """Whether weights in bfloat16 are multiplied in pairs, with rows that are rounded to bfloat16 once: twice as many
     products an instruction. Otherwise, and for weights in float32 and `Int8`, rows stay in float32. For `GroupedInt8`
     every instruction set rounds rows to 8 bits, and all give the same bits."""
+    is_chosen: bool = True
+    """Whether it is chosen without HSD_NATIVE_ISA. False: it was not measured enough to be a default."""
 
 
 _AVX2 = InstructionSet(("avx2", "fma", "bmi1", "bmi2"), ("-mavx2", "-mfma", "-mbmi", "-mbmi2"))
 _AVX512_FLAGS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _AVX512 = InstructionSet((*_AVX2.needs, *_AVX512_FLAGS), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512_FLAGS)))
 _VNNI = InstructionSet((*_AVX512.needs, "avx512_vnni"), (*_AVX512.flags, "-mavx512vnni"))
+_BF16 = InstructionSet((*_VNNI.needs, "avx512_bf16"), (*_VNNI.flags, "-mavx512bf16"), rounds_rows=True)
+AMX = "amx"
 ISAS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_vnni": _VNNI,
-    "avx512_bf16": InstructionSet((*_VNNI.needs, "avx512_bf16"), (*_VNNI.flags, "-mavx512bf16"), rounds_rows=True),
+    "avx512_bf16": _BF16,
+    AMX: InstructionSet(
+        (*_BF16.needs, "amx_tile", "amx_bf16"), (*_BF16.flags, "-mamx-tile", "-mamx-bf16"), True, is_chosen=False
+    ),
 }
-"""From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16."""
+"""From the least to the most capable."""
 MOST_BEST = 16
 """The largest k of `top_k`, which keeps a sorted list."""
 OFF = "off"
@@ -221,21 +228,28 @@ def _is_known_to_compiler(isa: str) -> bool:
 
 
 @functools.cache
+def _grants_tiles() -> bool:
+    """Asks Linux once to let this process use the tile unit. It grants this to a process and all of its threads."""
+    try:
+        return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0  # arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
+    except (OSError, AttributeError):
+        return False
+
+
+@functools.cache
 def _select_isa(wanted: str) -> str:
     if wanted == OFF:
         return OFF
     here = cpu_isas()
-    if wanted in here and _is_known_to_compiler(wanted):
+    if wanted in here and _is_known_to_compiler(wanted) and (wanted != AMX or _grants_tiles()):
         return wanted
-    known = (name for name in reversed(here) if _is_known_to_compiler(name))
+    known = (name for name in reversed(here) if ISAS[name].is_chosen and _is_known_to_compiler(name))
     # A compiler that knows none of them fails to build the kernels, and a warning gives its error.
     best = next(known, here[0] if here else OFF)
     if wanted in ("", best):
         return best
-    if wanted == "amx":
-        why = "this version has no AMX kernel"
-    elif wanted in ISAS:
-        why = "this processor, or this compiler, has no such instructions"
+    if wanted in ISAS:
+        why = "this processor, this compiler or this operating system has no such instructions"
     else:
         why = f"allowed are {', '.join(ISAS)} and {OFF}"
     warnings.warn(f"{ISA_VARIABLE}={wanted}: {why}; using {best}", stacklevel=3)

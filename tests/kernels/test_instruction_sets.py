@@ -39,8 +39,7 @@ def test_instruction_sets_that_can_be_had_are_taken_without_a_word(asked, isa, s
     ("isa", "why"),
     [
         ("avx512", "instructions.*avx2"),
-        ("amx", "AMX.*avx2"),
-        ("sse9", "avx512_vnni, avx512_bf16 and off.*avx2"),
+        ("sse9", "avx512_bf16, amx and off.*avx2"),
     ],
 )
 def test_what_cannot_be_had_is_named_once_and_another_instruction_set_runs(asked, isa, why):
@@ -59,9 +58,19 @@ def test_a_compiler_older_than_an_instruction_set_gets_the_one_below(asked, tmp_
     compiler.chmod(0o755)
     monkeypatch.setattr(native, "compiler", lambda: str(compiler))
     monkeypatch.setattr(native, "cpu_isas", lambda: tuple(native.ISAS))
-    expected = pytest.warns(UserWarning, match="this compiler") if isa == "avx512_bf16" else contextlib.nullcontext()
-    with expected:
+    refused = pytest.warns(UserWarning, match="this compiler")
+    with refused if "bf16" in isa else contextlib.nullcontext():
         assert asked(isa) == selected
+
+
+@pytest.mark.parametrize(("grants", "selected"), [(True, "amx"), (False, "avx512_bf16")])
+def test_tiles_are_asked_for_by_name_and_need_the_permission_of_linux(asked, monkeypatch, grants, selected):
+    monkeypatch.setattr(native, "cpu_isas", lambda: tuple(native.ISAS))
+    monkeypatch.setattr(native, "_is_known_to_compiler", lambda isa: True)
+    monkeypatch.setattr(native, "_grants_tiles", lambda: grants)
+    assert asked("") == "avx512_bf16"
+    with contextlib.nullcontext() if grants else pytest.warns(UserWarning, match="HSD_NATIVE_ISA=amx"):
+        assert asked("amx") == selected
 
 
 def test_a_processor_without_vectors_has_no_kernels(asked, monkeypatch):

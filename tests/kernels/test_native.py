@@ -45,7 +45,7 @@ def isa(request, monkeypatch):
 
 def as_multiplied(x: jax.Array, dtype, isa: str) -> jax.Array:
     """Rows as a product with weights in `dtype` takes them: one instruction set rounds them as the weights are."""
-    is_rounded = isa == "avx512_bf16" and dtype == jnp.bfloat16
+    is_rounded = isa in ("avx512_bf16", "amx") and dtype == jnp.bfloat16
     return x.astype(jnp.bfloat16).astype(jnp.float32) if is_rounded else x
 
 
@@ -58,7 +58,7 @@ def mlp_in_jax(weights, x, isa: str, up_bias=0.0, activation="silu"):
 
 def flips(isa: str, dtype, atol: float) -> float:
     """A tolerance: where hidden numbers are rounded, another last bit before may be another bfloat16."""
-    return 0.02 if isa == "avx512_bf16" and dtype == jnp.bfloat16 else atol
+    return 0.02 if isa in ("avx512_bf16", "amx") and dtype == jnp.bfloat16 else atol
 
 
 def compiled(function):

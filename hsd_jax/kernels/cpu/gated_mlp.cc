@@ -80,15 +80,18 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
   if (packs == 0) packed.Fill(active, 0, n);
   bool is_paired = down.kind == Matrix::kBfloats, is_rounded = down.kind == Matrix::kGroups;
   Aligned hidden(is_rounded ? 0 : n * width), sums(threads * 2 * some * piece);
+  Aligned turned(kTurns && is_paired ? n * (width / 2) : 0);
   Rounding rounded(is_rounded ? n : 0, width);
   const float* biases = num_biases ? up_bias.typed_data() : nullptr;
   auto work = [=, out = y->typed_data(), active = std::move(active), packed = std::move(packed),
-               hidden = std::move(hidden), rounded = std::move(rounded), sums = std::move(sums)](int phase, int i, int thread) mutable {
+               hidden = std::move(hidden), rounded = std::move(rounded), sums = std::move(sums),
+               turned = std::move(turned)](int phase, int i, int thread) mutable {
     if (phase == 0) return packed.Fill(active, i * kPack, std::min<int64_t>((i + 1) * kPack, n));
     float* h = hidden.data();
     if (phase == 2) {
       int64_t first = down.CutAt(i, downs), last = down.CutAt(i + 1, downs);
-      Rows all = {h, reinterpret_cast<const Paired*>(h), rounded.rows(), width};
+      Rows all = {h, reinterpret_cast<const Paired*>(h), rounded.rows(), width,
+                  reinterpret_cast<const uint32_t*>(turned.data())};
       Outputs(all, down, out, n, down.o, first, last);
       return active.Spread(out, down.o, first, last);
     }
@@ -112,6 +115,11 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
         Hidden(gated, ups + b * piece, first, last, width, is_gelu, is_paired, to);
         if (is_rounded) rounded.Round(gated, from + b, first, last);
       }
+#if defined(HSD_TILES)
+      if (is_paired)
+        TurnRows(reinterpret_cast<const uint16_t*>(h), n, width, from, from + count, first, last,
+                 reinterpret_cast<uint32_t*>(turned.data()));
+#endif
     }
   };
   Phases(pool, {packs, static_cast<int>((width + piece - 1) / piece), static_cast<int>(downs)}, std::move(work));

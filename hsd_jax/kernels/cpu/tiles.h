@@ -15,6 +15,7 @@
 #include "xla/ffi/api/ffi.h"
 #pragma GCC diagnostic pop
 
+#include "amx.h"
 #include "integers.h"
 #include "vectors.h"
 
@@ -145,10 +146,21 @@ struct Matrix {
   }
   int64_t bytes() const { return o * output(); }
   // Pieces of the outputs are whole tiles of any height.
-  int64_t cut() const { return kind == kGroups ? 2 * kGroup : 12; }
+  int64_t cut() const {
+#if defined(HSD_TILES)
+    if (kind == kBfloats) return kTile;
+#endif
+    return kind == kGroups ? 2 * kGroup : 12;
+  }
   // Where piece `p` of `pieces` begins.
   int64_t CutAt(int64_t p, int64_t pieces) const { return p == pieces ? o : o * p / pieces / cut() * cut(); }
 };
+
+#if defined(HSD_TILES)
+constexpr bool kTurns = true;
+#else
+constexpr bool kTurns = false;
+#endif
 
 // The forms in which weights want rows.
 struct Forms {
@@ -169,7 +181,14 @@ struct Rows {
   const Paired* paired;
   RoundedRows rounded;
   int64_t k;
-  Rows From(int64_t row) const { return {plain + row * k, paired + row * k, rounded.From(row), k}; }
+  const uint32_t* turned = nullptr;  // the paired rows for tiles of AMX
+  Rows From(int64_t row) const {
+    Rows rows = {plain + row * k, paired + row * k, rounded.From(row), k};
+#if defined(HSD_TILES)
+    rows.turned = turned + GroupAt(row, k);
+#endif
+    return rows;
+  }
 };
 
 [[maybe_unused]] static void Outputs(const Rows& x, const Matrix& w, float* y, int64_t n, int64_t stride, int64_t first,
@@ -178,7 +197,11 @@ struct Rows {
     case Matrix::kFloats:
       return Outputs(x.plain, static_cast<const float*>(w.data), y, n, w.k, stride, first, last);
     case Matrix::kBfloats:
+#if defined(HSD_TILES)
+      return TileOutputs(x.paired, x.turned, static_cast<const uint16_t*>(w.data), y, n, w.k, stride, first, last);
+#else
       return Outputs(x.paired, static_cast<const uint16_t*>(w.data), y, n, w.k, stride, first, last);
+#endif
     case Matrix::kGroups:
       return GroupOutputs(x.rounded, static_cast<const int8_t*>(w.data), w.scale, y, n, stride, first, last);
     case Matrix::kBytes:
@@ -263,7 +286,8 @@ class Packed {
  public:
   Packed(const float* x, const ActiveRows& active, int64_t k, Forms forms)
       : x_(x), k_(k), forms_(forms), copies_(forms.plain && !active.all()), plain_(copies_ ? active.count() * k : 0),
-        paired_(forms.paired ? active.count() * k : 0), rounded_(forms.rounded ? active.count() : 0, k) {}
+        paired_(forms.paired ? active.count() * k : 0), rounded_(forms.rounded ? active.count() : 0, k),
+        turned_(kTurns && forms.paired ? active.count() * (k / 2) : 0), n_(active.count()) {}
   // Packs rows [first, last) of those that count.
   void Fill(const ActiveRows& active, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
@@ -272,11 +296,15 @@ class Packed {
       if (forms_.paired) Pair(row, k_, paired() + i * k_);
       if (forms_.rounded) rounded_.Round(row, i, 0, k_);
     }
+#if defined(HSD_TILES)
+    if (forms_.paired) TurnRows(paired(), n_, k_, first, last, 0, k_, turned());
+#endif
   }
-  Rows rows() { return {copies_ ? plain_.data() : x_, paired(), rounded_.rows(), k_}; }
+  Rows rows() { return {copies_ ? plain_.data() : x_, paired(), rounded_.rows(), k_, turned()}; }
 
  private:
   Paired* paired() { return reinterpret_cast<Paired*>(paired_.data()); }
+  uint32_t* turned() { return reinterpret_cast<uint32_t*>(turned_.data()); }
 
   const float* x_;
   int64_t k_;
@@ -284,6 +312,8 @@ class Packed {
   bool copies_;
   Aligned plain_, paired_;
   Rounding rounded_;
+  Aligned turned_;
+  int64_t n_;
 };
 // Rows that one thread packs in a go; fewer than two such pieces are packed by the thread that was called.
 constexpr int64_t kPack = 32;
