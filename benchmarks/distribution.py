@@ -24,7 +24,6 @@ CASES = {
     "recursive, independent": ("recursive", "independent", TreeConfig(branching=(2, 1, 1, 1))),
     "kseq": ("kseq", None, TreeConfig(branching=(2, 1, 1, 1))),
     "optimal": ("optimal", None, TreeConfig(branching=(2, 1, 1, 1))),
-    "pairs": ("pairs", None, TreeConfig(branching=(2, 1, 1, 1))),
     "block_verification": ("block_verification", None, TreeConfig.chain(7)),
 }
 

@@ -23,7 +23,7 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax import TreeConfig
-from hsd_jax.config import AHEAD, NO_REUSE_FORM, RECURRENT, SKIP, SUM, UNFUSED, ReuseConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, RECURRENT, SKIP, SUM, ReuseConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.lab.aot import devices, report
 from hsd_jax.lab.aot.kinds import parse_devices
@@ -36,7 +36,7 @@ CHAIN, SHORT = TreeConfig.chain(7), TreeConfig.chain(3)
 """`ahead` needs K >= 2 D + 1 states, so with 8 trained states its chain is SHORT."""
 ONE_DEVICE = {"data": 1, "model": 1}
 FORMS = [
-    (NO_REUSE_FORM, CHAIN), (SUM, CHAIN), (f"{SKIP}:2", CHAIN), (f"{SKIP}:4", CHAIN), (UNFUSED, CHAIN),
+    (NO_REUSE_FORM, CHAIN), (SUM, CHAIN), (f"{SKIP}:2", CHAIN), (f"{SKIP}:4", CHAIN),
     (NO_REUSE_FORM, SHORT), (AHEAD, SHORT),
 ]  # fmt: skip
 
@@ -67,7 +67,7 @@ def costs(target: str, device: str) -> dict[str, list[float]]:
     for form, tree in FORMS:
         one = dataclasses.replace(job, tree=tree, reuse=ReuseConfig.parse(form))
         with_run = compiled_seconds(one, where, True)
-        if form.startswith(SKIP) or form == UNFUSED:
+        if form.startswith(SKIP):
             found[f"{form} {tree.name}"] = [with_run, compiled_seconds(one, where, False)]
         else:
             found[f"{form} {tree.name}"] = [with_run, with_run]
@@ -112,7 +112,7 @@ def main() -> None:
             if seconds is not None:
                 with_run, without = seconds[f"{form} {tree.name}"]
                 if form == AHEAD:  # on two devices the trunk runs beside the target, on one device after it
-                    without = seconds[f"{UNFUSED} {CHAIN.name}"][1]
+                    without = seconds[f"{SKIP}:2 {CHAIN.name}"][1]
                     hidden = fate.tau / without * seconds["plain"][0]
                     line += f", {hidden:.2f} times plain with the trunk beside the target"
                 round_seconds = share * with_run + (1 - share) * without

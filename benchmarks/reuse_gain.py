@@ -18,7 +18,7 @@ from typing import Any
 
 from hsd_jax import TreeConfig
 from hsd_jax.cli.options import named_folders
-from hsd_jax.config import NO_REUSE_FORM, SKIP, SUM, UNFUSED
+from hsd_jax.config import NO_REUSE_FORM, SKIP, SUM
 from hsd_jax.host.files import write_json
 from hsd_jax.lab.bench import report
 from hsd_jax.lab.bench.experiment import Experiment, alone_in, read_tasks, status
@@ -28,7 +28,7 @@ from hsd_jax.lab.bench.tables import drafting
 from hsd_jax.lab.viz.plots import make_figure, save_figure
 from hsd_jax.params import load, with_drafter
 
-FORMS = (f"{SKIP}:2", f"{SKIP}:3", UNFUSED, SUM)
+FORMS = (f"{SKIP}:2", f"{SKIP}:3", SUM)
 
 
 def gains(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ That no form changes a text stands in `test_exact.py`, that caches stay right wh
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -276,19 +275,6 @@ def test_a_finished_row_asks_for_no_trunk_run():
     for live, runs in ((None, True), (others, False)):
         _, after = jax.jit(setup.drafter.draft)(models, known, inputs.replace(live=live))
         assert bool(jnp.isnan(after.spares.logits[row]).any()) is runs
-
-
-@pytest.mark.slow
-def test_unfused_rounds_take_turns():
-    """A round of fresh states, one of what is left of them, and again; no spare is resampled from twice."""
-    setup, call = setups.setup("llama", "block_unfused"), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models)
-    turns = []
-    for _ in range(8):
-        turns.append(int(state.drafter.spares.num[0]))
-        state = call.resume(setup.decoder, setup.models, state, 1)
-    resampled = [num > 0 for num in turns]
-    assert any(resampled) and not any(a and b for a, b in itertools.pairwise(resampled))
 
 
 @pytest.mark.parametrize("proposer", ["block_skip", pytest.param("ahead", marks=pytest.mark.slow)])

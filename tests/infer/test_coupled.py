@@ -203,7 +203,7 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 
 
 COUPLED = [name for kind, name in setups.OF_EACH_KIND.items() if kind != "lookup"]
-OF_STATES = ["chain", "hot", "path", "hot_path", "eagle_layers", "ahead", "hot_sum", "block_sum", "skip", "unfused"]
+OF_STATES = ["chain", "hot", "path", "hot_path", "eagle_layers", "ahead", "hot_sum", "block_sum", "skip"]
 SLOW_SEEDED = [*OF_STATES, "small_lm", *(name for name in setups.LEFT_TO_SLOW if name not in ("eagle", "medusa"))]
 
 

@@ -370,7 +370,7 @@ def test_standard_speculative_sampling_follows_the_distribution_of_the_target():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["sum", "skip", "unfused"])
+@pytest.mark.parametrize("form", ["sum", "skip"])
 def test_reuse_follows_the_distribution_of_the_target(form):
     """What earlier rounds left changes the distributions drawn from, and which levels are drawn at all, not the text's
     distribution."""

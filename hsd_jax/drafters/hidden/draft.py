@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.parts import grow
@@ -54,7 +54,7 @@ def hidden_drafter(
     num_states = reuse.num_states(tree.depth, config.num_steps)
     levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
     grower = Grower(tree, scheme, config.vocab_size)
-    runs_every_round = reuse.form not in (SKIP, UNFUSED)
+    runs_every_round = reuse.form != SKIP
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
         levels, state = levels_of_round(models, state, inputs.live)

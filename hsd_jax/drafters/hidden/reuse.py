@@ -6,11 +6,10 @@ needs nothing else of a state. This module uses neither trunks nor targets. Read
 each form when the trunk runs.
 
 Forms (`config.REUSES`), with K states per trunk run:
-    none     the trunk runs in every round, and spare states are dropped
-    sum      the base logits are added to the spare base logits of the same position
-    skip     a row with enough spare states drafts only from these; the trunk runs if some row has too few
-    ahead    the tree grows from the states of the last round, while the trunk runs for the next round
-    unfused  a round with fresh drafts and a round with drafts resampled from its spare states alternate
+    none   the trunk runs in every round, and spare states are dropped
+    sum    the base logits are added to the spare base logits of the same position
+    skip   a row with enough spare states drafts only from these; the trunk runs if some row has too few
+    ahead  the tree grows from the states of the last round, while the trunk runs for the next round
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, UNFUSED, DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import DraftTree
 
@@ -73,14 +72,12 @@ def add(fresh: Float[Array, "B D C"], spares: Spares) -> Float[Array, "B D C"]:
 
 
 def enough_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
-    """The number of spare states with which a row needs no trunk run, under SKIP and UNFUSED."""
-    if reuse.form == UNFUSED:
-        return 1
+    """The number of spare states with which a row needs no trunk run, under SKIP."""
     return reuse.min_spares or min(depth, num_steps - 1)
 
 
 def needs_run(reuse: ReuseConfig, spares: Spares, depth: int, num_steps: int) -> Bool[Array, "B"]:
-    """Which rows have too few spare states to draft only from these, under SKIP and UNFUSED."""
+    """Which rows have too few spare states to draft only from these, under SKIP."""
     return spares.num < enough_spares(reuse, depth, num_steps)
 
 
@@ -132,7 +129,7 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
         raise ValueError(
             f"reuse={str(reuse)!r}: a round of this trunk leaves at most {trained - 1} spare states; allowed: {allowed}"
         )
-    if form not in (NO_REUSE_FORM, SKIP, AHEAD) and depth < 2:
+    if form == SUM and depth < 2:
         raise ValueError(
             f"reuse={form!r} with TreeConfig.depth={depth}: one state is never spare; allowed are depths of 2 and more"
         )

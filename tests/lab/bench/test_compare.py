@@ -223,7 +223,7 @@ def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
     config = toy.drafter_config(toy.target_config(), num_steps=4)
     about, references = methods.ablations(config, [8, 3], {"other": "runs/other"})
     eights = [name.removesuffix(", 8") for name in about if name.endswith(", 8")]
-    forms = ["reuse sum", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
+    forms = ["reuse sum", "reuse skip", "as shallow as ahead", "reuse ahead"]
     assert eights == ["default", "no token information", *forms, "other"]
     assert about["reuse ahead, 8"].changes == {"reuse": "ahead", "tree": "8x1x7"}
     assert [references.pop(f"reuse ahead, {n}") for n in (8, 3)] == [f"as shallow as ahead, {n}" for n in (8, 3)]
@@ -252,7 +252,7 @@ def test_ablate_writes_its_folder(folders, tmp_path):
     arguments = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "8", "--repeats", "1"]
     assert hsd("bench", "ablate", *both(folders), *arguments, "--nodes", "4", "--dtype", "float32", "--out", out) == 0
     rows = json.loads((out / "ablate.json").read_text())["rows"]
-    forms = ["reuse sum", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
+    forms = ["reuse sum", "reuse skip", "as shallow as ahead", "reuse ahead"]
     names = ["default", "no token information", *forms]
     assert [row["method"] for row in rows] == ["plain", *(f"{name}, 4" for name in names)]
     assert all(row["same_text_as_plain"] == row["num_texts"] == 2 for row in rows)

@@ -154,7 +154,7 @@ def watched_reuse(proposer: str) -> tuple[list[Round], list[tuple[bool, int]], l
     return rounds, runs, logps
 
 
-@pytest.mark.parametrize("proposer", ["block_skip", pytest.param("block_unfused", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("proposer", ["block_skip"])
 def test_marked_rounds_are_those_in_which_the_loop_ran_no_trunk(proposer):
     rounds, runs, _ = watched_reuse(proposer)
     assert [drafted.has_own_run for drafted in rounds] == [has_run for has_run, _ in runs]
