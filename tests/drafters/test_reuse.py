@@ -287,29 +287,6 @@ def test_a_row_drafts_the_same_in_any_batch(proposer):
         np.testing.assert_array_equal(alike, histogram[[row] * call.batch])
 
 
-@pytest.mark.parametrize("proposer", ["hot_sum", "block_sum"])
-def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
-    """`node_logp`, which pictures show: along paths it adds up to scores that fall from node to node.
-
-    Of arbitrary trees: coupled ones are ranked by the noise, too, which pictures do not show.
-    """
-    setup, call = setups.setup("llama", proposer, DrawScheme.ARBITRARY), calls.mixed_call()
-    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
-    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
-
-    @setup.decoder.compile
-    def drafted(models, state, sampling):
-        tree, _ = setup.drafter.draft(models, state.drafter, RoundInputs(root, state.length - 1, state.keys, sampling))
-        return tree, setup.pictures.node_logp(models, state.drafter, tree, sampling)
-
-    tree, logp = jax.tree.map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))
-    for row in range(call.batch):
-        score = np.zeros(logp.shape[1])
-        for node in range(1, len(score)):
-            score[node] = score[tree.parents[row, node]] + logp[row, node]
-        assert (np.diff(score) <= 1e-4).all()
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

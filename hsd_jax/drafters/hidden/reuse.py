@@ -15,7 +15,6 @@ Forms (`config.REUSES`), with K states per trunk run:
 from __future__ import annotations
 
 import typing
-from typing import NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
@@ -23,10 +22,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.types import DraftTree
-
-FRESH, KEPT, MIXED = range(3)
-"""The source of a drafted node: a state of this round's trunk run, a spare state of an earlier run, or both."""
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -79,36 +74,6 @@ def enough_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
 def needs_run(reuse: ReuseConfig, spares: Spares, depth: int, num_steps: int) -> Bool[Array, "B"]:
     """Which rows have too few spare states to draft only from these, under SKIP."""
     return spares.num < enough_spares(reuse, depth, num_steps)
-
-
-class Origins(NamedTuple):
-    """The sources of the nodes of each row's tree. Only pictures need them, and no decode computes them."""
-
-    nodes: Int[Array, "B N"]
-    """FRESH, KEPT or MIXED. The root and nodes that are not valid are FRESH."""
-    age: Int[Array, "B"]
-    """Tokens committed since the trunk run of the spare states; meaningless if every node is FRESH."""
-    has_own_run: Bool[Array, "B"]
-    """Whether the tree grew from a trunk run of its own round. True also for the first tree of AHEAD, which grew from
-    the run after prefill."""
-
-
-def origins(reuse: ReuseConfig, spares: Spares, drafted: DraftTree, num_steps: int, max_depth: int) -> Origins:
-    """The origins of a tree.
-
-    Args:
-      spares: the spare states of each row when the tree was grown.
-      num_steps: steps for which the drafter was trained.
-      max_depth: depth of its trees.
-    """
-    age = spares.logits.shape[1] - spares.num
-    if reuse.form == SUM:
-        has_own_run = jnp.ones(age.shape, bool)
-        nodes = jnp.where(drafted.depth <= spares.num[:, None], MIXED, FRESH)
-    else:
-        has_own_run = age == 0 if reuse.form == AHEAD else needs_run(reuse, spares, max_depth, num_steps)
-        nodes = jnp.broadcast_to(jnp.where(has_own_run, FRESH, KEPT)[:, None], drafted.depth.shape)
-    return Origins(jnp.where(drafted.valid & (drafted.depth > 0), nodes, FRESH), age, has_own_run)
 
 
 def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> None:

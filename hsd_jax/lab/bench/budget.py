@@ -17,13 +17,12 @@ import numpy as np
 
 from hsd_jax.arguments import Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import write_json
 from hsd_jax.lab.bench.experiment import ALL, Experiment
 from hsd_jax.lab.bench.methods import MethodOptions, Methods
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
-from hsd_jax.lab.bench.replay import Round, pictured, replay, watched_step
+from hsd_jax.lab.bench.replay import Round, replay, see_tree, watched_step
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.planning.measure import Mode
 from hsd_jax.session import prepare
@@ -179,11 +178,10 @@ def siblings_by_setting(
         rounds: list[Round] = []
         for number, prompt in enumerate(prompts):
             asked = Sampling(work.max_new_tokens, temperature, seed=work.seed + number)
-            see = Pictures()
             with prepare(params, prompt.tokens(params.tokenizer), asked, how) as session:
                 made = params.target_config, session.setup.accept_rule
-                watched = watched or watched_step(session.setup.decoder, *made, pictured(see))
-                rounds += replay(session, *made, see, watched)
+                watched = watched or watched_step(session.setup.decoder, *made, see_tree)
+                rounds += replay(session, *made, watched)
         found[task, temperature] = count_siblings(rounds, mode.tree.depth, mode.tree.width)
     return found
 
