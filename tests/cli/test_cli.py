@@ -657,9 +657,9 @@ def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys, monkeypatch
         (["--pearl", "2", "--devices", "3"], "6,2"),
         (["--pearl", "2", "--devices", "0,1"], "'0,1'"),
         (["--pearl", "2", "--devices", "7,7"], "8 devices"),
-        (["--pearl", "2", "--devices", "0:8"], "device 8 is not there; there are 8: 0, 1, 2, 3, 4, 5, 6, 7"),
-        (["--pearl", "2", "--devices", "0-2:2"], "2 named twice"),
-        (["--pearl", "2", "--devices", "2-0:3"], "0 for the target"),
+        (["--pearl", "2", "--devices", "0:8"], "8 devices"),
+        (["--pearl", "2", "--devices", "0-2:2"], "devices of its own"),
+        (["--pearl", "2", "--devices", "2-0:3"], "devices of its own"),
     ],
 )
 def test_devices_that_cannot_be_are_refused(folders, capsys, more, says):
@@ -669,15 +669,14 @@ def test_devices_that_cannot_be_are_refused(folders, capsys, more, says):
 
 
 def test_one_device_is_too_few(folders, capsys, monkeypatch):
-    """It is said before a model is read, with the way to pretend more."""
+    """It is said before a model is read."""
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: first)
     pair = ["--target", folders.target, "--drafter", folders.target, "--pearl", "2", "--devices", "1,1"]
     with monkeypatch.context() as patch:
         patch.setattr(hsd_jax, "load", None)
         assert hsd("generate", *pair, *SHORT, "the cat") == 2
-    said = capsys.readouterr().err
-    assert "there is 1 device" in said and "--xla_force_host_platform_device_count=2" in said
+    assert "of 1 devices" in capsys.readouterr().err
 
 
 def test_gamma_is_measured_and_said(folders, capsys, monkeypatch):
