@@ -69,11 +69,7 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
 
 
 def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
-    """A mesh of the target's devices and one of the drafter's.
-
-    Raises:
-      ValueError: unless each model has devices of its own, all of which exist.
-    """
+    """A mesh of the target's devices and one of the drafter's."""
     if jax.process_count() > 1:
         raise ValueError(f"devices={shown(devices)}: allowed in one process only; there are {jax.process_count()}")
     there = jax.devices()
