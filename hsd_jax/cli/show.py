@@ -19,7 +19,6 @@ def add_parser(commands) -> None:
         "estimate of each node, the accepted path, and the token that the target added. The text is coloured by\n"
         "the number of tokens that each target pass gave. The page is one HTML file that loads nothing.",
         """
-hsd show --demo --out round.html
 hsd show --demo --out round.html --nodes 8 --depth 5 --width 2 "User: Is there a concert tonight?"
 hsd show --target DIR --drafter DIR --temperature 0.8 --max-rounds 6 --out round.html "Once upon a time,"
 """,
@@ -31,10 +30,9 @@ hsd show --target DIR --drafter DIR --temperature 0.8 --max-rounds 6 --out round
     generate.add_text_arguments(parser, 64)
     generate.add_sampling_arguments(parser)
     options.add_rule_arguments(options.add_tree_arguments(parser))
-    output = parser.add_argument_group("output")
-    options.add_value(output, "--out FILE", options.NEW_FILE, "a .html file", required=True)
+    options.add_value(parser, "--out FILE", options.NEW_FILE, "a .html file", required=True)
     what = "draw only the trees of the first N rounds; the text is always complete"
-    options.add_value(output, "--max-rounds N", options.COUNT, what, without="all")
+    options.add_value(parser, "--max-rounds N", options.COUNT, what, without="all")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
     generate.check_text_arguments(args)
     if args.prompt is None and (not args.demo or args.chat or args.ids):
         raise ValueError('give a PROMPT to decode, "-" for stdin')
-    if args.max_new_tokens < 1:
-        raise ValueError("--max-new-tokens 0: there is no round to draw; allowed are 1 and more")
     text = None if args.prompt is None else generate.read_prompt(args.prompt)
     from hsd_jax.lab.bench.prompts import demo_prompts
     from hsd_jax.lab.viz.page import make_page, render

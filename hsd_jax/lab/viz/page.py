@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jinja2
 import numpy as np
@@ -49,10 +49,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One token of the text.
-
-    `text` is empty inside a UTF-8 character and for a special token. `mark` is the spelling of a special token.
-    """
+    """One token of the text. `text` is empty inside a UTF-8 character. `mark` is the spelling of a special token."""
 
     text: str
     token: int
@@ -137,6 +134,16 @@ def tree_of(drafted: Round, text: Sequence[int], label: Callable[[list[int], int
     return nodes[0]
 
 
+def steps(tree: Node) -> Iterator[Node | None]:
+    """Every node before its children, and None after them. A chain may be too deep for a recursion."""
+    waiting: list[Node | None] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if node is not None:
+            waiting += [None, *reversed(node.children)]
+
+
 def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> str:
     """Visible text of one token after others: its spelling if it has no text, its id if there is no tokenizer."""
     if tokenizer is None:
@@ -172,16 +179,10 @@ def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence
     return pieces
 
 
-@functools.cache
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("hsd_jax.lab", "viz")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters["legal"] = legal
-    return environment.get_template("page.html.jinja")
-
-
 def render(page: Page) -> str:
     """The page as HTML."""
-    return _template().render(page=page, kinds=KINDS, most=max(page.rounds_by_count, default=1))
+    loader = jinja2.PackageLoader("hsd_jax.lab", "viz")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["legal"] = legal
+    template = environment.get_template("page.html.jinja")
+    return template.render(page=page, kinds=KINDS, steps=steps, most=max(page.rounds_by_count, default=1))

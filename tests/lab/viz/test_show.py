@@ -23,7 +23,7 @@ XHTML = "{http://www.w3.org/1999/xhtml}"
 
 
 def nodes_of(tree: page_lib.Node) -> list[page_lib.Node]:
-    return [tree, *(below for child in tree.children for below in nodes_of(child))]
+    return [node for node in page_lib.steps(tree) if node is not None]
 
 
 @pytest.mark.parametrize(
