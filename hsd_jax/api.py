@@ -154,15 +154,15 @@ def decode(
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: the rows that each row of the batch takes in a plain pass (see `infer/plain.py`).
-      accept: rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal", "pairs" and
-        "kseq"; drawn chains also "block_verification" (methods.md 6).
+      accept: rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal" and "kseq";
+        drawn chains also "block_verification" (methods.md 6).
       draw: how trees choose their tokens. "coupled": the tokens that the target most likely draws, given the noise
         that it draws with (at temperature 0, the likeliest tokens). "arbitrary": the likeliest tokens. "independent"
         and "without_replacement": tokens drawn with their own noise. "top_then_random": one child of a node is drawn,
         the others are the likeliest. None: the scheme that suits the rule. This is "coupled" for "match",
         "top_then_random" for "optimal", "independent" for "kseq" and "without_replacement" for the others.
-      reuse: how later rounds use trunk states that a round did not use: "none", "sum", "skip" or "skip:N", "ahead" or
-        "unfused" (docs/design.md, "Reuse"). Like the tree, it changes only the speed.
+      reuse: how later rounds use trunk states that a round did not use: "none", "sum", "skip" or "skip:N", or
+        "ahead" (docs/design.md, "Reuse"). Like the tree, it changes only the speed.
       tuned: how the tree is chosen if `tree` is None. True: by the record that `tune` stored for this pair and
         machine. A `Tuned`: by that record. False: by the cost model, with the measured rates of this machine. The cost
         model also decides if the record has no choice for calls of this size.

@@ -21,7 +21,7 @@ RECURRENT, PARALLEL = TRUNKS = ("recurrent", "parallel")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
 LARGEST_TREE = 256
 """The largest number of nodes of a tree."""
-NO_REUSE_FORM, SUM, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "skip", "ahead", "unfused")
+NO_REUSE_FORM, SUM, SKIP, AHEAD = REUSES = ("none", "sum", "skip", "ahead")
 """How later rounds use the trunk states that a round did not use (`drafters/hidden/reuse.py`)."""
 Reuse = Annotated[str, OneOf(REUSES)]
 

@@ -33,7 +33,7 @@ LAYERS = [
     "cli",
 ]
 INFER_LAYERS = [
-    "sampling draw chains levels tree siblings kseq block optimal pairs lossy",
+    "sampling draw chains levels tree siblings kseq block optimal lossy",
     "accept",
     "rules",
     "worth",

@@ -26,7 +26,7 @@ examples:
   hsd generate --demo $'User: I want to book a table for two in Oakland.\\nAssistant:'
   hsd generate --target smollm2 --chat "Where is Lisbon?"
   hsd generate --target DIR --drafter DIR --temperature 0.8 --seed 1 "Once upon a time,"
-  hsd show --demo --out round.html --out round.png
+  hsd show --demo --out round.html
   hsd tune --target DIR --drafter DIR --prompts dev.jsonl --out tuned.json
   hsd generate-data --target DIR --prompts train.jsonl --out own.jsonl
   hsd train drafter --target DIR --data own.jsonl --out runs/drafter

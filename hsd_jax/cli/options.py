@@ -258,7 +258,7 @@ def add_rule_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_reuse_argument(group: argparse._ArgumentGroup) -> None:
     """Declares --reuse, the use of spare trunk states. Its default is None."""
-    what = "how to use trunk states that a round left over: none, sum, skip, skip:N, ahead or unfused"
+    what = "how to use trunk states that a round left over: none, sum, skip, skip:N or ahead"
     add_value(group, "--reuse FORM", str, what, without="none")
 
 

@@ -17,9 +17,8 @@ def add_parser(commands) -> None:
         "plan a stack of drafters from measured costs",
         "Time passes of every model on this machine, measure how often each model accepts the tokens of a smaller\n"
         "one, and find the stack of drafters that takes the least time per token: which model drafts for which,\n"
-        "and how many tokens each level passes up. A search keeps the best candidates of every number of models by\n"
-        "a formula; a replay of their rounds decides. The best stack, the best single drafter and plain decoding\n"
-        "then decode the prompts in turns, and the table shows the measured beside the predicted time.",
+        "and how many tokens each level passes up. The best stack, the best single drafter and plain decoding then\n"
+        "decode the prompts in turns, and the table shows the measured beside the predicted time.",
         """
 hsd plan --target DIR --models SMALL TINY --prompts dev.jsonl --half tune --limit 8
 hsd plan --demo --models runs/small-lm lookup --temperature 0.8 --json plan.json
@@ -43,11 +42,11 @@ hsd plan --demo --models runs/small-lm lookup --temperature 0.8 --json plan.json
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the result, and writes the record of --json."""
-    from hsd_jax.lab.bench import hierarchy, hierarchy_report, prompts
+    from hsd_jax.lab.bench import hierarchy, prompts
 
     work = prompts.Workload.of(vars(args))
     load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731
     record = hierarchy.measure_hierarchies(load(None), args.models, load, work, args.temperature, args.max_length)
-    hierarchy_report.print_record(record)
+    hierarchy.print_record(record)
     options.write_record(args.json, record)
     return 0

@@ -27,17 +27,6 @@ class TokenInformation(NamedTuple):
     """`begin_from(weights, embedding [V, H]) -> weights`: fresh weights, initialised from the target's embeddings."""
 
 
-class Pictures(NamedTuple):
-    """Data about a drafter's trees that only pictures show."""
-
-    node_logp: Callable[..., Any] | None = None
-    """`node_logp(models, state, tree, sampling) -> [B, N]`: the drafter's log-probability of each node given its
-    parent, without the noise of COUPLED trees; 0 for the root. The tree must have grown from `state` without draws."""
-    node_origins: Callable[..., Any] | None = None
-    """`node_origins(state, tree) -> Origins` (`drafters/hidden/reuse.py`): which nodes of such a tree grew from spare
-    states. None: nothing is reused."""
-
-
 class Distilled(NamedTuple):
     """How a language model is trained by distillation to draft."""
 
@@ -90,7 +79,7 @@ class Training(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """What profiling, simulation and pictures need from a drafter. No decode uses it."""
+    """What profiling and simulation need from a drafter. No decode uses it."""
 
     parts: Callable[..., Any] | None = None
     """`parts(target_config, config, tree, scheme)`: the parts of drafting, to time each. None: only all of drafting
@@ -98,8 +87,6 @@ class Inspection(NamedTuple):
     aged: Callable[..., Any] | None = None
     """`aged(models, target_config, config, num_states, state) -> (age -> state)`: drafter states with spare states of
     any age. None: nothing is reused."""
-    pictures: Callable[..., Pictures] | None = None
-    """`pictures(target_config, config, tree, reuse)`. None: the probabilities of its nodes are not known."""
 
 
 class DraftingMethod(NamedTuple):

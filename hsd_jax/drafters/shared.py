@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -12,8 +11,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer.accept import verdict_of
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.draft_vocab import to_columns
-from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput
+from hsd_jax.types import DRAWN_SCHEMES, Drafter, DrawScheme, ModelOutput
 
 
 def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, scheme: DrawScheme) -> None:
@@ -49,15 +47,6 @@ def check_vocabulary(config: ModelConfig, target_config: ModelConfig, what: str)
     """Raises a ValueError if a model that drafts has another vocabulary size than the target."""
     if config.vocab_size != target_config.vocab_size:
         raise ValueError(f"{what} has vocab_size={config.vocab_size}, the target {target_config.vocab_size}")
-
-
-def logp_of_tokens(
-    logits: Float[Array, "B N C"], drafted: DraftTree, draft_to_target: Int[Array, "C"] | None
-) -> Float[Array, "B N"]:
-    """Log-probability of each node's token under the node's logits, for pictures. 0 for the root."""
-    columns, _ = to_columns(draft_to_target, drafted.tokens)
-    logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), columns[:, :, None], 2)[:, :, 0]
-    return jnp.where(drafted.depth > 0, logp, 0.0)
 
 
 def follow_path(

@@ -16,7 +16,7 @@ from hsd_jax.drafters.eagle import EAGLE
 from hsd_jax.drafters.hidden import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.medusa import MEDUSA
-from hsd_jax.drafters.method import DraftingMethod, Pictures
+from hsd_jax.drafters.method import DraftingMethod
 from hsd_jax.drafters.pearl import PEARL
 from hsd_jax.drafters.rescored import RescoredConfig, rescored
 from hsd_jax.drafters.small_lm import SMALL_LM
@@ -69,12 +69,6 @@ def make_drafter(
         raise ValueError(f"reuse={str(reuse)!r}: a {config.kind} drafter has no spare states, allowed is {NO_REUSE}")
     options = {} if len(method.reuses) == 1 else {"reuse": reuse}
     return method.make(target_config, config, tree, cache_dtype, scheme, **options)
-
-
-def pictures_of(target_config: ModelConfig, config: Any, tree: TreeConfig, reuse: ReuseConfig = NO_REUSE) -> Pictures:
-    """Data for pictures of the trees that `make_drafter` drafts."""
-    pictures = method_of(config).inspection.pictures
-    return Pictures() if pictures is None else pictures(target_config, config, tree, reuse)
 
 
 def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, "V H"] | None = None) -> Weights:

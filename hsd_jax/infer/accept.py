@@ -21,7 +21,6 @@ from hsd_jax.infer.block import block
 from hsd_jax.infer.kseq import kseq
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.optimal import chain_and_match
-from hsd_jax.infer.pairs import choose_and_thin
 from hsd_jax.infer.siblings import children_of, normalised
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
@@ -202,8 +201,8 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
 AcceptanceOf = Callable[[DraftTree, Float[Array, "B N V"]], tuple[Float[Array, "B N"], Float[Array, "B I V"]]]
 """`acceptance_of(tree, target_logp) -> (acceptance, residual)`: the acceptance probability of every node after its
 earlier siblings are rejected, 0 for nodes that are no valid child; and for every node with a distribution the
-distribution of the next token after all its children are rejected. `recursion`, `kseq`, `chain_and_match` and
-`choose_and_thin` are of this form."""
+distribution of the next token after all its children are rejected. `recursion`, `kseq` and `chain_and_match` are
+of this form."""
 
 
 class CoinJudge(NamedTuple):
@@ -326,17 +325,3 @@ def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
     """The optimal rule for TOP_THEN_RANDOM trees (`optimal.py`). It judges the drawn child of a node first."""
     coin_judge = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
     return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), coin_judge, max_depth)
-
-
-def pairs_rule(tree: TreeConfig) -> AcceptRule:
-    """The rule for two drawn children (`pairs.py`), INDEPENDENT or WITHOUT_REPLACEMENT. It accepts nearly the optimum.
-
-    It looks at both children before it accepts one. So it is not lossless for a stochastic beam: there the second
-    child's score decides whether it is in the tree, and this score depends on the first child's token.
-    """
-    if tree.width > 2 or (tree.width > 1 and tree.branching is None):
-        raise ValueError(
-            f"accept='pairs' with tree {tree.name}: it judges chains and branchings with at most two children per node,"
-            " for example 2.2.1"
-        )
-    return rule_with_coins("pairs", RECURSIVE_SCHEMES, one_by_one(choose_and_thin), tree.depth)

@@ -1,7 +1,5 @@
 """The table of acceptance rules by name. A new rule is a file of this package, its constructor in `accept.py`
 and a row here.
-
-Read next: `step.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer.accept import block_rule, kseq_rule, match_rule, optimal_rule, pairs_rule, recursive_rule
+from hsd_jax.infer.accept import block_rule, kseq_rule, match_rule, optimal_rule, recursive_rule
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.types import AcceptRule, DrawScheme
 
@@ -31,7 +29,6 @@ RULES = {
     "match": RuleEntry(lambda tree: match_rule(tree.depth), DrawScheme.COUPLED, trees_may_shrink=True, keeps_text=True),
     "recursive": RuleEntry(lambda tree: recursive_rule(tree.depth, tree.width), DrawScheme.WITHOUT_REPLACEMENT),
     "optimal": RuleEntry(lambda tree: optimal_rule(tree.depth, tree.width), DrawScheme.TOP_THEN_RANDOM),
-    "pairs": RuleEntry(pairs_rule, DrawScheme.WITHOUT_REPLACEMENT),
     "kseq": RuleEntry(lambda tree: kseq_rule(tree.depth), DrawScheme.INDEPENDENT),
     "block_verification": RuleEntry(block_rule, DrawScheme.WITHOUT_REPLACEMENT),
 }

@@ -62,13 +62,6 @@ def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
     return 1 + np.concatenate([[0.0], np.cumsum(best)])
 
 
-def chain_distribution(profile: Sequence[float]) -> Distribution:
-    """The distribution of the number of tokens that one verification of a chain with this profile adds."""
-    reached = np.cumprod([1.0, *profile])
-    stops = [1.0 - a for a in profile] + [1.0]
-    return {count + 1: float(p * stop) for count, (p, stop) in enumerate(zip(reached, stops, strict=True))}
-
-
 def mean(distribution: Distribution) -> float:
     """The expected number of tokens."""
     return sum(n * p for n, p in distribution.items())
@@ -101,12 +94,3 @@ def accumulated(adds: Distribution, need: int) -> Distribution:
             into = reached if have + more < need else final
             into[have + more] = into.get(have + more, 0.0) + reached.get(have, 0.0) * p
     return final
-
-
-def acceptance_giving(tokens: float, drafts: int) -> float:
-    """The acceptance probability, equal at all depths, for which a chain of `drafts` drafts yields `tokens` tokens."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mean(chain_distribution([middle] * drafts)) < tokens else (low, middle)
-    return (low + high) / 2

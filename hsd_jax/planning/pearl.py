@@ -1,13 +1,10 @@
-"""`pearl`: makes a small model draft while its last drafts are verified, and chooses how many tokens it drafts.
-
-Read next: `drafters/pearl/draft.py` for what a round does, `drafters/pearl/overlap.py` for two sets of devices.
-"""
+"""`pearl`: makes a small model draft while its last drafts are verified, and chooses how many tokens it drafts."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -54,10 +51,7 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
     base = language_model_of(config)
     if base is None:
         kind = "none is loaded" if config is None else f"this one is of kind {config.kind!r}"
-        raise ValueError(
-            f"pearl() is for a small language model that drafts, and {kind}. A hidden-state drafter computes its states"
-            " ahead of verification with reuse='ahead'"
-        )
+        raise ValueError(f"pearl() is for a small language model that drafts, and {kind}")
     take(int | None, gamma, "gamma", ge=1, le=LARGEST_GAMMA)
     meshes = None if devices is None else submeshes(devices)
     params = dataclasses.replace(params, drafter_config=base)
@@ -65,7 +59,7 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
         params = place(params, *meshes)
     c = None
     if gamma is None:
-        c = ratio_of(params)
+        c = measured_c(params)
         gamma = min(max(round(c), 1), LARGEST_GAMMA)
     config = PearlConfig(params.drafter_config, int(gamma), c)
     pair = params.fingerprint_pair
@@ -75,101 +69,52 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
 
 
 def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
-    """A mesh of the target's devices and one of the drafter's.
-
-    Raises:
-      ValueError: unless each model has a device, all devices exist, and none is in both meshes.
-    """
+    """A mesh of the target's devices and one of the drafter's."""
     if jax.process_count() > 1:
         raise ValueError(f"devices={shown(devices)}: allowed in one process only; there are {jax.process_count()}")
     there = jax.devices()
-    if len(there) < 2:
-        hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=2 pretends two" if there[0].platform == "cpu" else ""
-        raise ValueError(
-            f"devices={shown(devices)}: there is 1 device, and the target and the drafter need one each{hint}"
-        )
-    both = _parse(devices) if isinstance(devices, str) else devices
-    is_pair = isinstance(both, (tuple, list)) and len(both) == 2
-    if is_pair and all(type(x) is int and x > 0 for x in both):
-        first, second = (int(x) for x in both)  # type: ignore
-        if first + second > len(there):
-            raise ValueError(
-                f"devices={shown(devices)}: there are {len(there)} devices, and {first + second} are needed:"
-                f" {first} for the target and {second} for the drafter"
-            )
-        found: list[list[Any]] = [there[:first], there[first : first + second]]
-    elif is_pair and all(isinstance(x, (tuple, list)) and all(isinstance(y, jax.Device) for y in x) for x in both):
-        found = [list(x) for x in both]  # type: ignore
-    else:
-        raise ValueError(
-            f"devices={shown(devices)}: expected a pair, for the target and for the drafter: two numbers from 1, two"
-            f" lists of jax.devices(), or a text with {SPELLED}"
-        )
-    if not all(found):
-        raise ValueError(
-            f"devices: {len(found[0])} for the target and {len(found[1])} for the drafter, of {jax.device_count()}:"
-            " each needs at least one"
-        )
-    named = [*found[0], *found[1]]
-    if twice := sorted({x.id for x in named if named.count(x) > 1}):
-        raise ValueError(
-            f"devices: {', '.join(map(str, twice))} named twice; target and drafter need devices of their own"
-        )
+    try:
+        first, second = typing.cast(Any, _named(devices) if isinstance(devices, str) else devices)
+        if type(first) is type(second) is int:
+            first, second = _listed(range(first)), _listed(range(first, first + second))
+        found = [list(first), list(second)]
+        own = set(found[0]) | set(found[1])
+    except (TypeError, ValueError):
+        raise ValueError(f"devices={shown(devices)}: expected {SPELLED}, of {len(there)} devices") from None
+    if not all(found) or len(own) < len(found[0]) + len(found[1]) or not own <= set(there):
+        raise ValueError(f"devices={shown(devices)}: each model needs devices of its own, of the {len(there)} there")
     # No axis "data": XLA may name an axis of one device or leave it out, and the two would be different programs.
     target, drafter = (sharding.make_mesh(Mesh(np.array(x), ("model",))) for x in found)
     assert target is not None and drafter is not None
     return target, drafter
 
 
-def _parse(text: str) -> tuple[Any, Any]:
-    """The two numbers or the two lists of devices that a text means.
-
-    Raises:
-      ValueError: for any other text, or a device that is not there.
-    """
-    if re.fullmatch(r"[1-9]\d*,[1-9]\d*", text):
+def _named(text: str) -> tuple[Any, Any]:
+    """The two numbers or the two lists of devices that a text means. Raises a ValueError for any other text."""
+    if ":" not in text:
         first, second = map(int, text.split(","))
         return first, second
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*:\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise ValueError(f"devices={shown(text)}: allowed are {SPELLED}")
+    ranges = [[part.split("-") for part in numbers.split(",")] for numbers in text.split(":")]
+    target, drafter = ([n for ends in part for n in range(int(ends[0]), int(ends[-1]) + 1)] for part in ranges)
+    return _listed(target), _listed(drafter)
+
+
+def _listed(numbers: Iterable[int]) -> list[Any]:
     by_id = {device.id: device for device in jax.devices()}
-
-    def listed(numbers: str) -> list[Any]:
-        found = []
-        for part in numbers.split(","):
-            first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
-        if missing := [number for number in found if number not in by_id]:
-            raise ValueError(
-                f"devices={shown(text)}: device {missing[0]} is not there; there are {len(by_id)}:"
-                f" {', '.join(map(str, by_id))}"
-            )
-        return [by_id[number] for number in found]
-
-    target, drafter = map(listed, text.split(":"))
-    return target, drafter
-
-
-def ratio_of(params: Params) -> float:
-    """c, the passes of the small model in the time of a pass of the target, by `measured_c`.
-
-    Several processes must agree, so for them c is computed from the model of costs and not measured.
-
-    Args:
-      params: with a small language model as drafter, before `pearl` has changed it.
-    """
-    if jax.process_count() > 1:
-        model = CostModel.of(params)
-        return float(model.target_pass(1)) / model.drafting(1, TreeConfig.chain(1))
-    return measured_c(params)
+    if missing := [number for number in numbers if number not in by_id]:
+        raise ValueError(f"no device {missing[0]}")
+    return [by_id[number] for number in numbers]
 
 
 def measured_c(params: Params) -> float:
     """The time of a pass of the target divided by that of a pass of the small model.
 
     Each model decodes a text of TIMED_TOKENS tokens plainly, one row, on its own devices. They take turns, TURNS times,
-    and the fastest time of each counts.
+    and the fastest time of each counts. Several processes must agree, so for them the model of costs computes it.
     """
+    if jax.process_count() > 1:
+        model = CostModel.of(params)
+        return float(model.target_pass(1)) / model.drafting(1, TreeConfig.chain(1))
     num = min(TIMED_TOKENS, params.max_len - 1)
     target = dataclasses.replace(
         params, drafter=None, drafter_config=None, tree=None, drafter_mesh=None, fingerprint_pair=None

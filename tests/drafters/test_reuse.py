@@ -7,7 +7,6 @@ That no form changes a text stands in `test_exact.py`, that caches stay right wh
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -260,42 +259,6 @@ def test_which_rows_read_their_features_does_not_depend_on_the_others():
     grown = np.asarray(after.cache.length) - np.asarray(state.drafter.cache.length)
     np.testing.assert_array_equal(grown, np.asarray(state.drafter.num_pending) * ~others)
     assert int(after.spares.num[needy]) == setup.drafter_config.num_steps
-
-
-@pytest.mark.slow
-def test_unfused_rounds_take_turns():
-    """A round of fresh states, one of what is left of them, and again; no spare is resampled from twice."""
-    setup, call = setups.setup("llama", "block_unfused"), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models)
-    turns = []
-    for _ in range(8):
-        turns.append(int(state.drafter.spares.num[0]))
-        state = call.resume(setup.decoder, setup.models, state, 1)
-    resampled = [num > 0 for num in turns]
-    assert any(resampled) and not any(a and b for a, b in itertools.pairwise(resampled))
-
-
-@pytest.mark.parametrize("proposer", ["hot_sum", "block_sum"])
-def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
-    """`node_logp`, which pictures show: along paths it adds up to scores that fall from node to node.
-
-    Of arbitrary trees: coupled ones are ranked by the noise, too, which pictures do not show.
-    """
-    setup, call = setups.setup("llama", proposer, DrawScheme.ARBITRARY), calls.mixed_call()
-    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
-    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
-
-    @setup.decoder.compile
-    def drafted(models, state, sampling):
-        tree, _ = setup.drafter.draft(models, state.drafter, RoundInputs(root, state.length - 1, state.keys, sampling))
-        return tree, setup.pictures.node_logp(models, state.drafter, tree, sampling)
-
-    tree, logp = jax.tree.map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))
-    for row in range(call.batch):
-        score = np.zeros(logp.shape[1])
-        for node in range(1, len(score)):
-            score[node] = score[tree.parents[row, node]] + logp[row, node]
-        assert (np.diff(score) <= 1e-4).all()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from support.cases import cases
 from support.rules import drawn_schemes, judges, keyed
 from support.texts import first_difference
 
-from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.infer.rules import RULES
 from hsd_jax.types import NO_TOKEN, DrawScheme
@@ -52,7 +51,6 @@ def test_every_target_is_in_the_table():
 TREES = {
     "beam": setups.DRAWN_BEAM,
     "branching": setups.BRANCHING,
-    "two children": TreeConfig(branching=(2, 2, 1)),
     "chain": setups.CHAIN_OF_4,
 }
 JUDGED = [
@@ -62,15 +60,12 @@ JUDGED = [
     for tree in TREES
     if judges(rule, TREES[tree]) and (tree in ("beam", "branching") or not judges(rule, setups.BRANCHING))
 ]
-"""Every rule with every drawn scheme that it is lossless for; chains and two children where it judges no BRANCHING."""
+"""Every rule with every drawn scheme that it is lossless for; chains where it judges no BRANCHING."""
 SLOW_JUDGED = [
     ("recursive", DrawScheme.WITHOUT_REPLACEMENT, "branching"),
     ("recursive", DrawScheme.INDEPENDENT, "beam"),
     ("recursive", DrawScheme.INDEPENDENT, "branching"),
     ("optimal", DrawScheme.TOP_THEN_RANDOM, "beam"),
-    ("pairs", DrawScheme.INDEPENDENT, "two children"),
-    ("pairs", DrawScheme.INDEPENDENT, "chain"),
-    ("pairs", DrawScheme.WITHOUT_REPLACEMENT, "chain"),
     ("kseq", DrawScheme.INDEPENDENT, "beam"),
     ("block_verification", DrawScheme.INDEPENDENT, "chain"),
     *(case for case in JUDGED if case[0] == "match" and case[1:] != (DrawScheme.TOP_THEN_RANDOM, "branching")),

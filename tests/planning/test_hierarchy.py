@@ -1,4 +1,4 @@
-"""Latency of hierarchies against the worked example and a simulation; the planner against brute force."""
+"""The predicted time of hierarchies against a count by hand and a simulation; and the search over all of them."""
 
 from __future__ import annotations
 
@@ -6,226 +6,86 @@ import itertools
 
 import numpy as np
 import pytest
-from oracles import hierarchy as oracle
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.planning.acceptance import accumulated, chain_distribution
-from hsd_jax.planning.hierarchy import (
-    Hierarchy,
-    RoundParts,
-    Rounds,
-    expected_cost,
-    fastest,
-    hierarchy_latency,
-    num_follows,
-    plan_hierarchy,
-    replayed,
-    rounds_of,
-)
-
-COSTS, LENGTHS = (0.02, 0.15, 1.0), (4, 6)
-ACCEPTANCE = np.array([[1.0, 0.75, 0.5], [0.0, 1.0, 0.85], [0.0, 0.0, 1.0]])
+from hsd_jax.planning.acceptance import accumulated
+from hsd_jax.planning.hierarchy import Hierarchy, RoundParts, all_hierarchies, extended
 
 
-def test_the_worked_example():
-    """Of methods.md 4.3; the best single drafter is model 1 with 6 tokens."""
-    assert round(hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS), 4) == 0.3206
-    assert round(hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS, buffered=False), 4) == 0.3162
-    assert round(hierarchy_latency(COSTS[1:], ACCEPTANCE[1:, 1:], (6,)), 4) == 0.4195
+def law_of(chances) -> dict[int, float]:
+    """The tokens that a verification of drafts with these chances adds."""
+    reached = np.cumprod([1.0, *chances])
+    return {k + 1: float(p * (1 - a)) for k, (p, a) in enumerate(zip(reached, [*chances, 0.0], strict=True))}
 
 
-@pytest.mark.parametrize("buffered", [True, False])
-@pytest.mark.parametrize("lengths", [(4, 6), (1, 3), (5, 2)])
-def test_latency_is_that_of_a_simulation(buffered, lengths):
-    found = hierarchy_latency(COSTS, ACCEPTANCE, lengths, buffered)
-    simulated = oracle.simulated_latency(COSTS, ACCEPTANCE, lengths, buffered, 200_000)
-    assert abs(found / simulated - 1) < 0.01
-
-
-@pytest.mark.parametrize("buffered", [True, False])
-def test_four_levels_are_those_of_a_simulation(buffered):
-    costs, acceptance = (0.01, 0.05, 0.2, 1.0), np.triu(np.full((4, 4), 0.7)) + np.eye(4) * 0.3
-    found = hierarchy_latency(costs, acceptance, (2, 3, 4), buffered)
-    simulated = oracle.simulated_latency(costs, acceptance, (2, 3, 4), buffered, 200_000)
-    assert abs(found / simulated - 1) < 0.01
-
-
-def test_a_swapped_formula_is_found():
-    """The two differ by more than the simulation errs."""
-    one, other = (hierarchy_latency(COSTS, ACCEPTANCE, (4, 6), buffered) for buffered in (True, False))
-    assert abs(one / other - 1) > 0.012
-
-
-def random_models(num: int, seed: int):
-    """Costs that rise with the model and with the number of drafts; models accept less of what is further below."""
+def random_parts(num: int, seed: int = 0, longest: int = 3) -> RoundParts:
+    """Rounds of models that accept less of what is further below and later in a chain."""
     rng = np.random.default_rng(seed)
-    base, slope = np.sort(10.0 ** rng.uniform(-2.5, 0.0, num)), rng.uniform(0.0, 0.05, num)
-    functions = [lambda drafts, b=b, s=s: b * (1 + s * drafts) for b, s in zip(base, slope, strict=True)]
-    near = np.log(rng.uniform(0.5, 0.97, num))
-    apart = np.cumsum(near)[None, :] - np.cumsum(near)[:, None]
-    return functions, np.triu(np.exp(np.minimum(apart, 0.0)))
-
-
-@pytest.mark.parametrize("keep", [1, 5, 1000])
-@pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_the_search_finds_the_best_by_brute_force(num, keep):
-    """Of every number of models the best hierarchies, in order; all of them if `keep` is large."""
-    sizes = set()
-    for seed in range(12 if num < 4 else 4):
-        costs, acceptance = random_models(num, seed)
-        every = oracle.all_hierarchies(costs, acceptance, 4)
-        plan = plan_hierarchy(costs, acceptance, 4, keep)
-        assert sorted(plan) == list(range(1, num + 1))
-        for size, found in plan.items():
-            wanted = sorted(latency for chain, _, latency in every if len(chain) == size)[:keep]
-            np.testing.assert_allclose([way.latency for way in found], wanted, rtol=1e-12)
-            assert len({(way.chain, way.lengths) for way in found}) == len(found)
-        for way in plan[num][:2]:
-            chosen = np.ix_(way.chain, way.chain)
-            own = hierarchy_latency([costs[i] for i in way.chain], acceptance[chosen], way.lengths)
-            assert np.isclose(own, way.latency, rtol=1e-12) and way.chain[-1] == num - 1
-        tables = [[cost(drafts) for drafts in range(5)] for cost in costs]
-        assert plan_hierarchy(tables, acceptance, 4, keep) == plan
-        sizes.add(min(plan, key=lambda size: plan[size][0].latency))
-    assert num < 3 or len(sizes) > 1  # so a plan is a choice
-
-
-@pytest.mark.parametrize("without", [(0, 1), (1, 2), (0, 2)])
-def test_the_search_keeps_to_the_pairs_that_are_there(without):
-    """And to the longest chain of each of them."""
-    costs, acceptance = random_models(4, 1)
-    longest = {(0, 1): 3, (0, 2): 2, (1, 2): 4, (1, 3): 1, (2, 3): 3}
-    del longest[without]
-    every = oracle.all_hierarchies(costs, acceptance, 4)
-
-    def is_there(chain, lengths) -> bool:
-        return all(n <= longest.get(edge, 0) for edge, n in zip(itertools.pairwise(chain), lengths, strict=True))
-
-    plan = plan_hierarchy(costs, acceptance, longest, 1000)
-    assert {(way.chain, way.lengths) for some in plan.values() for way in some} == {
-        (chain, lengths) for chain, lengths, _ in every if is_there(chain, lengths)
-    }
-
-
-def test_a_model_that_is_no_use_is_left_out():
-    """A middle model as dear as the target; and plain decoding where nothing pays."""
-    dear = plan_hierarchy((0.02, 1.0, 1.0), ACCEPTANCE, 8)
-    assert dear[2][0].chain == (0, 2) and dear[2][0].latency < dear[3][0].latency
-    nothing = plan_hierarchy((0.9, 1.0), [[1.0, 0.3], [0.0, 1.0]], 8)
-    assert nothing[1] == [Hierarchy((1,), (), 1.0)] and nothing[2][0].latency > 1.0
-
-
-def random_parts(num: int, seed: int) -> tuple[RoundParts, np.ndarray]:
-    """Rounds whose acceptance falls along the chain, so that the formula of the search errs."""
-    costs, acceptance = random_models(num, seed)
-    passes = [[cost(drafts) for drafts in range(4 * num)] for cost in costs]
+    plain, most = np.sort(10.0 ** rng.uniform(-2.5, 0.0, num)), num * longest
+    near = np.cumsum(np.log(rng.uniform(0.6, 0.97, num)))
     edges = list(itertools.combinations(range(num), 2))
-    fall = 0.8 + 0.2 * np.random.default_rng(seed).random()
-    along = {e: [acceptance[e] * fall**k for k in range(4 * num)] for e in edges}
-    laws = {e: [chain_distribution(row[:n]) for n in range(1, len(row))] for e, row in along.items()}
-    besides, follow = {e: 0.02 * passes[e[1]][0] for e in edges}, {e: [0.1 * passes[e[0]][0]] * 4 * num for e in edges}
-    return RoundParts(passes, laws, besides, follow), acceptance
+    chances = {(i, j): float(np.exp(near[j] - near[i])) * 0.9 ** np.arange(most) for i, j in edges}
+    laws = {edge: [law_of(row[:n]) for n in range(1, most + 1)] for edge, row in chances.items()}
+    rounds = {(i, j): [1.1 * plain[j] + n * plain[i] for n in range(most + 1)] for i, j in edges}
+    return RoundParts(dict(enumerate(plain)), rounds, laws, dict.fromkeys(edges, longest))
 
 
-@pytest.mark.parametrize(("num", "first", "kept"), [(2, 0.02, 1e-9), (3, 0.05, 1e-3), (4, 0.05, 0.02)])
-def test_the_replay_decides_among_what_the_search_keeps(num, first, kept):
-    """It is as good as a replay of all hierarchies of that many models; the formula's first choice is not."""
-    worst = {1: 0.0, 32: 0.0}
-    for seed in range(20 if num < 4 else 8):
-        parts, acceptance = random_parts(num, seed)
-        every = plan_hierarchy(parts.passes, acceptance, 4, 10**6)[num]
-        best = replayed(parts, fastest(every, parts)).latency
-        assert best == min(replayed(parts, way).latency for way in every)
-        for keep in worst:
-            some = plan_hierarchy(parts.passes, acceptance, 4, keep)[num]
-            worst[keep] = max(worst[keep], replayed(parts, fastest(some, parts)).latency / best - 1)
-    assert worst[1] > first and worst[32] <= kept
-
-
-def test_what_is_no_hierarchy_is_refused():
-    for lengths in ((4,), (4, 0), (4, 6, 2), (4, 1.5)):
-        with pytest.raises(ValueError, match="2 numbers from 1"):
-            hierarchy_latency(COSTS, ACCEPTANCE, lengths)
-    with pytest.raises(ValueError, match=r" 2 .*\(3, 3\)"):
-        hierarchy_latency(COSTS[1:], ACCEPTANCE, (6,))
-    with pytest.raises(ValueError, match="0 to 1"):
-        plan_hierarchy(COSTS, 2 * ACCEPTANCE, 4)
-    with pytest.raises(ValueError, match="from 0"):
-        plan_hierarchy((0.1, 1.0, -1.0), ACCEPTANCE, 4)
-    with pytest.raises(ValueError, match=r"longest=0: .*1"):
-        plan_hierarchy(COSTS, ACCEPTANCE, 0)
-    with pytest.raises(ValueError, match=r"keep=0: .*1"):
-        plan_hierarchy(COSTS, ACCEPTANCE, 4, 0)
-
-
-def test_a_replay_by_hand():
+def test_a_stack_by_hand():
     """Rounds of the middle add 1 or 3 of 2 drafts, never 2. It needs 2: 3 (one round), 1 + 1 (two), 1 + 3 (two), with
     chances 1/2, 1/4, 1/4: 3 tokens and 1.5 rounds in the mean. The target takes all of them half of the time, else
-    none: 1 or N + 1 tokens, 2.5 in the mean; a round of it takes 10 + N, 2 more behind one that took all."""
-    middle = Rounds(lambda drafts: {1: 0.5, 3: 0.5}, lambda drafts: 4.0)
-    target = Rounds(lambda drafts: {1: 0.5, drafts + 1: 0.5}, lambda drafts: 10.0 + drafts, again=2.0)
+    none: 1 or N + 1 tokens, 2.5 in the mean. A round of the pair takes 10 and a pass of the middle for every draft; in
+    the stack these passes are part of the middle's rounds, but for one of 2 after a round that took all."""
+    half = [{1: 0.5, n + 1: 0.5} for n in range(1, 5)]
+    laws = {(0, 1): [{1: 1.0}, {1: 0.5, 3: 0.5}], (1, 2): half}
+    parts = RoundParts({1: 2.0, 2: 9.0}, {(0, 1): [0, 4.0, 4.0], (1, 2): [10.0 + 2.0 * n for n in range(5)]}, laws, {})
     assert accumulated({1: 0.5, 3: 0.5}, 2) == {3: 0.5, 2: 0.25, 4: 0.25}
-    found = expected_cost([middle, target], (2, 2))
-    assert found.handed_up == (2.0, 3.0) and found.tau == 2.5
-    assert np.isclose(found.latency, (10 + 3 + 1.5 * 4 + 0.5 * 2) / 2.5)
-    assert expected_cost([middle], (2,)).latency == 4.0 / 2.0
+    below = Hierarchy((0, 1), (2,), laws[0, 1][1], 4.0)
+    found = extended(parts, below, 2, 2)
+    assert below.latency == 4.0 / 2.0 and found.chain == (0, 1, 2) and found.lengths == (2, 2)
+    assert found.seconds == pytest.approx(1.5 * 4 + 10 + 0.5 * 2)
+    assert found.latency == pytest.approx(found.seconds / 2.5)
 
 
-@pytest.mark.parametrize("lengths", [(2, 3), (4, 2)])
-def test_a_replay_is_a_simulation_where_places_differ(lengths):
-    """Acceptance that falls with the place in a chain: rounds drawn one after another take as long."""
-    rng = np.random.default_rng(0)
-
-    def adds(drafts: int, start: float) -> dict[int, float]:
-        chances = start * 0.7 ** np.arange(drafts)
-        reached = np.cumprod([1.0, *chances])
-        return {k + 1: float(reached[k] * (1 - chances[k] if k < drafts else 1)) for k in range(drafts + 1)}
-
-    laws = [lambda drafts: adds(drafts, 0.9), lambda drafts: adds(drafts, 0.95)]
-    seconds = [lambda drafts: 0.1 + 0.02 * drafts, lambda drafts: 1.0 + 0.05 * drafts]
-    found = expected_cost([Rounds(laws[0], seconds[0]), Rounds(laws[1], seconds[1], again=0.3)], lengths)
+@pytest.mark.parametrize("lengths", [(2, 3), (3, 1)])
+def test_the_prediction_is_a_simulation(lengths):
+    """Rounds that are drawn one after another take as long."""
+    parts, rng = random_parts(3), np.random.default_rng(1)
+    found = next(way for way in all_hierarchies(parts) if way.lengths == lengths)
     spent = written = 0.0
     for _ in range(20_000):
         have = 0
         while have < lengths[1]:
-            law = laws[0](lengths[0])
+            law = parts.laws[0, 1][lengths[0] - 1]
             have += rng.choice(list(law), p=list(law.values()))
-            spent += seconds[0](lengths[0])
-        law = laws[1](have)
+            spent += parts.rounds[0, 1][lengths[0]]
+        law = parts.laws[1, 2][have - 1]
         count = rng.choice(list(law), p=list(law.values()))
-        spent, written = spent + seconds[1](have) + 0.3 * (count == have + 1), written + count
+        spent += parts.rounds[1, 2][have] - have * parts.plain[1] + parts.plain[1] * (count == have + 1)
+        written += count
     assert abs(found.latency / (spent / written) - 1) < 0.02
 
 
-def test_a_replay_is_made_of_parts():
-    """Two levels by hand: model 0 drafts 3 tokens (0.1 each) for model 1, which hands up one token or more.
-
-    A round of model 1 takes a pass over 3 drafts, the drafts, and 0.7 besides. Model 2 gets 4 tokens, a round of it
-    follows them once (0.5), and the token behind them costs a pass of model 1 and following.
-    """
-    passes = [[0.1], [1.0, 1.1, 1.2, 1.3], [5.0, 5.1, 5.2, 5.3, 5.4]]
-    laws = {edge: [{n + 1: 1.0} for n in range(1, 5)] for edge in ((0, 1), (1, 2))}
-    parts = RoundParts(passes, laws, {(0, 1): 0.7, (1, 2): 1.5}, {(0, 1): [0.25, 0.25, 0.25, 0.5]})
-    way = Hierarchy((0, 1, 2), (3, 1), 0.0)
-    below, above = rounds_of(parts, way)
-    assert below.seconds(3) == pytest.approx(1.3 + 3 * 0.1 + 0.7) and below.adds(3) == {4: 1.0} and below.again == 0.0
-    assert above.seconds(4) == pytest.approx(5.4 + 1.5 + 0.5) and above.again == pytest.approx(1.0 + 0.5)
-    cost = replayed(parts, way)
-    assert cost.tau == 5.0 and cost.handed_up == (3.0, 4.0)
-    assert cost.latency == pytest.approx((2.3 + 7.4 + 1.5) / 5)
-    (alone,) = rounds_of(parts, Hierarchy((1, 2), (3,), 0.0))
-    assert alone.seconds(3) == pytest.approx(5.3 + 3 * 1.0 + 1.5)
-    assert replayed(parts, Hierarchy((2,), (), 0.0)).latency == 5.0
-
-
-def test_a_round_above_a_middle_model():
-    """Of 3 drafts it adds 1, 3 or 4 tokens: its drafter follows 1, 3 and 3 of them, two at a time."""
-    assert num_follows({1: 0.25, 3: 0.5, 4: 0.25}, 3, 1) == 0.25 * 1 + 0.5 * 2 + 0.25 * 2
+def test_the_search_has_every_chain_and_every_length_once():
+    """Of the pairs that are there, each with its longest chain; plain decoding comes first."""
+    parts, size = random_parts(4), 0
+    for edge, most in {(0, 1): 2, (0, 3): 1}.items():
+        parts.longest[edge] = most
+    del parts.rounds[0, 2]
+    ways = all_hierarchies(parts)
+    assert ways[0] == Hierarchy((3,), (), {1: 1.0}, parts.plain[3])
+    for below in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in range(4)):
+        edges = list(itertools.pairwise((*below, 3)))
+        wanted = set() if (0, 2) in edges else set(itertools.product(*(range(1, parts.longest[e] + 1) for e in edges)))
+        assert {way.lengths for way in ways if way.chain == (*below, 3)} == wanted
+        size += len(wanted)
+    assert len(ways) == size
+    best = [min(all_hierarchies(random_parts(3, seed)), key=lambda way: way.latency) for seed in range(9)]
+    assert len({len(way.chain) for way in best}) > 1  # so a plan is a choice
 
 
 def test_the_most_that_a_level_hands_up():
     """With all levels' rounds as long as they can be, over every amount that is there before."""
-    way, have = Hierarchy((0, 1, 2, 3), (2, 3, 4), 0.0), 2
+    way, have = Hierarchy((0, 1, 2, 3), (2, 3, 4), {1: 1.0}, 1.0), 2
     assert way.most(0) == 2
     for level, need in ((1, 3), (2, 4)):
         have = need - 1 + have + 1

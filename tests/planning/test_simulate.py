@@ -85,7 +85,7 @@ def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperat
     assert 1 < found.tau < TREE.depth + 1
 
 
-SLOW_FORMS = ("sum", "skip", "unfused")
+SLOW_FORMS = ("sum", "skip")
 FORMS = ["skip:1", *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS)]
 RUNS_IN_EVERY_ROUND = ("sum", "ahead")
 

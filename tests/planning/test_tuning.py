@@ -190,7 +190,7 @@ def test_forms_a_drafter_does_not_allow_are_no_candidates(params):
         return tuning._allowed(params.replace(drafter_config=config), None, None)
 
     forms = {way.reuse for way in allowed(params.drafter_config)}
-    assert forms == {"none", "sum", "skip", "unfused"}  # four steps are few for ahead
+    assert forms == {"none", "sum", "skip"}  # four steps are few for ahead
     deep = dataclasses.replace(params.drafter_config, num_steps=7)
     assert {way.tree.depth for way in allowed(deep) if way.reuse.startswith("ahead")} == {3}
     assert {way.reuse for way in allowed(toy.drafter_config(params.target_config, kind="eagle"))} == {"none"}

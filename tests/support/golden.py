@@ -22,7 +22,7 @@ from hsd_jax.arguments import Sampling
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
-from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
+from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.infer.tree import Grower
 from hsd_jax.lab.bench import prompts
 from hsd_jax.models.checkpoint import DEMO
@@ -102,8 +102,12 @@ def _drafted(models, state, root, noise, *rest):
         grower = Grower(p.tree, DrawScheme.ARBITRARY, vocab)
         tree = grower.grow_token_free(base + noise, added_by, RoundInputs(root, *rest), draft_to_target)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no distribution
-    read = read_tree(weights, p.drafter_config, tree.tokens, tree.parents, p.tree.depth)
-    logp = jax.nn.log_softmax(base[0, level] + token_bias(weights, p.drafter_config, read)[0])
+    added, read = inject(weights, p.drafter_config, tree.tokens, None)
+    for _ in range(p.tree.depth if read is not None else 0):  # each pass is right one level further down
+        parents = jnp.maximum(tree.parents, 0)[..., None]
+        above = jnp.where((tree.parents >= 0)[..., None], jnp.take_along_axis(read, parents, 1), 0.0)
+        added, read = inject(weights, p.drafter_config, tree.tokens, above)
+    logp = jax.nn.log_softmax(base[0, level] + added[0])
     drafted = jnp.arange(vocab) if draft_to_target is None else draft_to_target
     return tree, jnp.full((len(logp), vocab), -jnp.inf).at[:, drafted].set(logp)
 

@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax import request
-from hsd_jax.arguments import Row
 from hsd_jax.config import (
     AHEAD,
     FULL,
@@ -33,14 +31,13 @@ from hsd_jax.config import (
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
-from hsd_jax.drafters.table import DRAFTING_METHODS, pictures_of
+from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
@@ -49,11 +46,9 @@ from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
 from hsd_jax.params import Params
-from hsd_jax.planning.plan import Plan
-from hsd_jax.session import Session
 from hsd_jax.train.ngram import make_ngram
 from hsd_jax.types import DecodeState, Drafter, DrawScheme
-from support.calls import CAPACITY, MAX_TOKENS, Call, cut, generated, mixed_call
+from support.calls import Call, cut, generated, mixed_call
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
 from support.toy import VOCAB, drafter_config, make_drafter, make_small_lm, make_target, target_config
 
@@ -339,7 +334,6 @@ class Setup:
     drafter: Drafter | None
     models: dict[str, Any]
     decoder: Decoder
-    pictures: Pictures = Pictures()
 
     def decoder_with(self, rule=None, use_native: bool = True) -> Decoder:
         """Another decoder of the same pair; `rule` in place of the match rule."""
@@ -388,10 +382,8 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
         drafter = drafter_of(
             config, wanted, one.tree, scheme=scheme, **({"reuse": one.reuse} if one.is_trained else {})
         )
-    shows = one.tree is not None and one.oracle is None
-    pictures = pictures_of(config, wanted, one.tree, one.reuse) if shows else Pictures()
     models = {"target": target, "drafter": drafter_weights}
-    found = Setup(config, wanted, drafter, models, None, pictures)  # type: ignore
+    found = Setup(config, wanted, drafter, models, None)  # type: ignore
     return dataclasses.replace(found, decoder=found.decoder_with())
 
 
@@ -408,24 +400,6 @@ def params_of(proposer: str, variant: str = "llama", **options: Any) -> Params:
     """A pair of the table as users have it, with `options` of `Params`."""
     one = setup(variant, proposer)
     return Params(one.models["target"], one.models["drafter"], one.config, one.drafter_config, **options)
-
-
-def session_of(call: Call, setup: Setup, capacity: int = CAPACITY) -> Session:
-    """A session whose rows are those of the call, in caches of `capacity` slots, their prompts read."""
-    params = Params(
-        setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=MAX_TOKENS
-    )
-    plan = Plan(None if setup.drafter is None else TreeConfig.chain(setup.drafter.max_depth), reason="requested")
-    scheme = DrawScheme.COUPLED if setup.drafter is None else setup.drafter.scheme
-    found = request.Setup(setup.decoder, setup.models, None, plan, "match", scheme, None)
-    session = object.__new__(Session)
-    session._begin(params, found, call.batch, call.batch, None)
-    *_, limits, sampling = call.arrays()
-    session.rows = call.start(setup.decoder, setup.models, capacity), sampling, limits
-    settings = zip(call.temperature, call.top_k, call.top_p, call.seeds, strict=True)
-    for slot, (prompt, new, (*filters, seed)) in enumerate(zip(call.prompts, call.new_tokens, settings, strict=True)):
-        session._opened(Row(prompt.tolist(), new, *filters, (seed, 0), call.eos), slot).is_running = True
-    return session
 
 
 LONG = 60

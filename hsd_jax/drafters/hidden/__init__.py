@@ -8,7 +8,7 @@ from typing import Any
 
 from hsd_jax.config import RECURRENT, REUSES, TreeConfig, weights_of_trunk
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
+from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice
 from hsd_jax.drafters.hidden.parts import parts
 from hsd_jax.drafters.hidden.schedule import aged
 from hsd_jax.drafters.hidden.weights import begin_from, init_weights, inject, read_paths, token_bias
@@ -44,7 +44,7 @@ HIDDEN = DraftingMethod(
     hidden_drafter,
     planning_of_trained(drafting_seconds),
     Training(init_weights, unroll),
-    Inspection(parts, aged, pictures),
+    Inspection(parts, aged),
     token_information=TokenInformation(inject, read_paths, token_bias, begin_from),
     reuses=REUSES,
     lattice=lattice,

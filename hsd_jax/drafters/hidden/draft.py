@@ -14,20 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.parts import grow
-from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, spares_of, trunk_logits
-from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
-from hsd_jax.drafters.method import Pictures
-from hsd_jax.drafters.shared import logp_of_tokens
+from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, trunk_logits
+from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
-from hsd_jax.infer.tree import Grower, sharpness
-from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, SamplingParams, Verdict
+from hsd_jax.infer.tree import Grower
+from hsd_jax.types import Drafter, DrawScheme, ModelOutput, RoundInputs, Verdict
 
 
 def hidden_drafter(
@@ -51,7 +48,7 @@ def hidden_drafter(
     num_states = reuse.num_states(tree.depth, config.num_steps)
     levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
     grower = Grower(tree, scheme, config.vocab_size)
-    runs_every_round = reuse.form not in (SKIP, UNFUSED)
+    runs_every_round = reuse.form != SKIP
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
         levels, state = levels_of_round(models, state, inputs.live)
@@ -94,28 +91,3 @@ def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) 
         return fresh.logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state
 
     return levels
-
-
-def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:
-    """Data for pictures of the trees of `hidden_drafter`."""
-    levels_of_round = make_schedule(target_config, config, tree, reuse, reuse.num_states(tree.depth, config.num_steps))
-
-    def node_logp(models, state: TrunkState, drafted: DraftTree, sampling: SamplingParams):
-        levels, _ = levels_of_round(models, state)
-        return _logp_of_nodes(models["drafter"], config, levels.logits, drafted, sharpness(sampling.temperature))
-
-    def node_origins(state: TrunkState, drafted: DraftTree):
-        return reuse_lib.origins(reuse, spares_of(state), drafted, config.num_steps, tree.depth)
-
-    return Pictures(node_logp, None if reuse.form == NO_REUSE_FORM else node_origins)
-
-
-def _logp_of_nodes(
-    weights, config: HiddenConfig, logits: Float[Array, "B D C"], drafted: DraftTree, scale: Float[Array, "B"]
-) -> Float[Array, "B N"]:
-    """Log-probability of each node given its parent, 0 for the root."""
-    depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
-    read = read_tree(weights, config, drafted.tokens, drafted.parents, logits.shape[1])
-    added = token_bias(weights, config, cache_lib.take_nodes(read, jnp.maximum(drafted.parents, 0), axis=1))
-    scaled = scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added)
-    return logp_of_tokens(scaled, drafted, weights.get("draft_to_target"))

@@ -5,28 +5,22 @@ absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5 step 6). Only their
 needs nothing else of a state. This module uses neither trunks nor targets.
 
 Forms (`config.REUSES`), with K states per trunk run:
-    none     the trunk runs in every round, and spare states are dropped
-    sum      the base logits are added to the spare base logits of the same position
-    skip     a row with enough spare states drafts only from these; the trunk runs if some row has too few
-    ahead    the tree grows from the states of the last round, while the trunk runs for the next round
-    unfused  a round with fresh drafts and a round with drafts resampled from its spare states alternate
+    none   the trunk runs in every round, and spare states are dropped
+    sum    the base logits are added to the spare base logits of the same position
+    skip   a row with enough spare states drafts only from these; the trunk runs if some row has too few
+    ahead  the tree grows from the states of the last round, while the trunk runs for the next round
 """
 
 from __future__ import annotations
 
 import typing
-from typing import NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, UNFUSED, DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.types import DraftTree
-
-FRESH, KEPT, MIXED = range(3)
-"""The source of a drafted node: a state of this round's trunk run, a spare state of an earlier run, or both."""
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -72,45 +66,13 @@ def add(fresh: Float[Array, "B D C"], spares: Spares) -> Float[Array, "B D C"]:
 
 
 def enough_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
-    """The number of spare states with which a row needs no trunk run, under SKIP and UNFUSED."""
-    if reuse.form == UNFUSED:
-        return 1
+    """The number of spare states with which a row needs no trunk run, under SKIP."""
     return reuse.min_spares or min(depth, num_steps - 1)
 
 
 def needs_run(reuse: ReuseConfig, spares: Spares, depth: int, num_steps: int) -> Bool[Array, "B"]:
-    """Which rows have too few spare states to draft only from these, under SKIP and UNFUSED."""
+    """Which rows have too few spare states to draft only from these, under SKIP."""
     return spares.num < enough_spares(reuse, depth, num_steps)
-
-
-class Origins(NamedTuple):
-    """The sources of the nodes of each row's tree. Only pictures need them, and no decode computes them."""
-
-    nodes: Int[Array, "B N"]
-    """FRESH, KEPT or MIXED. The root and nodes that are not valid are FRESH."""
-    age: Int[Array, "B"]
-    """Tokens committed since the trunk run of the spare states; meaningless if every node is FRESH."""
-    has_own_run: Bool[Array, "B"]
-    """Whether the tree grew from a trunk run of its own round. True also for the first tree of AHEAD, which grew from
-    the run after prefill."""
-
-
-def origins(reuse: ReuseConfig, spares: Spares, drafted: DraftTree, num_steps: int, max_depth: int) -> Origins:
-    """The origins of a tree.
-
-    Args:
-      spares: the spare states of each row when the tree was grown.
-      num_steps: steps for which the drafter was trained.
-      max_depth: depth of its trees.
-    """
-    age = spares.logits.shape[1] - spares.num
-    if reuse.form == SUM:
-        has_own_run = jnp.ones(age.shape, bool)
-        nodes = jnp.where(drafted.depth <= spares.num[:, None], MIXED, FRESH)
-    else:
-        has_own_run = age == 0 if reuse.form == AHEAD else needs_run(reuse, spares, max_depth, num_steps)
-        nodes = jnp.broadcast_to(jnp.where(has_own_run, FRESH, KEPT)[:, None], drafted.depth.shape)
-    return Origins(jnp.where(drafted.valid & (drafted.depth > 0), nodes, FRESH), age, has_own_run)
 
 
 def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> None:
@@ -124,5 +86,5 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
     if form == SKIP and not 1 <= enough_spares(reuse, depth, trained) < trained:
         allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NO_REUSE_FORM
         raise ValueError(f"reuse={str(reuse)!r} with {trained} trained steps: allowed: {allowed}")
-    if form not in (NO_REUSE_FORM, SKIP, AHEAD) and depth < 2:
+    if form == SUM and depth < 2:
         raise ValueError(f"reuse={form!r} with TreeConfig.depth={depth}: allowed are depths of 2 and more")

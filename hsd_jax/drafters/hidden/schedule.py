@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.drafters.reading import joined
@@ -138,7 +138,7 @@ def make_schedule(
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_if_needed(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
-        """SKIP and UNFUSED: rows with enough spare states draft from these. The trunk runs if any other row needs it.
+        """SKIP: rows with enough spare states draft from these. The trunk runs if any other row needs it.
 
         A row with enough spare states uses them even if the trunk runs for another row. So the states that a row drafts
         from do not depend on the other rows. A finished row needs no run, so that the others do not wait for one.
@@ -159,11 +159,10 @@ def make_schedule(
             cache = cache_lib.commit(state.cache, kv, None, jnp.where(needs, state.num_pending, 0), after=logits)
         logits = jnp.where(needs[:, None, None], logits, old.logits)
         num = jnp.where(needs, num_states, old.num)
-        kept = jnp.where(needs, num, 0) if reuse.form == UNFUSED else num  # UNFUSED resamples from spare states once
         state = dataclasses.replace(
-            state, cache=cache, num_pending=jnp.where(needs, 0, state.num_pending), spares=Spares(logits, kept)
+            state, cache=cache, num_pending=jnp.where(needs, 0, state.num_pending), spares=Spares(logits, num)
         )
         return Forecast(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
 
-    schedules = {NO_REUSE_FORM: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
+    schedules = {NO_REUSE_FORM: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead}
     return schedules[reuse.form]

@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.host.distributed import fetch
 from hsd_jax.kernels.ops import matmul, rms_norm, take_rows
-from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.trunk import init_fusion, init_trunk
-from hsd_jax.types import NO_PARENT, Weights
+from hsd_jax.types import Weights
 
 
 def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
@@ -119,19 +118,3 @@ def read_paths(weights: Weights, config: HiddenConfig, paths: Int[Array, "... K"
     for k in range(1, paths.shape[-1]):
         read.append(read_token(weights, config, paths[..., k], read[-1]))
     return jnp.stack(read, -2)
-
-
-def read_tree(
-    weights: Weights, config: HiddenConfig, tokens: Int[Array, "B N"], parents: Int[Array, "B N"], num_levels: int
-) -> Float[Array, "B N r"]:
-    """The injector's state after each node of trees, computed for all nodes at once.
-
-    Args:
-      num_levels: levels of the trees below their roots.
-    """
-    read = read_token(weights, config, tokens)
-    if config.injection == PATH:
-        for _ in range(num_levels):
-            above = jnp.where((parents != NO_PARENT)[..., None], take_nodes(read, jnp.maximum(parents, 0), axis=1), 0.0)
-            read = read_token(weights, config, tokens, above)
-    return read

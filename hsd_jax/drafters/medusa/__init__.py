@@ -6,9 +6,9 @@ from typing import Any
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.config import MedusaConfig
-from hsd_jax.drafters.medusa.draft import lattice, medusa_drafter, pictures
+from hsd_jax.drafters.medusa.draft import lattice, medusa_drafter
 from hsd_jax.drafters.medusa.weights import init_weights, unroll
-from hsd_jax.drafters.method import DraftingMethod, Inspection, Training, planning_of_trained
+from hsd_jax.drafters.method import DraftingMethod, Training, planning_of_trained
 
 
 def drafting_seconds(model: Any, config: MedusaConfig, rows: int, tree: TreeConfig) -> float:
@@ -23,6 +23,5 @@ MEDUSA = DraftingMethod(
     medusa_drafter,
     planning_of_trained(drafting_seconds, has_score=False),
     Training(init_weights, unroll),
-    Inspection(pictures=pictures),
     lattice=lattice,
 )

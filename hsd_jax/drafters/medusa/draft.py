@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.weights import head_states
-from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.reading import last_feature
-from hsd_jax.drafters.shared import check_tree, logp_of_tokens
+from hsd_jax.drafters.shared import check_tree
 from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower
@@ -39,7 +38,6 @@ from hsd_jax.types import (
     DrawScheme,
     ModelOutput,
     RoundInputs,
-    SamplingParams,
     Verdict,
 )
 
@@ -176,16 +174,3 @@ def medusa_drafter(
         config.feature_layers,
         follow=commit,
     )
-
-
-def pictures(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:
-    """Data for pictures of the trees of `medusa_drafter`."""
-
-    levels = lattice(target_config, config, tree)
-
-    def node_logp(models, state: MedusaState, drafted: DraftTree, sampling: SamplingParams):
-        logits, _, _ = levels(models, state)
-        own = jnp.take_along_axis(logits, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
-        return logp_of_tokens(own, drafted, models["drafter"].get("draft_to_target"))
-
-    return Pictures(node_logp)

@@ -1,12 +1,8 @@
 """Finds which of several models should draft for which on this machine, and measures the result.
 
-1. The inputs are measured (`rounds.py`). c_i(T) is the time of a pass of model i over T drafts, plus the rest of its
-   round. a_ij is the probability that model j accepts a token of model i: 1 - E[TV] over text that model j
-   writes, taken as the same at every position. The tokens that rounds add are also counted position by position.
-2. The search of `planning/hierarchy.py` keeps the best hierarchies of every number of models by the formula. The replay
-   of their rounds decides: it chooses the best single drafter and the best stack.
-3. These two and plain decoding decode the prompts in turns. Any of them may be the fastest. Pairs of neighbours take
-   turns with them, and the printed prediction comes from their times.
+1. The parts of rounds are measured (`rounds.py`).
+2. `planning/hierarchy.py` predicts every stack from them. The best single drafter and the best stack are chosen.
+3. These two and plain decoding decode the prompts in turns. Any of them may be the fastest.
 """
 
 from __future__ import annotations
@@ -14,47 +10,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hsd_jax.arguments import encode
-from hsd_jax.config import LARGEST_TREE, TreeConfig
+from hsd_jax.config import LARGEST_TREE
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import method_of, parse
 from hsd_jax.lab.bench import rounds
 from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.prompts import Workload
-from hsd_jax.lab.bench.rounds import CALIBRATION, CALIBRATION_PROMPTS
-from hsd_jax.lab.bench.tables import say
+from hsd_jax.lab.bench.tables import make_console, make_table, say
 from hsd_jax.params import Params, stack
-from hsd_jax.planning.acceptance import acceptance_giving, mean
-from hsd_jax.planning.hierarchy import Edge, Hierarchy, RoundParts, fastest, plan_hierarchy, replayed
-from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
+from hsd_jax.planning.acceptance import mean
+from hsd_jax.planning.hierarchy import Hierarchy, RoundParts, all_hierarchies
+from hsd_jax.planning.measure import Mode, mode_record, time_modes
 from hsd_jax.planning.pearl import as_target
 from hsd_jax.planning.texts import write_texts
 from hsd_jax.request import Speculation
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 TARGET = "target"
-KEPT = 32
-"""Hierarchies of each number of models that the search keeps for the replay. On random models whose acceptance falls
-along the chain, the formula's first choice of four models took 4 % more time than the best one, the best of 8 took 1 %
-more and the best of 32 took 0.04 % more."""
-Part = tuple[int, int, int]
-"""A pair whose rounds are timed: the drafting model, the verifying model, and the number of drafts."""
+TIMED_PROMPTS = 4
+"""Prompts on which rounds of pairs are timed."""
 
 
 def stacked(params: Params, levels: Sequence[str]) -> Params:
-    """Models with the stack of --stack, given level by level from the largest model: "DIR" or "DIR@T", T tokens per
-    round.
-
-    Raises:
-      FileNotFoundError, ValueError: as `stack`, or if T is not a number.
-    """
+    """Models with the stack of --stack, level by level from the largest model: "DIR" or "DIR@T", T tokens per round."""
     for level in levels:
         where, at, length = level.rpartition("@")
         if at and not length.isdigit():
@@ -132,75 +118,14 @@ def mode_of(name: str, way: Hierarchy, folders: Sequence[str], load: Callable[[s
     return mode
 
 
-def rounds_of(runs: Runs, name: str) -> dict[str, Any]:
-    """Passes of each model except the smallest, the target's first, and the mean tokens a level hands up per round."""
-    stats = [result.stats for result in runs.results[name]]
-    counts = {kind: sum(one.drafter[kind] for one in stats) for kind in stats[0].drafter}  # by level
-    passes, tokens = ([n for kind, n in counts.items() if kind.startswith(what)] for what in ("passes", "tokens"))
-    passes = [sum(one.num_target_passes for one in stats), *passes]
-    return {"passes": passes, "handed_up": [n / max(of, 1) for n, of in zip(tokens, passes, strict=False)]}
+def chosen_of(parts: RoundParts) -> dict[str, Hierarchy]:
+    """Plain decoding, and the single drafter and the stack with the least predicted time per token."""
+    plain, *others = all_hierarchies(parts)
+    groups = {SINGLE: [way for way in others if len(way.chain) == 2], STACK: [way for way in others if way.chain[2:]]}
+    return {PLAIN: plain} | {name: min(some, key=lambda way: way.latency) for name, some in groups.items() if some}
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanInputs:
-    """The measured inputs of a plan."""
-
-    pair: Callable[[Model, Model], Params]
-    """As `paired`."""
-    models: list[Model]
-    """Drafters first, then models from the smallest to the target."""
-    costs: list[list[float]]
-    """For each model the seconds of rounds over 0, 1, ... drafts without drafting; for a drafter one number, the
-    seconds of a draft."""
-    acceptance: np.ndarray
-    longest: dict[Edge, int]
-    """The longest chain of every pair in which one model may draft for the other."""
-    parts: RoundParts
-
-    def candidates(self) -> dict[int, list[Hierarchy]]:
-        """The hierarchies that the search keeps, by number of models."""
-        return plan_hierarchy(self.costs, self.acceptance, self.longest, KEPT)
-
-
-def chosen_of(candidates: Mapping[int, Sequence[Hierarchy]], parts: RoundParts) -> dict[str, Hierarchy]:
-    """Plain decoding, and the single drafter and the stack that take the least time by the replay."""
-    stacks = [way for size, some in candidates.items() if size > 2 for way in some]
-    groups = {PLAIN: candidates[1], SINGLE: candidates.get(2), STACK: stacks}
-    return {name: fastest(some, parts) for name, some in groups.items() if some}
-
-
-def reach_of(models: Sequence[Model], max_length: int) -> int:
-    """The most drafts that a pass of a stack of all models and one drafter verifies.
-
-    Raises:
-      ValueError: if no tree is that deep.
-    """
-    has_drafter = any(one.alone is None for one in models)
-    levels = max(2, sum(one.alone is not None for one in models) + has_drafter)
-    if levels * max_length >= LARGEST_TREE:
-        raise ValueError(
-            f"--max-length {max_length}: with {levels} levels below the target, allowed are 1 to"
-            f" {(LARGEST_TREE - 1) // levels}"
-        )
-    return levels * max_length
-
-
-def in_order(
-    params: Params, models: Sequence[Model], context: int, reach: int
-) -> tuple[list[Model], list[list[float]]]:
-    """Drafters, then models from the cheapest to the target; and the seconds of their passes over 0 .. `reach` drafts.
-
-    A drafter has no passes. Its only number is set when its drafts are timed.
-    """
-    say("timing passes of every model")
-    drafters, small = [one for one in models if one.alone is None], [one for one in models if one.alone is not None]
-    *seconds, of_target = rounds.cost_tables([*(one.alone for one in small), params], context, reach)
-    order = sorted(range(len(small)), key=lambda i: seconds[i][0])
-    everything = [*drafters, *(small[i] for i in order), Model(TARGET, params)]
-    return everything, [*([0.0] for _ in drafters), *(seconds[i] for i in order), of_target]
-
-
-def plan_inputs(
+def measured_parts(
     params: Params,
     models: Sequence[Model],
     load: Callable[[str], Params],
@@ -208,77 +133,33 @@ def plan_inputs(
     work: Workload,
     temperature: float,
     max_length: int,
-) -> PlanInputs:
-    """Measures passes, rounds of pairs and acceptance. `ids` are prompts; for others see `measure_hierarchies`."""
-    num_tokens, pair, reach = work.max_new_tokens, functools.partial(paired, load=load), reach_of(models, max_length)
-    some = ids[:: max(1, len(ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
-    round_seconds = lambda pair, drafts: rounds.round_seconds(pair, some, num_tokens, drafts, temperature)  # noqa: E731
-    context = int(np.mean([len(row) for row in ids])) + num_tokens // 2
-    everything, passes = in_order(params, models, context, reach)
-    pairs = itertools.combinations(enumerate(everything), 2)
-    longest = {(i, j): max_length for (i, one), (j, other) in pairs if one.may_draft_for(other)}
-    texts = {}
-    for number in sorted({j for _, j in longest}):
-        say(f"text of {everything[number].folder}")
-        prompts = [np.asarray(row) for row in ids]
-        texts[number] = write_texts(everything[number].alone, prompts, num_tokens, temperature, work.seed)
-    acceptance, laws, besides, follow = np.eye(len(everything)), {}, {}, {}
-    of_models, of_drafters = ([e for e in longest if (everything[e[0]].alone is None) == x] for x in (False, True))
-    for i, j in of_models:
-        both = pair(everything[i], everything[j])
-        counts, acceptance[i, j] = rounds.count_accepted(both, texts[j], temperature)
-        laws[i, j] = rounds.laws_along(counts, texts[j], reach)
-        besides[i, j] = max(rounds.beyond_passes(passes, (i, j, CALIBRATION), round_seconds(both, CALIBRATION)), 0.0)
-    # The formula knows one cost of a model: that of rounds in which the next smaller one drafts.
-    costs = [[row[0], *(cost + besides.get((j - 1, j), 0.0) for cost in row[1:])] for j, row in enumerate(passes)]
-    timed = {}
-    for i, j in of_drafters:
-        both = pair(everything[i], everything[j])
-        longest[i, j] = length = min(max_length, method_of(both.drafter_config).planning.max_depth(both.drafter_config))
-        laws[i, j] = rounds.laws_of(both, texts[j], length, temperature)
-        acceptance[i, j] = acceptance_giving(mean(laws[i, j][-1]), length)
-        timed[i, j, length] = round_seconds(both, length)
-    for i in sorted({i for i, _ in of_drafters}):
-        own = [max(taken - costs[j][n], 0.0) / n for (k, j, n), taken in timed.items() if k == i]
-        passes[i] = costs[i] = [float(np.mean(own))]
-    besides |= {part[:2]: rounds.beyond_passes(passes, part, taken) for part, taken in timed.items()}
-    for i, j in longest:
-        if any(edge[0] == j for edge in longest):
-            say(f"timing how {everything[i].folder} follows {everything[j].folder}")
-            most = longest[i, j] if (i, j) in of_drafters else reach
-            follow[i, j] = rounds.follow_table(pair(everything[i], everything[j]), ids[0], longest[i, j], most)
-    return PlanInputs(pair, everything, costs, acceptance, longest, RoundParts(passes, laws, besides, follow))
+) -> tuple[list[str], RoundParts]:
+    """The names of drafters, then of models from the fastest to the target; and their rounds in pairs.
 
-
-def parts_of(table: PlanInputs, way: Hierarchy) -> list[Part]:
-    """The pairs whose rounds predict the rounds of a way.
-
-    A trained drafter and lookup make as many drafts as in the way, because their drafts are no passes. Other models
-    make CALIBRATION drafts.
+    `ids` are prompts; for the other arguments see `measure_hierarchies`.
     """
-    found = []
-    for level, (i, j) in enumerate(itertools.pairwise(way.chain)):
-        found.append((i, j, way.lengths[level] if table.models[i].alone is None else CALIBRATION))
-    return found
-
-
-def timed_parts(table: PlanInputs, way: Hierarchy, taken: Mapping[Part, float], pace: float) -> RoundParts:
-    """The parts of a way, with rounds that were timed in turns with plain decoding. The stack itself is not run.
-
-    Args:
-      taken: seconds of a round of each of `parts_of`.
-      pace: the time of a plain pass in that run, divided by its time when the passes were timed.
-    """
-    at_pace = lambda rows: [[pace * one for one in row] for row in rows]  # noqa: E731
-    passes, follow = at_pace(table.parts.passes), table.parts.follow
-    besides = {}
-    for part in parts_of(table, way):
-        rest = rounds.beyond_passes(passes, part, taken[part])
-        # A drafter was timed with the same number of drafts, so its round is exact, whatever a draft costs.
-        besides[part[:2]] = rest if table.models[part[0]].alone is None else max(rest, 0.0)
-    return table.parts._replace(
-        passes=passes, besides=besides, follow=dict(zip(follow, at_pace(follow.values()), strict=True))
-    )
+    num_tokens, some = work.max_new_tokens, ids[:: max(1, len(ids) // TIMED_PROMPTS)][:TIMED_PROMPTS]
+    taken = lambda one, drafts: rounds.round_seconds(one, some, num_tokens, drafts, temperature)  # noqa: E731
+    say("timing plain decoding of every model")
+    alone = {one.folder: taken(one.alone, [0])[0] for one in [*models, Model(TARGET, params)] if one.alone is not None}
+    everything = [*sorted(models, key=lambda one: alone.get(one.folder, 0.0)), Model(TARGET, params)]
+    parts = RoundParts({i: alone[one.folder] for i, one in enumerate(everything) if one.alone is not None}, {}, {}, {})
+    for j in parts.plain:
+        large, texts = everything[j], None
+        for i, small in enumerate(everything[:j]):
+            if not small.may_draft_for(large):
+                continue
+            say(f"{small.folder} drafting for {large.folder}")
+            if texts is None:
+                prompts = [np.asarray(row) for row in ids]
+                texts = write_texts(large.alone, prompts, num_tokens, temperature, work.seed)
+            pair, longest, most = paired(small, large, load), max_length, len(parts.plain) * max_length
+            if small.alone is None:  # nothing drafts for it, so it never hands up more
+                longest = most = min(max_length, method_of(pair.drafter_config).planning.max_depth(pair.drafter_config))
+            parts.longest[i, j] = longest
+            parts.laws[i, j] = rounds.laws_of(pair, texts, most, temperature)
+            parts.rounds[i, j] = rounds.round_table(functools.partial(taken, pair), most)
+    return [model.folder for model in everything], parts
 
 
 def measure_hierarchies(
@@ -295,24 +176,18 @@ def measure_hierarchies(
       folders: folders of small language models with the target's vocabulary, and of drafters that were trained for one
         of them or for the target; or lookup.
       load: returns the pair of the target and the model of a folder.
-    Raises:
-      FileNotFoundError, ValueError: naming the wrong model or prompt, before anything compiles.
     """
     models = read_models(params, folders, load)
-    reach_of(models, max_length)
+    largest = (LARGEST_TREE - 1) // (1 + sum(one.alone is not None for one in models))
+    if max_length > largest:
+        raise ValueError(f"--max-length {max_length}: with so many models, allowed are 1 to {largest}")
     found = work.read(params, work.prompts)
     ids = [list(map(int, row)) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
-    table = plan_inputs(params, models, load, ids, work, temperature, max_length)
-    names = [model.folder for model in table.models]
-    candidates = table.candidates()
-    chosen = chosen_of(candidates, table.parts)
+    names, parts = measured_parts(params, models, load, ids, work, temperature, max_length)
+    chosen = chosen_of(parts)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
-    timed = {}
-    for i, j, drafts in sorted({part for way in chosen.values() for part in parts_of(table, way)}):
-        pair = table.pair(table.models[i], table.models[j])
-        timed[i, j, drafts] = Mode(f"{drafts} of {i} for {j}", pair, Speculation(TreeConfig.chain(drafts)))
     runs = time_modes(
-        [*modes, *timed.values()],
+        modes,
         ids,
         max_new_tokens=work.max_new_tokens,
         temperature=temperature,
@@ -320,26 +195,20 @@ def measure_hierarchies(
         repeats=work.repeats,
         progress=lambda what, done, of: say(f"{what}, prompt {done + 1} of {of}") if done % 5 == 0 else None,
     )
-    taken = {part: rounds.seconds_a_round(mode, runs) for part, mode in timed.items()}
-    plain_seconds = rounds.seconds_a_round(modes[0], runs)
-    pace, rows = plain_seconds / table.parts.passes[-1][0], []
+    rows = []
     for mode, way in zip(modes, chosen.values(), strict=True):
-        record, cost = mode_record(mode, runs, PLAIN), replayed(timed_parts(table, way, taken, pace), way)
+        record = mode_record(mode, runs, PLAIN)
         rows.append(
             {
                 "way": mode.name,
-                "models": names,
                 "chain": way.chain,
                 "lengths": way.lengths,
                 "tree": None if way.tree is None else way.tree.name,
-                **chosen_by(table, way),
-                "predicted_seconds": cost.latency,
+                "predicted_seconds": way.latency,
                 "measured_seconds": 1.0 / record["tokens_per_second"]["median"],
-                "predicted_tau": cost.tau,
+                "predicted_tau": mean(way.adds),
                 "tau": record["tau"],
                 "same_text_as_plain": record["same_text_as_plain"],
-                **rounds_of(runs, mode.name),
-                "predicted_handed_up": cost.handed_up,
             }
         )
     return {
@@ -348,20 +217,51 @@ def measure_hierarchies(
         "temperature": temperature,
         "num_prompts": len(ids),
         "models": names,
-        "pass_seconds": table.parts.passes,
-        "costs": table.costs,
-        "acceptance": table.acceptance.tolist(),
-        "candidates": [
-            {"chain": way.chain, "lengths": way.lengths, **chosen_by(table, way)}
-            for _, some in sorted(candidates.items())
-            for way in some
+        "plain_seconds": [parts.plain.get(i) for i in range(len(names))],
+        "pairs": [
+            {"pair": edge, "round_seconds": taken[: parts.longest[edge] + 1], "accepted": parts.laws[edge][0].get(2, 0)}
+            for edge, taken in parts.rounds.items()
         ],
         "rows": rows,
-        "fastest_predicted": min(rows, key=lambda row: row["predicted_seconds"])["way"],
-        "fastest_measured": min(rows, key=lambda row: row["measured_seconds"])["way"],
     }
 
 
-def chosen_by(table: PlanInputs, way: Hierarchy) -> dict[str, float]:
-    """Seconds per token of a hierarchy by the formula of the search, and by the replay that decides."""
-    return {"formula_seconds": way.latency, "replayed_seconds": replayed(table.parts, way).latency}
+def print_record(record: dict[str, Any]) -> None:
+    """Prints the record of `measure_hierarchies`."""
+    console, names = make_console(), [f"{i}: {name}" for i, name in enumerate(record["models"])]
+    title = f"{record['num_prompts']} prompts, temperature {record['temperature']:g}"
+    table = make_table(title, 2, "model", "drafts for", "first draft accepted", "drafts", "ms a round")
+    for name, seconds in zip(names, record["plain_seconds"], strict=True):
+        if seconds is not None:
+            table.add_row(name, "", "", "0", f"{1e3 * seconds:.3f}")
+    for one in record["pairs"]:
+        (small, large), (_, *taken) = one["pair"], one["round_seconds"]
+        times = f"{1e3 * taken[0]:.3f} to {1e3 * taken[-1]:.3f}"
+        table.add_row(names[small], names[large], f"{one['accepted']:.3f}", f"1 to {len(taken)}", times)
+    console.print(table)
+    columns = "models", "lengths", "tau", "predicted", "ms per token", "predicted", "times plain", "predicted"
+    table = make_table("measured, and predicted from the rounds of pairs", 3, "way", *columns, "same text")
+    first = record["rows"][0]
+    for row in record["rows"]:
+        guess, seconds = row["predicted_seconds"], row["measured_seconds"]
+        chain, lengths = (" ".join(map(str, row[key])) for key in ("chain", "lengths"))
+        gain, promised = first["measured_seconds"] / seconds, first["predicted_seconds"] / guess
+        cells = f"{row['tau']:.2f}", f"{row['predicted_tau']:.2f}", f"{1e3 * seconds:.3f}", f"{1e3 * guess:.3f}"
+        cells = *cells, f"{gain:.2f}", f"{promised:.2f}", f"{row['same_text_as_plain']}/{record['num_prompts']}"
+        table.add_row(row["way"], chain, lengths, *cells)
+    console.print(table)
+    best = [min(record["rows"], key=lambda row, key=key: row[key]) for key in ("predicted_seconds", "measured_seconds")]
+    console.print(f"fastest by prediction: {best[0]['way']}; measured: {best[1]['way']}")
+    console.print(use_of(best[1], record["models"]))
+    console.print(record["command"], markup=False, highlight=False)
+
+
+def use_of(row: dict[str, Any], models: list[str]) -> str:
+    """The options that decode in this way."""
+    if not row["lengths"]:
+        return "decode without a drafter: none of these pays here"
+    below = [models[i] for i in row["chain"][:-1]]
+    most = list(itertools.accumulate(row["lengths"]))  # `Hierarchy.most`
+    levels = [f" --stack {where}@{t}" for where, t in zip(below[-2::-1], most[-2::-1], strict=True)]
+    depth = int(row["tree"].split("x")[1])
+    return f"decode with --drafter {below[-1]}{''.join(levels)} --nodes {depth + 1} --depth {depth} --width 1"

@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.drafters.method import Pictures
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.session import Session
@@ -34,20 +33,14 @@ class Round:
     depth: np.ndarray
     valid: np.ndarray
     logp: np.ndarray | None
-    """[N]: the drafter's log-probability of each node given its parent, 0 for the root; None if the drafter has
-    none."""
+    """[N]: log of the drafter's estimate that each node is accepted given its parent, from the score of the tree, or
+    the log-probability with which it was drawn. 0 for the root; None if the drafter has neither."""
     path: list[int]
     """Nodes of the accepted path, the root first."""
     next_token: int
     """The target's token after the accepted path."""
     emitted: list[int]
     """The committed tokens: the accepted drafts and `next_token`, cut at an end token and at the length limit."""
-    origins: np.ndarray | None = None
-    """[N]: FRESH, KEPT or MIXED (`reuse.py`), the states that each node was drafted from; None without reuse."""
-    spare_age: int = 0
-    """Tokens committed since the trunk pass of the reused states."""
-    has_own_run: bool = True
-    """Whether the trunk ran in this round before the tree was drafted."""
 
     @property
     def num_kept(self) -> int:
@@ -104,29 +97,17 @@ def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, see: C
     return decoder.compile(watched)
 
 
-def pictured(pictures: Pictures) -> Callable:
-    """Returns a `see` for pictures: the tree, the verdict, `logp` [B, N] and `Origins`.
-
-    `logp` is None for drafters that have no probabilities. `Origins` is None for drafters without reuse.
-    """
-
-    def see(models: dict, sampling: SamplingParams, state: DecodeState, judged: JudgedRound):
-        tree = judged.drafted
-        origins = None if pictures.node_origins is None else pictures.node_origins(state.drafter, tree)
-        return tree, judged.verdict, tree_logp(pictures, models, state, tree, sampling), origins
-
-    return see
+def see_tree(models: dict, sampling: SamplingParams, state: DecodeState, judged: JudgedRound):
+    """A `see` for pictures: the tree, the verdict, and `Round.logp` of every row."""
+    return judged.drafted, judged.verdict, tree_logp(judged.drafted)
 
 
-def tree_logp(
-    pictures: Pictures, models: dict, state: DecodeState, tree: DraftTree, sampling: SamplingParams
-) -> Float[Array, "B N"] | None:
-    """Log-probability of each node given its parent, in the distribution from which the tree was drafted; None:
-    unknown."""
+def tree_logp(tree: DraftTree) -> Float[Array, "B N"] | None:
+    """`Round.logp` of every row of a tree."""
+    parents = jnp.maximum(tree.parents, 0)
     if tree.draft_logp is None:
-        return None if pictures.node_logp is None else pictures.node_logp(models, state.drafter, tree, sampling)
-    parents = jnp.maximum(tree.parents, 0)[:, :, None]
-    distributions = jnp.take_along_axis(tree.draft_logp, parents, 1)
+        return None if tree.score is None else tree.score - jnp.take_along_axis(tree.score, parents, 1)
+    distributions = jnp.take_along_axis(tree.draft_logp, parents[:, :, None], 1)
     return jnp.where(tree.depth > 0, jnp.take_along_axis(distributions, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)
 
 
@@ -154,7 +135,6 @@ def replay(
     session: Session,
     config: ModelConfig,
     rule: AcceptRule,
-    pictures: Pictures,
     watched: Callable | None = None,
 ) -> list[Round]:
     """Decodes the first row of a session to its end, round by round. The session cannot be used afterwards.
@@ -162,12 +142,11 @@ def replay(
     Args:
       session: a session of `prepare` with a drafter, of which nothing was taken yet.
       rule: the rule of the decoder's step.
-      pictures: the `Pictures` of the decoder's drafter.
       watched: a `watched_step` of these arguments, so that several texts can share one program; None: it is made here.
     """
-    watched = watched or watched_step(session.setup.decoder, config, rule, pictured(pictures))
+    watched = watched or watched_step(session.setup.decoder, config, rule, see_tree)
     rounds = []
-    for tree, verdict, logp, origins in watched_rounds(session, watched):
+    for tree, verdict, logp in watched_rounds(session, watched):
         taken, num_accepted = session.take(0), int(np.asarray(verdict.num_accepted)[0])
         rounds.append(
             Round(
@@ -179,9 +158,6 @@ def replay(
                 path=np.asarray(verdict.path)[0, : num_accepted + 1].tolist(),
                 next_token=int(np.asarray(verdict.next_token)[0]),
                 emitted=taken.tokens.tolist(),
-                origins=None if origins is None else np.asarray(origins.nodes)[0],
-                spare_age=0 if origins is None else int(np.asarray(origins.age)[0]),
-                has_own_run=origins is None or bool(np.asarray(origins.has_own_run)[0]),
             )
         )
         if taken.finish_reason is not None:

@@ -1,1 +1,1 @@
-"""Pictures of a decode, round by round, and plots of measurements."""
+"""Pictures of a decode, round by round."""

@@ -1,51 +1,70 @@
-"""Makes the page of one decode: every draft tree, the accepted paths, and the tokens of each pass.
+"""The page of `hsd show`: every draft tree of one decode, the accepted paths, and the tokens of each pass.
 
-The prompt is decoded twice: with `decode`, and round by round with `lab/bench/replay.py`, whose trees are drawn. Read
-next: `layout.py`, then `html.py` and `png.py`.
+The prompt is decoded twice: with `decode`, and round by round with `replay`, whose trees are drawn. The page is one
+file that loads nothing. It is also well-formed XML, so that a test can read it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import math
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+
+import jinja2
+import numpy as np
 
 from hsd_jax import api
-from hsd_jax.api import DecodeResult
 from hsd_jax.arguments import encode
-from hsd_jax.config import ReuseConfig
-from hsd_jax.drafters.table import pictures_of
 from hsd_jax.lab.bench.replay import Round, replay
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.lab.viz.layout import Drawing, draw, visible
 from hsd_jax.request import records, rule_and_scheme
 from hsd_jax.session import prepare
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
 
 CONTEXT = 16
 """Number of tokens that are decoded before a token to get its text, which may depend on them."""
+KINDS = {
+    "root": "last token so far",
+    "accepted": "draft, accepted",
+    "rejected": "draft, rejected",
+    "cut": "accepted, after the end",
+    "target": "token of the target",
+}
+"""The kinds of nodes, with their text in the legend. `page.html.jinja` has the colours of each kind."""
+SHOWN = {" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5"}
+"""The characters that replace white space in a label."""
+
+
+@dataclasses.dataclass
+class Node:
+    """A node of a drawn tree. `note` is its probability."""
+
+    kind: str
+    text: str
+    note: str = ""
+    children: list[Node] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
-class PageToken:
-    """One token of the text. `origin` says where it comes from.
-
-    `text` is empty inside a UTF-8 character and for a special token. `mark` is the spelling of a special token.
-    """
+class Piece:
+    """One token of the text. `text` is empty inside a UTF-8 character. `mark` is the spelling of a special token."""
 
     text: str
     token: int
-    origin: str
+    is_draft: bool
     mark: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """Everything that a picture shows. `pieces` has all rounds; `drawings` may have only the first ones."""
+    """Everything that the page shows. `pieces` has all rounds; `trees` may have only the first ones."""
 
     facts: dict[str, str]
     prompt: str
-    pieces: list[list[PageToken]]
-    drawings: list[Drawing]
+    pieces: list[list[Piece]]
+    trees: list[Node]
     command: str
 
     @property
@@ -54,62 +73,75 @@ class Page:
         counts = [len(pieces) for pieces in self.pieces]
         return {count: counts.count(count) for count in range(1, max(counts, default=0) + 1)}
 
-    def first(self, num_rounds: int | None) -> Page:
-        """The same page with only the trees of the first rounds; None: all."""
-        return dataclasses.replace(self, drawings=self.drawings[:num_rounds])
 
-
-def make_page(params, prompt, settings: dict, command: str) -> Page:
+def make_page(params, prompt, settings: dict, command: str, max_rounds: int | None = None) -> Page:
     """Decodes `prompt` with the settings of `decode`, once at full speed and once round by round."""
     out = api.decode(params, prompt, **settings)
     with prepare(params, prompt, *records(settings)) as session:
-        reuse = ReuseConfig.parse(session.plan.reuse)
-        pictures = pictures_of(params.target_config, params.drafter_config, settings["tree"], reuse)
-        rounds = replay(session, params.target_config, session.setup.accept_rule, pictures)
-    ids = encode(params, prompt)[0]
-    shown = [token for drafted in rounds for token in drafted.emitted]
-    if shown != out.tokens[0].tolist():
+        rounds = replay(session, params.target_config, session.setup.accept_rule)
+    ids, tokenizer = encode(params, prompt)[0], params.tokenizer
+    if [token for drafted in rounds for token in drafted.emitted] != out.tokens[0].tolist():
         say(
             "the picture shows another text than decode gave, because two logits nearly tie on this device;"
             " use --precision exact to avoid this"
         )
-    drawings, text = [], list(ids)
-    for drafted in rounds:
-        labels, next_label = _labels(params.tokenizer, text, drafted)
-        drawings.append(draw(drafted, labels, next_label))
+    trees, text = [], list(ids)
+    for drafted in rounds[:max_rounds]:
+        trees.append(tree_of(drafted, text, functools.partial(label_of, tokenizer)))
         text += drafted.emitted
-    prompt_text = "".join(f"{token} " for token in ids) if params.tokenizer is None else params.tokenizer.decode(ids)
-    return Page(_facts(out, rounds, settings), prompt_text, _pieces(params.tokenizer, ids, rounds), drawings, command)
+    written = "".join(f"{token} " for token in ids) if tokenizer is None else tokenizer.decode(ids)
+    return Page(_facts(rounds, settings), written, _pieces(tokenizer, ids, rounds), trees, command)
 
 
-def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[str, str]:
+def _facts(rounds: Sequence[Round], settings: dict) -> dict[str, str]:
     num_tokens = sum(len(drafted.emitted) for drafted in rounds)
-    scheme = rule_and_scheme(settings["accept"], settings["draw"])[1].value
-    lossy = f" (lossy {settings['lossy']})" if settings.get("lossy") else ""
-    filters = [f"{name} {settings[name]:g}" for name in ("top_k", "top_p") if settings[name] is not None]
-    sampled = [f"temperature {settings['temperature']:g}", *filters, f"seed {settings['seed']}"]
+    scheme = rule_and_scheme(settings["accept"], settings["draw"])[1].value.replace("_", " ")
+    of_text = [f"{name} {settings[name]:g}" for name in ("temperature", "top_k", "top_p", "seed") if settings[name]]
     return {
         "tokens": str(num_tokens),
         "target passes": str(len(rounds)),
         "tau": f"{num_tokens / max(len(rounds), 1):.2f}",
         "tree": settings["tree"].description,
-        "rule": f"{settings['accept']}{lossy}, drafts {scheme.replace('_', ' ')}",
-        **({} if settings["reuse"] == "none" else {"reuse": settings["reuse"]}),
-        "text": ", ".join(sampled) if settings["temperature"] else "greedy",
+        "rule": f"{settings['accept']}, drafts {scheme}",
+        **{name: settings[name] for name in ("reuse", "lossy") if settings.get(name) not in (None, "none")},
+        "text": ", ".join(of_text) if settings["temperature"] else "greedy",
     }
 
 
-def _labels(tokenizer: Tokenizer | None, text: Sequence[int], drafted: Round) -> tuple[list[str], str]:
-    """Visible text of every node of a round, and of the target's token. `text` holds the tokens up to the root."""
-    before: dict[int, list[int]] = {0: list(text[-CONTEXT:-1])}
-    labels = []
-    for node, token in enumerate(drafted.tokens.tolist()):
-        if node:  # parents come first
-            parent = int(drafted.parents[node])
-            before[node] = [*before.get(parent, []), int(drafted.tokens[parent])] if drafted.valid[node] else []
-        labels.append(label_of(tokenizer, before[node], token))
-    end = drafted.path[-1]
-    return labels, label_of(tokenizer, [*before[end], int(drafted.tokens[end])], drafted.next_token)
+def tree_of(drafted: Round, text: Sequence[int], label: Callable[[list[int], int], str]) -> Node:
+    """The tree of a round. The path of the text is the first child of each of its nodes.
+
+    Args:
+      text: the tokens up to the root.
+      label: `label(before, token)`: visible text of a token after others.
+    """
+    tokens, before = drafted.tokens.tolist(), {0: list(text[-CONTEXT:-1])}
+    nodes = {0: Node("root", label(before[0], tokens[0]))}
+    for index in np.flatnonzero(drafted.valid)[1:].tolist():  # parents come first
+        parent, kind, note = int(drafted.parents[index]), "rejected", ""
+        if index in drafted.path:
+            kind = "accepted" if drafted.path.index(index) <= drafted.num_kept else "cut"
+        if drafted.logp is not None:
+            share = math.exp(drafted.logp[index])
+            note = f"{share:.0%}" if share >= 0.0095 else "<1%"
+        before[index] = [*before[parent], tokens[parent]]
+        nodes[index] = Node(kind, label(before[index], tokens[index]), note)
+        siblings = nodes[parent].children
+        siblings.insert(0 if index in drafted.path else len(siblings), nodes[index])
+    if drafted.has_next:
+        end = drafted.path[-1]
+        nodes[end].children.insert(0, Node("target", label([*before[end], tokens[end]], drafted.next_token)))
+    return nodes[0]
+
+
+def steps(tree: Node) -> Iterator[Node | None]:
+    """Every node before its children, and None after them. A chain may be too deep for a recursion."""
+    waiting: list[Node | None] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if node is not None:
+            waiting += [None, *reversed(node.children)]
 
 
 def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> str:
@@ -117,13 +149,24 @@ def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> 
     if tokenizer is None:
         return str(token)
     text = IncrementalDecoder(tokenizer, before).push([token], is_last=True)
-    return visible(tokenizer.spelling(token) if not text or UNFINISHED in text else text)
+    text = tokenizer.spelling(token) if not text or UNFINISHED in text else text
+    return escaped("".join(SHOWN.get(c, c) for c in text), str.isprintable)
 
 
-def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence[Round]) -> list[list[PageToken]]:
+def escaped(text: str, is_kept: Callable[[str], bool]) -> str:
+    """The text with the characters that are not kept as Python writes them."""
+    return "".join(c if is_kept(c) else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def legal(text: str) -> str:
+    """Text without the characters that HTML may not hold: controls and lone surrogates."""
+    return escaped(text, lambda c: c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cs"))
+
+
+def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence[Round]) -> list[list[Piece]]:
     """The tokens of each round. Their joined texts are the text of `decode`."""
     decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt)
-    pieces: list[list[PageToken]] = []
+    pieces: list[list[Piece]] = []
     for index, drafted in enumerate(rounds):
         pieces.append([])
         for place, token in enumerate(drafted.emitted):
@@ -131,7 +174,15 @@ def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence
             text, mark = f"{token} ", ""
             if tokenizer is not None and decoder is not None:
                 text = decoder.push([token], is_last)
-                mark = visible(tokenizer.spelling(token)) if not tokenizer.decode([token]) else ""
-            origin = f"drafted at depth {place + 1}" if place < drafted.num_kept else "from the target"
-            pieces[-1].append(PageToken(text, token, origin, mark))
+                mark = "" if tokenizer.decode([token]) else label_of(tokenizer, [], token)
+            pieces[-1].append(Piece(text, token, place < drafted.num_kept, mark))
     return pieces
+
+
+def render(page: Page) -> str:
+    """The page as HTML."""
+    loader = jinja2.PackageLoader("hsd_jax.lab", "viz")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["legal"] = legal
+    template = environment.get_template("page.html.jinja")
+    return template.render(page=page, kinds=KINDS, steps=steps, most=max(page.rounds_by_count, default=1))
