@@ -18,7 +18,6 @@ from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels.native import traced_platform
-from hsd_jax.lab.random_models import random_weights
 from hsd_jax.models import packing
 from hsd_jax.models.cache import cache_dtype
 from hsd_jax.models.target import init_target

@@ -30,9 +30,9 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax.arguments import Sampling
+from hsd_jax.cli.compile import read_target
 from hsd_jax.host.distributed import fetch
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.targets import read_target
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target

@@ -41,7 +41,7 @@ INFER_LAYERS = [
     "plain rows",
     "decode",
 ]
-LAB_LAYERS = ["theory random_models targets", "bench", "aot", "viz"]
+LAB_LAYERS = ["theory", "bench", "viz"]
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

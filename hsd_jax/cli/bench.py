@@ -48,7 +48,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     options.add_json_argument(parser)
     options.add_plot_argument(parser)
     more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
-    for add in (_add_tasks, _add_sizes, _add_compare, _add_ablate, _add_budget, scored.add_rescore, scored.add_recall):
+    for add in (_add_tasks, _add_compare, _add_ablate, _add_budget, scored.add_rescore, scored.add_recall):
         add(more)
 
 
@@ -322,40 +322,3 @@ def run_tasks(args: argparse.Namespace) -> int:
         record = made.run(args.out / "tasks.json")
         tables, foot = list(tasks.tables_of(record)), tasks.texts_of(record)
         return _finish(args, "tasks", record, tables, plots.plot_tasks, tasks.NOTE, foot=foot)
-
-
-def _add_sizes(commands) -> None:
-    parser = options.add_command(
-        commands,
-        "sizes",
-        run_sizes,
-        "time passes over 1 to 32 rows, for models of 19 million to 3 billion weights",
-        "Time passes over several rows, and drafting, for models with random weights. They have the shapes of the\n"
-        "bundled pair, of SmolLM2 and of public models. The tables also give the rates at which this processor\n"
-        "reads and multiplies, and the tokens per second that a given tau would mean. Nothing is downloaded. The\n"
-        "model with 3 billion weights needs 8 GB of memory.",
-        """
-hsd bench sizes --out runs/sizes
-hsd bench sizes --shapes smollm2 llama-3.2-1b --rows 1,8 --out runs/sizes
-""",
-    )
-    from hsd_jax.lab.targets import known_targets
-
-    what = f"demo, smollm2, a config.json, or {', '.join(known_targets())}"
-    add_value(
-        parser, "--shapes NAME", str, what, without="demo, smollm2 and models of up to 3 billion weights", nargs="+"
-    )
-    add_value(parser, "--rows N,...", options.numbers(COUNT), "rows of a pass", without="1,2,4,8,16,32")
-    add_value(parser, "--taus T,...", options.numbers(options.POSITIVE), "tokens per pass", without="1.5,2,3,4")
-    _add_out_argument(parser, "sizes", " and .md")
-
-
-def run_sizes(args: argparse.Namespace) -> int:
-    """Measures models of several sizes."""
-    from hsd_jax.lab.bench import experiment, report, sizes
-
-    names, rows, taus = args.shapes or sizes.SHAPES, args.rows or sizes.ROWS, args.taus or sizes.TAUS
-    with experiment.alone_in(args.out, shapes=names, rows=rows, taus=taus):
-        record = sizes.run(names, rows, taus, args.out / "sizes.json")
-        report.write_pages(list(sizes.tables_of(record)), [sizes.NOTE], args.out, "sizes")
-    return 0
