@@ -154,8 +154,8 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
         both = [init_target(key, job.target), init_drafter(key, job.drafter)]
         if num is not None:  # the rows of the head that `draft_vocab.attach` copies
             both[1] |= {"draft_to_target": jnp.zeros(num, jnp.int32), "head": jnp.zeros((num, job.target.hidden_size))}
-        both = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, both)
-        return arranged(Params(*both, job.target, job.drafter), on)
+        target, own = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, both)
+        return arranged(Params(target, own, job.target, job.drafter), on)
 
     def weights(shapes: Any, config: Any) -> Any:
         return sharding.placed(shapes, sharding.weight_shardings(mesh, shapes, *sharding.heads_of(config)))

@@ -86,8 +86,8 @@ def test_the_command_says_what_the_compiler_says(on_cpu, tmp_path, monkeypatch, 
     plain = record["programs"]["plain"]
     assert record["slots"] == 1024 and plain["fits"] and plain["device GB"] == 17.18
     assert plain["collectives"]["all-reduce"] >= 2 * TINY.num_layers + 1 and "all-reduce" in capsys.readouterr().out
-    function, arguments, sizes = aot.decode_program(JOB, aot.PLAIN, cpu_mesh(2))
-    held = sum(np.prod(x.sharding.shard_shape(x.shape)) * 2 for x in jax.tree.leaves(arguments[0]))
+    _, (models, *_), _ = aot.decode_program(JOB, aot.PLAIN, cpu_mesh(2))
+    held = sum(np.prod(x.sharding.shard_shape(x.shape)) * 2 for x in jax.tree.leaves(models))
     assert held / 1e9 <= plain["arguments GB"] + 0.001  # rounded
     monkeypatch.setitem(aot.TPUS, "v5e", (100_000, "1x1"))
     assert hsd(*call) == 1
