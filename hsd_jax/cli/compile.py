@@ -51,27 +51,27 @@ ALLOWED = f"{', '.join(GPUS)}, or N of them (h100:2); {', '.join(TPUS)}, or a sl
 
 
 class Devices(NamedTuple):
-    """A number of devices of one kind."""
+    """Devices of one kind: the bytes of each, their number, and how they are described to jax's compilers."""
 
     platform: str
     memory: int
-    """Bytes of one device."""
     count: int
-    topology: dict[str, str]
-    """Describes them to jax's compilers."""
+    topology: dict[str, Any]
 
 
 def parse_devices(name: str) -> Devices:
     """The devices of a name: "h100", "h100:2" or, for a slice of a TPU, "v5e:2x4"."""
     kind, _, layout = name.partition(":")
     if kind in GPUS and re.fullmatch("[1-9]?", layout):
-        topology = {"platform": "cuda", "target_config": _GPU.format(*GPUS[kind]), "topology": f"1x1x{layout or 1}"}
-        return Devices("gpu", GPUS[kind][0], int(layout or 1), topology)
+        where = dict(platform="cuda", target_config=_GPU.format(*GPUS[kind]), topology=f"1x1x{layout or 1}")
+        return Devices("gpu", GPUS[kind][0], int(layout or 1), where)
     if kind not in TPUS or not re.fullmatch(r"(\d+(x\d+)+)?", layout):
         raise ValueError(f"device={shown(name)}: allowed are {ALLOWED}")
-    memory, smallest = TPUS[kind]
-    topology = {"platform": "tpu", "topology_name": f"{kind}:{layout or smallest}"}
-    return Devices("tpu", memory, math.prod(map(int, (layout or smallest).split("x"))), topology)
+    layout = layout or TPUS[kind][1]
+    topology: dict[str, Any] = dict(platform="tpu", topology_name=f"{kind}:{layout}")
+    if layout == "1x1":
+        topology["chips_per_host_bounds"] = [1, 1, 1]  # a host has four unless told
+    return Devices("tpu", TPUS[kind][0], math.prod(map(int, layout.split("x"))), topology)
 
 
 def prepare_process() -> None:
