@@ -1,26 +1,29 @@
-"""For `accelerator.py`: random targets made on the device, a drafter that replays the text, and decodes with them."""
+"""For `accelerator.py`: random models made on the device, a drafter that replays the text, and decodes with them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hsd_jax.cli.compile import usual_drafter
 from hsd_jax.config import ModelConfig, RopeConfig, TreeConfig
+from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.decode import UNBOUNDED, Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels.native import traced_platform
-from hsd_jax.lab.random_models import random_weights
 from hsd_jax.models import packing
 from hsd_jax.models.cache import cache_dtype
+from hsd_jax.models.draft_vocab import attach
 from hsd_jax.models.target import init_target
 from hsd_jax.types import (
     NO_TOKEN,
@@ -47,18 +50,55 @@ ROOM = 16
 """Free slots after the last token of a row, for the entries that a round may write."""
 
 
-def random_target(config: ModelConfig, is_certain: bool = True) -> Weights:
-    """Random weights of a target, arranged as the device multiplies them fastest.
+def random_weights(init: Callable, config: Any, seed: int = 0) -> Weights:
+    """Random bfloat16 weights with the shapes of `init(key, config)`, made on the device one array at a time.
 
-    Args:
-      is_certain: the text is fixed by construction and never a near tie, so it is the same in any arithmetic. A token
-        is followed by itself (tied embeddings) or by the next token of the vocabulary. False: an ordinary random
-        model, whose logits are nearly equal; its embeddings must not be tied.
+    The embedding is larger than what the layers add to it.
+    """
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    num_layers = getattr(config, "num_layers", 1)
+
+    def one(path: tuple, leaf: Any) -> jax.Array:
+        names = [part.key for part in path]
+        if leaf.ndim == 1:
+            return jnp.ones(leaf.shape, jnp.bfloat16)
+        scale = 1.0 if names[-1] == "embedding" else leaf.shape[-1] ** -0.5
+        if names[-2:-1] in (["o"], ["down"]):
+            scale *= (2 * num_layers) ** -0.5
+        nonlocal seed
+        seed += 1
+        return _normal(jax.random.key(seed), leaf.shape, scale)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(scale, jnp.bfloat16)
+
+
+def _arranged(weights: Weights, config: Any) -> Weights:
+    """As the device multiplies them fastest."""
+    return packing.arranged(weights, config, packs=traced_platform() != "cpu")[0]
+
+
+def random_target(config: ModelConfig) -> Weights:
+    """Random weights of a target whose text is fixed by construction and never a near tie, in any arithmetic.
+
+    A token is followed by itself (tied embeddings) or by the next token of the vocabulary.
     """
     weights = random_weights(init_target, config)
-    if is_certain and not config.tie_embeddings:
+    if not config.tie_embeddings:
         weights["head"] = jnp.roll(weights["embedding"], 1, 0)
-    return packing.arranged(weights, config, packs=traced_platform() != "cpu")[0]
+    return _arranged(weights, config)
+
+
+def random_drafter(config: ModelConfig, target: Weights, depth: int) -> tuple[Any, Weights]:
+    """The configuration `usual_drafter` of a target, and random weights for it."""
+    own = usual_drafter(config, depth)
+    assert own.reduced_vocab_size is not None
+    ids = jnp.arange(own.reduced_vocab_size, dtype=jnp.int32)
+    return own, _arranged(attach(random_weights(init_drafter, own, seed=1000), ids, target, config), own)
 
 
 def replaying(depth: int, vocab_size: int, working: Drafter | None = None) -> Drafter:
@@ -144,14 +184,9 @@ def start(
     prompts: Sequence[Sequence[int]],
     new: int,
     drafter: Drafter | None = None,
-    pad_rows: int = 1,
 ) -> Decode:
-    """Prefills the prompts for a decode of `new` tokens each.
-
-    Args:
-      drafter: drafts chains. None: plain decoding, in passes of `pad_rows` rows.
-    """
-    step = make_plain_step(config, pad_rows)
+    """Prefills the prompts for a decode of `new` tokens each. The drafter drafts chains; None is plain decoding."""
+    step = make_plain_step(config)
     if drafter is not None:
         step = make_step(config, drafter, make_rule("match", TreeConfig.chain(drafter.max_depth)))
     decoder = Decoder(config, step, drafter, cache_dtype(models["target"]["embedding"].dtype))

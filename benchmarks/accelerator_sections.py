@@ -1,48 +1,34 @@
-"""The sections of `accelerator.py`: each yields named items that return table rows. Next: `accelerator_rows.py`."""
+"""The sections of `accelerator.py`: each yields named items that return table rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from accelerator_models import (
-    TARGETS,
-    random_target,
-    replay_table,
-    replaying,
-    start,
-)
-from accelerator_rows import (
-    attention_rows,
-    bytes_of_pass,
-    differing,
-    gigabytes,
-    interleaved,
-    noise,
-    pass_timer,
-    prefill_row,
-    traced,
-    training_row,
-    wall,
-)
+from accelerator_models import TARGETS, random_drafter, random_target, replay_table, replaying, start
 from jax import lax
 
-import hsd_jax
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.kernels.attention import BACKENDS
-from hsd_jax.kernels.check import differences
+from hsd_jax.kernels import ops
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.profile import profile_round
-from hsd_jax.lab.bench.prompts import demo_prompts
-from hsd_jax.lab.random_models import random_drafter
-from hsd_jax.models.cache import cache_dtype
+from hsd_jax.lab.bench.profile import profile_mode
+from hsd_jax.models.cache import cache_dtype, empty_cache, layer_slots
+from hsd_jax.models.target import causal_mask, forward
+from hsd_jax.params import Params
+from hsd_jax.planning.measure import Mode
+from hsd_jax.planning.timing import interleaved_medians, loop_timer
+from hsd_jax.request import Speculation
+from hsd_jax.types import Weights
 
 DEPTH = 7
 """Drafts of a chain, which has 8 nodes with its root."""
@@ -61,47 +47,20 @@ class Sizes:
     matmul: int = 8192
     batches: tuple[int, ...] = (1, 4, 16)
     nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    prefixes: tuple[int, ...] = (512, 4096, 32_768)
-    queries: tuple[int, ...] = (1, 8, 64)
-    """Numbers of nodes for which attention is measured."""
     prompt: int = 512
     new: int = 256
     acceptance: tuple[float, ...] = (0.6, 0.8, 0.9)
-    prompts: tuple[int, ...] = (1024, 4096, 16_384, 32_768)
-    training: tuple[tuple[int, int], ...] = ((1, 1024), (4, 2048))
-    """(rows, tokens per row) of a step."""
-    texts: tuple[str, ...] = ("1B", "demo")
-    """Targets whose texts are compared."""
-    num_texts: int = 8
     repeats: int = 5
     iterations: int = 10
 
 
-TINY = Sizes(
-    targets=("toy",),
-    num_bytes=2**20,
-    matmul=64,
-    batches=(2,),
-    nodes=(1, 4),
-    prefixes=(64,),
-    queries=(3,),
-    prompt=64,
-    new=16,
-    acceptance=(0.8,),
-    prompts=(256,),
-    training=((2, 32),),
-    texts=("toy",),
-    num_texts=2,
-    repeats=2,
-    iterations=2,
-)
+TINY = Sizes(("toy",), 2**20, 64, (2,), (1, 4), 64, 16, (0.8,), 2, 2)
 
 
 @functools.lru_cache(maxsize=1)
-def target(name: str, is_certain: bool = True) -> tuple[Any, Any]:
+def target(name: str) -> tuple[ModelConfig, Weights]:
     """Configuration and weights of `random_target`. The last one is cached."""
-    config = TARGETS[name] if is_certain else dataclasses.replace(TARGETS[name], tie_embeddings=False)
-    return config, random_target(config, is_certain)
+    return TARGETS[name], random_target(TARGETS[name])
 
 
 def random_pair(name: str) -> tuple[Any, dict[str, Any], Any, Any]:
@@ -117,39 +76,40 @@ def prompts(config: Any, rows: int, length: int) -> Any:
     return np.random.default_rng(0).integers(0, config.vocab_size, (rows, length))
 
 
+def wall(run: Callable, *args: Any) -> float:
+    """Seconds until all results of `run` are computed."""
+    begun = time.perf_counter()
+    jax.block_until_ready(run(*args))
+    return time.perf_counter() - begun
+
+
 def device(sizes: Sizes, record: Row) -> Iterator[Item]:
     """The machine, and the bandwidth and arithmetic that a simple loop reaches on it."""
     loops = sizes.iterations
 
-    def timed(body: Callable, *arrays: Any) -> Row:
+    def timed(body: Callable, *arrays: Any) -> float:
         run = jax.jit(lambda *given: lax.fori_loop(0, loops, lambda _, carry: body(*carry), given))
-        return interleaved({"": lambda: wall(run, *arrays) / loops}, sizes.repeats)[""]
+        return interleaved_medians({"": lambda: wall(run, *arrays) / loops}, sizes.repeats)[""]
 
     def copy() -> list[Row]:
-        row = timed(lambda x: (x + 1,), jnp.zeros(sizes.num_bytes // 4, jnp.int32))
-        return [{"what": "read and write", **row, "GB/s": 2e-6 * sizes.num_bytes / row["ms"]}]
+        seconds = timed(lambda x: (x + 1,), jnp.zeros(sizes.num_bytes // 4, jnp.int32))
+        return [{"what": "read and write", "ms": 1e3 * seconds, "GB/s": 2e-9 * sizes.num_bytes / seconds}]
 
     def read() -> list[Row]:
-        row = timed(lambda x, top: (x, jnp.max(x ^ top)), jnp.zeros(sizes.num_bytes // 4, jnp.int32), jnp.int32(0))
-        return [{"what": "read", **row, "GB/s": 1e-6 * sizes.num_bytes / row["ms"]}]
+        seconds = timed(lambda x, top: (x, jnp.max(x ^ top)), jnp.zeros(sizes.num_bytes // 4, jnp.int32), jnp.int32(0))
+        return [{"what": "read", "ms": 1e3 * seconds, "GB/s": 1e-9 * sizes.num_bytes / seconds}]
 
     def product(rows: int, width: int) -> list[Row]:
         x, weight = jnp.ones((rows, width), jnp.bfloat16), jnp.ones((width, width), jnp.bfloat16)
-        row = timed(lambda x, weight: ((x @ weight.T) * jnp.bfloat16(1 / width), weight), x, weight)
-        about = {"what": f"{rows} rows x [{width}, {width}]", **row, "GB/s": 2e-6 * width**2 / row["ms"]}
-        return [about | {"TFLOP/s": 2e-9 * rows * width**2 / row["ms"]}]
+        seconds = timed(lambda x, weight: ((x @ weight.T) * jnp.bfloat16(1 / width), weight), x, weight)
+        about = {"what": f"{rows} rows x [{width}, {width}]", "ms": 1e3 * seconds, "GB/s": 2e-9 * width**2 / seconds}
+        return [about | {"TFLOP/s": 2e-12 * rows * width**2 / seconds}]
 
-    yield "machine", lambda: [hardware() | {"memory GB": gigabytes("bytes_limit")}]
+    yield "machine", lambda: [hardware() | {"memory": (jax.devices()[0].memory_stats() or {}).get("bytes_limit")}]
     yield "copy", copy
     yield "read", read
     yield "one row", functools.partial(product, 1, 2 * sizes.matmul)
     yield "matmul", functools.partial(product, sizes.matmul, sizes.matmul)
-
-
-def measured(record: Row, item: str, value: str) -> float | None:
-    """A figure of the section `device`. None if it was not measured."""
-    rows = record["sections"].get("device", {}).get("items", {}).get(item, {}).get("rows", [{}])
-    return rows[0].get(value)
 
 
 def passes(sizes: Sizes, record: Row) -> Iterator[Item]:
@@ -158,25 +118,36 @@ def passes(sizes: Sizes, record: Row) -> Iterator[Item]:
     def plain(name: str) -> list[Row]:
         config, weights = target(name)
         decode = start(config, {"target": weights, "drafter": None}, prompts(config, 1, sizes.prompt), sizes.new)
-        row = interleaved({"": lambda: decode.seconds() / sizes.new}, sizes.repeats)[""]
+        seconds = interleaved_medians({"": lambda: decode.seconds() / sizes.new}, sizes.repeats)[""]
         slot = sum(x.nbytes for x in (*decode.state.cache.keys, *decode.state.cache.values))
-        num_bytes = bytes_of_pass(config, weights)
+        num_bytes = sum(x.nbytes for x in jax.tree.leaves(weights))
+        num_bytes -= 0 if config.tie_embeddings else weights["embedding"].nbytes
         num_bytes += (sizes.prompt + sizes.new // 2) * slot // decode.state.cache.capacity
-        bandwidth = measured(record, "read", "GB/s")
-        bound = None if bandwidth is None else 1e-6 * num_bytes / bandwidth
-        about = {"target": name, "context": sizes.prompt, **row, "GB read": 1e-9 * num_bytes, "at bandwidth ms": bound}
-        return [about | {"share of bandwidth": None if bound is None else bound / row["ms"]}]
+        read = record["sections"].get("device", {}).get("items", {}).get("read", {}).get("rows", [{}])[0].get("GB/s")
+        share = read and 1e-9 * num_bytes / read / seconds
+        about = {"target": name, "context": sizes.prompt, "ms": 1e3 * seconds, "GB read": 1e-9 * num_bytes}
+        return [about | {"share of bandwidth": share}]
+
+    def timer(config: ModelConfig, weights: Weights, batch: int, num: int) -> Callable[[], float]:
+        """Times the target's pass over chains of `num` nodes after a cached prompt, and the argmax of its logits."""
+        context, dtype = sizes.prompt, cache_dtype(weights["embedding"].dtype)
+        slots = layer_slots(config, 2 * context)
+        cache = empty_cache(slots, batch, config.num_kv_heads, config.head_dim, dtype, 2 * context)
+        cache = dataclasses.replace(cache, length=jnp.full(batch, context, jnp.int32))
+
+        def run(models: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+            positions = models["cache"].length[:, None] + jnp.arange(num)
+            output = forward(models["target"], config, tokens, positions, causal_mask(batch, num), models["cache"])
+            return ops.argmax(output.logits), tokens
+
+        tokens = jnp.asarray(prompts(config, batch, num), jnp.int32)
+        return loop_timer(run, {"target": weights, "cache": cache}, tokens, sizes.iterations, None, True)
 
     def verify(name: str, batch: int) -> list[Row]:
-        config, weights = target(name)
-
-        def timer(num: int) -> Callable[[], float]:
-            return pass_timer(config, weights, prompts(config, batch, num), sizes.prompt, sizes.iterations)
-
-        rows = interleaved({num: timer(num) for num in sizes.nodes}, sizes.repeats)
-        one = rows[1]["ms"]
+        timers = {num: timer(*target(name), batch, num) for num in sizes.nodes}
+        seconds = interleaved_medians(timers, sizes.repeats)
         about = {"target": name, "rows": batch}
-        return [about | {"nodes": num, **row, "over one node": row["ms"] / one} for num, row in rows.items()]
+        return [about | {"nodes": n, "ms": 1e3 * s, "over one node": s / seconds[1]} for n, s in seconds.items()]
 
     for name in sizes.targets:
         yield f"{name} plain", functools.partial(plain, name)
@@ -184,51 +155,56 @@ def passes(sizes: Sizes, record: Row) -> Iterator[Item]:
             yield f"{name} verify, {batch} rows", functools.partial(verify, name, batch)
 
 
-def attention(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """Our kernels compared with XLA, and each backend of attention compared with a formula in float32."""
-    config = TARGETS[sizes.targets[-1]]
-
-    def kernels() -> list[Row]:
-        found = differences(interpret=jax.default_backend() == "cpu")
-        return [{"kernel": name, "largest difference": value} for name, value in found.items()]
-
-    def case(kind: str, prefix: int, num: int) -> list[Row]:
-        window, softcap = (prefix // 4 if kind == "window" else None), (30.0 if kind == "soft cap" else None)
-        rows = attention_rows(config, prefix, num, window, softcap, tuple(BACKENDS), sizes.iterations, sizes.repeats)
-        return [{"attention": kind, "slots": prefix, "nodes": num, **row} for row in rows]
-
-    yield "kernels", kernels
-    for kind, prefix, num in itertools.product(("full", "window", "soft cap"), sizes.prefixes, sizes.queries):
-        yield f"{kind}, {prefix} slots, {num} nodes", functools.partial(case, kind, prefix, num)
-
-
 def stages(sizes: Sizes, record: Row) -> Iterator[Item]:
     """The stages of a round, timed alone, and the device's trace of whole rounds."""
 
     def timed(name: str) -> list[Row]:
-        config, models, own, drafter = random_pair(name)
-        decode = start(config, models, prompts(config, 1, sizes.prompt), sizes.new, drafter)
-        call = decode.sampling, decode.limits, decode.state
-        counts = {"iterations": sizes.iterations, "repeats": sizes.repeats}
-        found = profile_round(decode.decoder, models, config, own, TreeConfig.chain(DEPTH), *call, **counts)
-        seconds = {"whole": found.whole, **found.seconds()}
-        return [{"target": name, "stage": x, "ms": 1e3 * s, "share": s / found.whole} for x, s in seconds.items()]
+        config, models, own, _ = random_pair(name)
+        pair = Params(models["target"], models["drafter"], config, own, max_len=sizes.prompt + 2 * sizes.new)
+        mode = Mode("chain", pair, Speculation(TreeConfig.chain(DEPTH)))
+        (prompt,) = prompts(config, 1, sizes.prompt)
+        found = profile_mode(mode, list(map(int, prompt)), sizes.new, 0.0, sizes.iterations, sizes.repeats)
+        shares = {"whole": 1.0, **found["shares"]}
+        return [{"target": name, "stage": x, "ms": 1e3 * found["seconds"][x], "share": s} for x, s in shares.items()]
 
     def trace(name: str, kind: str) -> list[Row]:
         config, models, _, drafter = random_pair(name)
         is_plain = kind == "plain"
         decode = start(config, models, prompts(config, 1, sizes.prompt), sizes.new, None if is_plain else drafter)
         rounds = min(32, sizes.new)
-        after = decode.go(decode.fresh(), rounds)
-        found = traced(decode.go, decode.fresh(), rounds)
-        num = int(after.stats.num_target_passes.max())
-        row = {"target": name, "rounds": kind, "number": num, "launches a round": found and found["launches"] / num}
-        return [row | (found or {"idle share": None})]
+        num = int(decode.go(decode.fresh(), rounds).stats.num_target_passes.max())
+        with tempfile.TemporaryDirectory() as folder:
+            state = decode.fresh()
+            with jax.profiler.trace(folder):
+                decode.go(state, rounds)
+            (file,) = Path(folder).rglob("*.xplane.pb")
+            found = activity(jax.profiler.ProfileData.from_file(str(file)).planes)
+        return [{"target": name, "rounds": kind, "number": num} | {key: x / num for key, x in found.items()}]
 
     for name in sizes.targets:
         yield f"{name} stages", functools.partial(timed, name)
         for kind in ("plain", "drafted"):
             yield f"{name} trace, {kind}", functools.partial(trace, name, kind)
+
+
+def activity(planes: Iterable[Any]) -> dict[str, float]:
+    """Launches on the first device with a trace, and the milliseconds in which it works and does not; none on a CPU.
+
+    Idle is the time between the first launch and the end of the last in which nothing runs: the device waits for the
+    host, or for the launch itself.
+    """
+    for plane in planes:
+        lines = list(plane.lines) if plane.name.startswith("/device:") else []
+        lines = [x for x in lines if x.name.startswith("Stream")] or [x for x in lines if x.name == "XLA Ops"]
+        events = sorted((e.start_ns, e.start_ns + e.duration_ns) for line in lines for e in line.events)
+        if not events:
+            continue
+        busy, end = 0.0, events[0][0]
+        for begin, until in events:
+            busy += max(until - max(begin, end), 0.0)
+            end = max(end, until)
+        return {"launches": len(events), "busy ms": busy / 1e6, "idle ms": (end - events[0][0] - busy) / 1e6}
+    return {}
 
 
 def tau(sizes: Sizes, record: Row) -> Iterator[Item]:
@@ -244,92 +220,23 @@ def tau(sizes: Sizes, record: Row) -> Iterator[Item]:
             "by a drafter": start(*call, replaying(DEPTH, config.vocab_size, drafter)),
         }
         tables = {right: replay_table(text, right) for right in sizes.acceptance}
-        ways = list(itertools.product(decodes, tables))
-        timers = {(how, right): functools.partial(decodes[how].seconds, replay=tables[right]) for how, right in ways}
-        rows = interleaved({("none", 0.0): plain.seconds, **timers}, sizes.repeats)
+        timers: dict[Any, Callable[[], float]] = {("none", 0.0): plain.seconds}
         counts = {("none", 0.0): 1.0}
-        for how, right in ways:
+        for how, right in itertools.product(decodes, tables):
+            timers[how, right] = functools.partial(decodes[how].seconds, replay=tables[right])
             after = decodes[how].go(decodes[how].fresh(), replay=tables[right])
             counts[how, right] = sizes.new / int(after.stats.num_target_passes[0])
-        one = rows["none", 0.0]["ms"]
+        seconds = interleaved_medians(timers, sizes.repeats)
         return [
-            {"target": name, "drafts": drafts, "right": right, "tau": counts[drafts, right], **row}
-            | {"tokens/s": 1e3 * sizes.new / row["ms"], "over plain": one / row["ms"]}
-            for (drafts, right), row in rows.items()
+            {"target": name, "drafts": drafts, "right": right, "tau": counts[drafts, right]}
+            | {"tokens/s": sizes.new / s, "over plain": seconds["none", 0.0] / s}
+            for (drafts, right), s in seconds.items()
         ]
 
     for name in sizes.targets:
         yield name, functools.partial(speeds, name)
 
 
-def prefill(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """Prompts of growing length: tokens per second, and memory by the compiler and by the device."""
-
-    def row(name: str, length: int) -> list[Row]:
-        config, weights = target(name)
-        return [{"target": name, **prefill_row(config, weights, prompts(config, 1, length)[0], sizes.repeats)}]
-
-    for name, length in itertools.product(sizes.targets, sizes.prompts):
-        yield f"{name}, {length} tokens", functools.partial(row, name, length)
-
-
-def agreement(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """Compares texts of plain decoding, of plain decoding padded to the rows of a tree, and of speculative decoding.
-
-    The random target has nearly equal logits, so almost every difference of bits changes a text. The bundled pair shows
-    how often that happens with trained models.
-    """
-
-    def texts(name: str) -> list[Row]:
-        if name == "demo":
-            params = hsd_jax.load("demo", dtype="bfloat16")
-            config, models = params.target_config, {"target": params.target, "drafter": params.drafter}
-            given = [prompt.tokens(params.tokenizer) for prompt in demo_prompts()][: sizes.num_texts]
-            drafter = make_drafter(
-                config, params.drafter_config, TreeConfig.chain(DEPTH), cache_dtype(params.target["embedding"].dtype)
-            )
-        else:
-            config, weights = target(name, is_certain=False)
-            models = {"target": weights, "drafter": None}
-            given = prompts(config, sizes.num_texts, sizes.prompt).tolist()
-            drafter = replaying(DEPTH, config.vocab_size)
-        call = config, models, given, sizes.new
-        ways = {"plain": {}, f"plain, {DEPTH + 1} rows": {"pad_rows": DEPTH + 1}, "drafted": {"drafter": drafter}}
-        found: dict[str, Any] = {}
-        for way, options in ways.items():
-            decode = start(*call, **options)
-            replay = {"replay": replay_table(found["plain"], 0.8)} if way == "drafted" and name != "demo" else {}
-            found[way] = decode.go(decode.fresh(), **replay).tokens
-        ends = [len(prompt) for prompt in given]
-        new = {
-            way: np.stack([np.asarray(x)[i, end : end + sizes.new] for i, end in enumerate(ends)])
-            for way, x in found.items()
-        }
-        about = {"target": name}
-        rows = [
-            about | {"compared": f"{a} / {b}", **differing(config, models["target"], given, new[a], new[b])}
-            for a, b in itertools.combinations(ways, 2)
-        ]
-        text = noise(config, models["target"], given[0], new["plain"][0], DEPTH + 1)
-        return [*rows, about | {"compared": f"logits of 1 and {DEPTH + 1} nodes", **text}]
-
-    for name in sizes.texts:
-        yield name, functools.partial(texts, name)
-
-
-def training(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """A training step of a one-layer drafter, and its arithmetic as a share of the best that the device reached."""
-
-    def row(name: str, rows: int, length: int) -> list[Row]:
-        config, weights = target(name)
-        found = training_row(config, weights, prompts(config, rows, length + 1), DEPTH, sizes.repeats)
-        best = measured(record, "matmul", "TFLOP/s")
-        return [{"target": name, **found, "utilisation": None if best is None else found["TFLOP/s"] / best}]
-
-    for name, (rows, length) in itertools.product(sizes.targets, sizes.training):
-        yield f"{name}, {rows} x {length} tokens", functools.partial(row, name, rows, length)
-
-
 SECTIONS: dict[str, Callable[[Sizes, Row], Iterator[Item]]] = {
-    section.__name__: section for section in (device, passes, attention, stages, tau, prefill, agreement, training)
+    section.__name__: section for section in (device, passes, stages, tau)
 }

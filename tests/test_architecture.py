@@ -41,7 +41,7 @@ INFER_LAYERS = [
     "plain rows",
     "decode",
 ]
-LAB_LAYERS = ["random_models targets", "bench", "aot", "viz"]
+LAB_LAYERS = ["bench", "viz"]
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

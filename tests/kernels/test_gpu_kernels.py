@@ -1,6 +1,6 @@
 """Operations off CPU: attention backends against the formula, our GPU kernels in Pallas's interpreter, packed weights.
 
-What a GPU's compiler makes of them is counted in `tests/lab/aot/test_aot.py`; no test here needs a device.
+No test here needs a device.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from support import toy
 from support.command_line import hsd
 
 import hsd_jax
+from hsd_jax.cli.compile import read_target
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.files import read_drafter_config
 from hsd_jax.kernels import native
-from hsd_jax.lab.targets import read_target
 from hsd_jax.models.checkpoint import ASSETS
 from hsd_jax.planning import plan, rates
 from hsd_jax.planning.costs import CostModel

@@ -18,7 +18,7 @@ from support.training import ALL, DIVERGENCES, LENGTH, ROWS, TARGET, batch_of, g
 from hsd_jax.host import sharding
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import matmuls
-from hsd_jax.train import abstract, drafter, heads, losses, run
+from hsd_jax.train import drafter, heads, losses, run
 from hsd_jax.train.anchors import agreement
 from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
 
@@ -298,28 +298,3 @@ def test_axes_of_rows_and_their_numbers():
     for spec in ("fsdp=2", mesh):
         with pytest.raises(ValueError, match="fsdp"):
             sharding.make_mesh(spec)
-
-
-@pytest.mark.slow
-@needs_devices
-def test_a_step_from_configurations_alone():
-    """It compiles without a weight, and is the step that `fit` runs: real arrays in the same places give its loss."""
-    config, weights, frozen = make(draft_vocab=0.5)
-    mesh = sharding.make_mesh("fsdp=2", sharding.TRAINING_AXES)
-    train = LoopConfig(steps=2, batch=ROWS, length=LENGTH, warmup=1)
-    found = abstract.abstract_step(TARGET, config, train, mesh, CHUNKED, jnp.float32)
-    compiled = found.step.lower(found.state, found.frozen, found.batch).compile()
-    assert compiled.memory_analysis().argument_size_in_bytes > 0
-    rows, ids = random_rows(), jnp.arange(config.reduced_vocab_size, dtype=jnp.int32)
-    batch = {"tokens": rows, "mask": np.ones(rows.shape, bool), "starts": np.zeros_like(rows)}
-    state = first_state(jax.tree.map(jnp.copy, weights), train)
-    _, wanted = make_train_step(drafter.make_loss(TARGET, config, CHUNKED, ids), train)(state, frozen, batch)
-    state = first_state(weights, train)
-    placed = [
-        jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), values, like)
-        for values, like in zip((state, frozen, batch), found[1:], strict=True)
-    ]
-    _, metrics = compiled(*placed)
-    np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
-    with pytest.raises(ValueError, match="multiple of 2"):
-        abstract.abstract_step(TARGET, config, LoopConfig(batch=3), mesh)
