@@ -1,4 +1,4 @@
-"""Reads the configurations for `hsd compile` and `hsd bench sizes`: those of public models ship with the package.
+"""Reads the configurations for `hsd compile`: those of public models ship with the package.
 
 Imports no jax, so that help appears at once.
 """
