@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 TARGET = HERE.parent / "hsd_jax/assets/demo/target"
 FILES = {"dialogues": "sgd_dialogues/train.jsonl", "maths": "gsm8k/train.jsonl"}
 HELD_OUT = {"dialogue": "sgd_dialogues/dev.jsonl", "maths": "gsm8k/test.jsonl"}
-TRAINED = ("lyanna", "states", "distillspec", "steered")
+TRAINED = ("lyanna", "distillspec", "steered")
 """Files of papers/ whose arms are trained."""
 FIXED = "fixed.jsonl"
 """The file of people's text in the folder of results."""

@@ -30,7 +30,7 @@ examples:
   hsd tune --target DIR --drafter DIR --prompts dev.jsonl --out tuned.json
   hsd generate-data --target DIR --prompts train.jsonl --out own.jsonl
   hsd train drafter --target DIR --data own.jsonl --out runs/drafter
-  hsd bench --demo --prompts dev.jsonl --half report --json bench.json --plot bench.png
+  hsd bench --target DIR --drafter DIR --prompts dev.jsonl --half report --out runs/bench
   hsd identity --demo --prompts dev.jsonl --half report --precision exact
   hsd compile --target llama-3-8b --device h100
 

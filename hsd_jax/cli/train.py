@@ -121,7 +121,7 @@ def _add_ngram(kinds) -> None:
         run_ngram,
         "count n-grams, which then rescore drafts",
         "Count the n-grams of text that the target wrote (hsd generate-data), with interpolated Kneser-Ney\n"
-        "smoothing. hsd bench rescore measures what such a model adds to drafts. --rescore OUT decodes with it.",
+        "smoothing. --rescore OUT decodes with it. benchmarks/rescore.py measures what it adds to drafts.",
         """
 hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
 """,

@@ -21,7 +21,6 @@ SHAREGPT = [{"id": f"{i}_0", "conversations": TURNS} for i in range(3)]
 LINES = "".join(json.dumps(record) + "\n" for record in SHAREGPT)
 PRETTY = json.dumps(SHAREGPT, indent=1)
 BAD = {"id": "wrong", "conversations": [{"from": "human", "value": None}]}
-"""In the half tune, which `hsd bench rescore` reads first, as is SHAREGPT[1]."""
 
 
 def text_of(path) -> list[str]:
@@ -169,10 +168,7 @@ COMMANDS = [
     f"identity {OWN} --prompts {{file}}",
     f"tune {OWN} --prompts {{file}}",
     "plan --target {target} --models {drafter} --prompts {file}",
-    f"bench compare {OWN} --methods {{root}}/methods.yaml --prompts chat={{file}} --out {{out}}",
-    f"bench budget {OWN} --lengths 3 --prompts chat={{file}} --out {{out}}",
-    f"bench rescore {OWN} --scorers a={{drafter}} --prompts {{file}}",
-    f"bench recall {OWN} --prompts {{file}}",
+    f"bench {OWN} --methods {{root}}/methods.yaml --prompts chat={{file}} --out {{out}}",
 ]
 
 
@@ -201,13 +197,9 @@ def test_files_are_refused_before_models_are_read(folders, tmp_path, monkeypatch
     monkeypatch.setattr(hsd_jax, "load", lambda *args, **kwargs: pytest.fail("read a model"))
     path = write(tmp_path / "a.csv", "prompt\nhi\n")
     (tmp_path / "methods.yaml").write_text("a: {}")
-    for command in (
-        ["bench"],
-        ["bench", "compare", "--methods", str(tmp_path / "methods.yaml"), "--out", str(tmp_path / "out")],
-    ):
-        for named in [path] if len(command) == 1 else [path, f"chat={path}"]:
-            assert hsd(*command, *both(folders), "--prompts", named) == 2
-            assert f"error: {path}: " in capsys.readouterr().err
+    for named in (path, f"chat={path}"):
+        assert hsd("bench", *both(folders), "--prompts", named) == 2
+        assert f"error: {path}: " in capsys.readouterr().err
 
 
 def test_absent_values_of_a_converted_table(tmp_path):

@@ -1,4 +1,4 @@
-"""`hsd plan`, `--stack` and the key of `hsd bench compare`: from costs and acceptance to a stack, and its text."""
+"""`hsd plan`, `--stack` and the key of `hsd bench`: from costs and acceptance to a stack, and its text."""
 
 from __future__ import annotations
 
