@@ -1,7 +1,6 @@
 """The anchors of a row in training, their labels, and the acceptance that a greedy chain would have there.
 
-An anchor is the position of the last feature that a round has read. Drafts from it start two tokens later. Read next:
-`drafter.py`.
+An anchor is the position of the last feature that a round has read. Drafts from it start two tokens later.
 """
 
 from __future__ import annotations

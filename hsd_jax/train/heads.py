@@ -2,7 +2,6 @@
 
 A node is one depth of one anchor. The logits are the largest arrays of a step, but only a few numbers of them are kept.
 So anchors of large passes go through both heads in chunks, and the backward pass computes the logits of a chunk again.
-Read next: `drafter.py`, which gives the function of a chunk.
 """
 
 from __future__ import annotations

@@ -440,7 +440,6 @@ def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
         raise ValueError("not today")
 
     monkeypatch.setattr(run, "fit", refused)
-    monkeypatch.setattr(manifest, "_revision", lambda: "r")
     monkeypatch.setattr(tasks, "init_target", lambda key, config: {})
     (tmp_path / "data.txt").write_text("the cat sat on the mat and the dog ran\n" * 200)
     arguments = [tmp_path / "data.txt"], tmp_path / "out"
@@ -538,8 +537,6 @@ def test_generate_data_into_a_file_that_is_being_written(folders, tmp_path, monk
     with lock.held(lock.beside(out)):
         assert hsd("generate-data", *arguments) == 2
         assert f"process {os.getpid()}" in capsys.readouterr().err
-        with pytest.raises(ValueError, match="process"):
-            responses.generate(None, None, [], out, {}, None)
     assert list(tmp_path.iterdir()) == []
 
 

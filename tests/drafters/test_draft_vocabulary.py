@@ -121,7 +121,7 @@ def test_coverage_is_the_best_there_is():
 
 @pytest.mark.parametrize("num, ends", [(0, []), (13, []), (1, [3, 4])])
 def test_sizes_that_are_refused(num, ends):
-    with pytest.raises(ValueError, match=rf" {num} tokens"):
+    with pytest.raises(ValueError, match=rf"{num} draft tokens"):
         frequent_tokens.most_frequent(np.arange(5), num, 12, ends)
     with pytest.raises(ValueError, match="none"):
         frequent_tokens.most_frequent(np.arange(0), 3, 12, [])
@@ -130,7 +130,7 @@ def test_sizes_that_are_refused(num, ends):
 def test_a_run_keeps_its_ids(tmp_path):
     """Other labels, as after --force, do not change which token a row of the injector belongs to."""
     config, lines = toy.drafter_config(toy.target_config(), reduced_vocab_size=3), []
-    with pytest.raises(ValueError, match=r"draft_to_target\.json"):
+    with pytest.raises(FileNotFoundError, match=r"draft_to_target\.json"):
         frequent_tokens.of_run(tmp_path, True, np.arange(9), config, [1], lines.append)
     frequent_tokens.of_run(
         tmp_path, False, np.array([8, 9]), config, [1], lambda line: None

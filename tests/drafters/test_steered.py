@@ -336,20 +336,6 @@ def test_a_run_and_its_folder(folders, tmp_path):
     first, second = (read_steering(one, params.drafter_config)["mix"]["kernel"] for one in (folder, again))
     eye = np.eye(*first.shape)
     assert np.abs(second - eye).max() > np.abs(first - eye).max() > 0
-    with pytest.raises(ValueError, match=r"model\.frozen=True.*False"):
-        recipe = distill.DistillRecipe.from_dict(VALUES, "d")
-        run.train(
-            folders / "target",
-            [folders / "text.jsonl"],
-            tmp_path / "again",
-            recipe,
-            report=str,
-            start_dir=folder,
-            force=True,
-        )
-    (folder / STEERING_FILE).unlink()
-    with pytest.raises(FileNotFoundError, match="steering_config"):
-        hsd_jax.load(target=folders / "target", drafter=folder)
 
 
 def test_what_is_written_is_read(folders, tmp_path):

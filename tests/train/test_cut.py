@@ -104,7 +104,7 @@ def test_a_stack_over_it_says_what_the_target_says(folder, trained, temperature)
 
 
 def test_a_cut_that_cannot_be_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"model\.num_layers=4: .* 1 to 3"):
+    with pytest.raises(ValueError, match=r"model\.num_layers=4: .* 3 layers"):
         distil(folder, tmp_path / "out", {"num_layers": 4})
     with pytest.raises(ValueError, match=r"model\.num_layers.*0"):
         distil(folder, tmp_path / "out", {"num_layers": 0})

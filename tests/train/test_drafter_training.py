@@ -18,8 +18,6 @@ import pytest
 from oracles.divergence import log_softmax
 from support import toy
 from support.training import (
-    ALL,
-    DIVERGENCES,
     LENGTH,
     MODEL,
     ROWS,
@@ -405,87 +403,7 @@ def test_cached_hidden_states_without_the_feature_layers_are_refused():
         jax.eval_shape(drafter.make_loss(TARGET, config), weights, frozen, batch, jax.random.key(0), jnp.int32(0))
 
 
-# --- what changes with the step ---------------------------------------------------------------------------------------
-
-
-def test_token_information_is_faded_in():
-    """At step 0 the loss is that of the base logits alone, at the last and later the whole; between, a mixture."""
-    _, weights, frozen = make()
-    batch = batch_of(random_rows(), some_mask("half"))
-    silent = weights | {"injector": weights["injector"] | {"bias": jnp.zeros_like(weights["injector"]["bias"])}}
-    (base, _), _ = graded()(silent, frozen, batch)
-    (whole, metrics), (whole_grad, _) = graded()(weights, frozen, batch)
-    assert abs(base - whole) > 1e-3
-    annealed = graded(dataclasses.replace(ALL, anneal_steps=8))
-    for step, share in ((0, 0.0), (2, 0.25), (6, 0.75), (8, 1.0), (100, 1.0)):
-        (found, found_metrics), (grad, _) = annealed(weights, frozen, batch, step)
-        np.testing.assert_allclose(found, (1 - share) * base + share * whole, rtol=1e-5)
-        np.testing.assert_allclose(found_metrics["overlap"], metrics["overlap"], rtol=1e-5)
-        assert any(np.any(g) for g in jax.tree.leaves(grad["injector"])) == (step > 0)
-        assert np.any(grad["output_norm"]["weight"])
-    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grad))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), grad, whole_grad)
-
-
-@pytest.mark.parametrize("name", DIVERGENCES)
-def test_every_divergence_is_the_one_named(name):
-    target, base, draft = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32))
-    config = drafter.LossConfig(divergence=name, jsd_beta=0.3, anneal_steps=10)
-    of = functools.partial(losses.jensen_shannon, beta=0.3) if name == "jsd" else losses.DIVERGENCES[name]
-    distribution = losses.teacher_distribution(target)
-    found = drafter.node_loss(config, distribution, base, draft, jnp.int32(4))
-    np.testing.assert_allclose(found, 0.6 * of(target, base) + 0.4 * of(target, draft), rtol=1e-6)
-    config = dataclasses.replace(config, anneal_steps=0)
-    np.testing.assert_array_equal(drafter.node_loss(config, distribution, base, draft, jnp.int32(4)), of(target, draft))
-
-
-def test_states_are_drawn_to_the_later_hidden_states():
-    """The distance by loops; its weight falls to 0; its gradient reaches the trunk and no injector."""
-    config, weights, frozen = make()
-    models, rows, mask = {"target": frozen, "drafter": weights}, random_rows(), some_mask("half")
-    hidden = np.asarray(read_rows(models, config, jnp.asarray(rows))[0].hidden, np.float64)
-    total, depth_weights = 0.0, np.asarray(losses.depth_weights(config.num_steps, 0.8), np.float64)
-    for anchor in range(LENGTH - 1):
-        length = jnp.full(ROWS, anchor + 2, jnp.int32)
-        states = np.asarray(states_of_rounds(models, jnp.asarray(rows), config, 32, length), np.float64)
-        for k in range(config.num_steps):
-            if anchor + 2 + k > LENGTH:
-                continue
-            x = np.abs(states[:, k] - hidden[:, anchor + 1 + k])
-            distance = np.where(x < 1, x * x / 2, x - 0.5).mean(-1)
-            total += depth_weights[k] * (distance * mask[:, anchor + 2 + k]).sum()
-    total /= ROWS * (LENGTH - 1)
-    (plain, _), (plain_grad, _) = graded()(weights, frozen, batch_of(rows, mask))
-    drawn = graded(dataclasses.replace(ALL, feature_weight=0.5, feature_steps=8))
-    for step, weight in ((0, 0.5), (2, 0.375), (8, 0.0), (50, 0.0)):
-        (found, metrics), (grad, to_target) = drawn(weights, frozen, batch_of(rows, mask), step)
-        np.testing.assert_allclose(metrics["feature_distance"], total, rtol=1e-5)
-        np.testing.assert_allclose(found, plain + weight * total, rtol=1e-5)
-        assert not any(np.any(g) for g in jax.tree.leaves(to_target))
-        moved = np.abs(grad["trunk"]["layer_0"]["mlp"]["down"]["kernel"] - _down(plain_grad)).max()
-        assert (moved > 1e-5) == (weight > 0)
-        np.testing.assert_allclose(grad["injector"]["bias"], plain_grad["injector"]["bias"], rtol=1e-4, atol=1e-7)
-    forever = drafter.make_loss(TARGET, config, dataclasses.replace(ALL, feature_weight=0.5))
-    found, _ = jit(forever)(weights, frozen, batch_of(rows, mask), jax.random.key(0), jnp.int32(50))
-    np.testing.assert_allclose(found, plain + 0.5 * total, rtol=1e-5)
-
-
-def _down(grad) -> np.ndarray:
-    return np.asarray(grad["trunk"]["layer_0"]["mlp"]["down"]["kernel"])
-
-
 # --- recipes ----------------------------------------------------------------------------------------------------------
-
-
-def test_recipe_of_everything():
-    values = {
-        "model": {"feature_layers": [0, 1], "trunk": "parallel", "num_layers": 3, "window": 64},
-        "loss": {"divergence": "jsd", "jsd_beta": 0.1, "feature_weight": 1, "feature_steps": 10, "on_policy": 0.25},
-    }
-    recipe = drafter.DrafterRecipe.from_dict(values, "r.yaml")
-    assert recipe.model.feature_layers == (0, 1) and recipe.loss.on_policy == 0.25
-    config = drafter.drafter_config(recipe.model, TARGET)
-    assert config.feature_layers == (0, 1) and (config.trunk, config.num_layers, config.window) == ("parallel", 3, 64)
 
 
 def test_feature_layers_of_a_target():
@@ -493,7 +411,7 @@ def test_feature_layers_of_a_target():
     for num_layers, wanted in ((32, (2, 16, 29)), (7, (2, 3, 4))):
         found = drafter.drafter_config(model, dataclasses.replace(TARGET, num_layers=num_layers))
         assert found.feature_layers == wanted
-    with pytest.raises(ValueError, match=r"model\.feature_layers=low_mid_high: .* 6 layers"):
+    with pytest.raises(ValueError, match=r"feature_layers=\(2, 3, 3\)"):
         drafter.drafter_config(model, dataclasses.replace(TARGET, num_layers=6))
     with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: .*0 to 1"):
         drafter.drafter_config(dataclasses.replace(MODEL, feature_layers=(1, 2)), TARGET)
@@ -529,10 +447,3 @@ def test_a_drafter_is_stored(changes, other, said, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | other))
     with pytest.raises(ValueError, match=said):
         drafter_files.read_drafter(tmp_path)
-
-
-@pytest.mark.parametrize("changes", [EAGLE_MODEL, MEDUSA_MODEL], ids=str)
-def test_losses_that_a_drafter_has_no_part_for_are_refused(changes):
-    config = drafter.drafter_config(dataclasses.replace(MODEL, **changes), TARGET)
-    with pytest.raises(ValueError, match=rf"loss\.anneal_steps=9: .*model\.kind={changes['kind']}"):
-        drafter.make_loss(TARGET, config, drafter.LossConfig(anneal_steps=9))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -155,20 +154,6 @@ def test_total_variation_is_the_chance_of_a_refusal():
     assert abs(kept - (1 - refused)) < 5 * math.sqrt(refused * (1 - refused) / num)
 
 
-def test_feature_distance():
-    rng = np.random.default_rng(0)
-    states, features = 2 * rng.normal(size=(2, 4, 6, 8)).astype(np.float32)
-    total = np.zeros((4, 6))
-    for index in np.ndindex(states.shape):
-        x = abs(float(states[index]) - float(features[index]))
-        total[index[:-1]] += (x * x / 2 if x < 1 else x - 0.5) / 8
-    args = jnp.asarray(states), jnp.asarray(features)
-    np.testing.assert_allclose(losses.feature_distance(*args), total, rtol=1e-5)
-    own, other = jax.grad(lambda *a: losses.feature_distance(*a).sum(), (0, 1))(*args)
-    np.testing.assert_allclose(own, np.clip(states - features, -1, 1) / 8, rtol=1e-5, atol=1e-6)
-    assert not np.asarray(other).any()
-
-
 def test_over_depths():
     rng = np.random.default_rng(0)
     values, mask = rng.normal(size=(3, 5, 2)).astype(np.float32), rng.random((3, 5, 2)) < 0.5
@@ -190,8 +175,3 @@ def test_depth_weights_of_trees_that_start_from_old_states():
     """The mean over the ages 0, 1, 2: of age a, depth a + 1 counts as the first."""
     cuts = np.array([[8, 4, 2, 1], [0, 8, 4, 2], [0, 0, 8, 4]])
     np.testing.assert_allclose(losses.depth_weights(4, 0.5, 2), cuts.sum(0) / cuts.sum(), rtol=1e-6)
-
-
-def test_progress():
-    at = functools.partial(losses.progress, num_steps=8)
-    assert [float(at(jnp.int32(step))) for step in (0, 2, 8, 9, 1000)] == [0.0, 0.25, 1.0, 1.0, 1.0]

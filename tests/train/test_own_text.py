@@ -177,5 +177,5 @@ def test_texts_that_are_not_the_runs_are_refused(mixed, writers, tmp_path, damag
         path.write_bytes(path.read_bytes()[:100])
     second = mixed()[0]
     second.set_state(first.get_state())
-    with pytest.raises(ValueError, match=r"00000003\.npz: .*step 4 .*step 3"):
+    with pytest.raises(ValueError, match=r"00000003\.npz: .*step 3"):
         second.refresh(4, writers[1])

@@ -5,10 +5,8 @@ The drafter's loss is `test_drafter_training.py`, divergences are `test_losses.p
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import re
@@ -23,7 +21,6 @@ import numpy as np
 import optax
 import pytest
 import yaml
-from rich.console import Console
 from safetensors import safe_open
 from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
 from tokenizers import Tokenizer
@@ -42,13 +39,12 @@ from hsd_jax.train import (
     frequent_tokens,
     journal,
     loop,
-    manifest,
     run,
     target,
     tasks,
     trained,
 )
-from hsd_jax.train.rows import _one_document
+from hsd_jax.train.rows import beginnings
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -116,21 +112,12 @@ def finished(files, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("length", "window", "is_said"),
-    [(512, None, True), (2048, None, False), (512, 512, False), (512, 513, True), (2048, 4096, False)],
-)
-def test_attention_that_no_row_trains_is_named(length, window, is_said):
-    lines = []
-    tasks.say_reach(lines.append, length, window, 2048, "do this")
-    assert ["2048" in line and line.endswith("; do this") for line in lines] == [True] * is_said
-
-
 def test_prompts_to_judge_by_are_of_one_document():
     row = np.arange(10)
     cases = {(0,) * 10: [0, 1, 2, 3], (0,) * 3 + (3,) * 7: [3, 4, 5, 6], (0,) * 5 + (5,) * 5: [0, 1, 2, 3]}
     for begins, wanted in cases.items():
-        assert _one_document(row, np.array(begins), 4).tolist() == wanted
+        (found,) = beginnings({"tokens": row[None], "starts": np.array([begins])}, 4)
+        assert found.tolist() == wanted
 
 
 def test_target_run_leaves_a_folder_that_loads(files):
@@ -170,8 +157,7 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
     untimed = lambda entries: [{k: v for k, v in e.items() if k != "tokens_per_s"} for e in entries]  # noqa: E731
     assert untimed(log) == untimed(there)
     assert [("eval" in e, e["step"]) for e in log] == [(0, 1), (0, 2), (1, 2), (0, 3), (0, 4), (1, 4)]
-    assert len(log[0]["acceptance"]) == 3 and (tmp_path / "killed" / "curves.png").stat().st_size > 1000
-    assert list((tmp_path / "killed" / "tensorboard").iterdir())
+    assert len(log[0]["acceptance"]) == 3
     config, _ = drafter_files.read_drafter(resumed)
     target = find(args[0])
     drafter_files.check_drafter(config, DraftedFor(target.config, target.hash(), target.tokenizer))
@@ -258,7 +244,7 @@ def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path):
         return jnp.where(step == 2, jnp.nan, 1.0) * jnp.sum(params**2), {}
 
     config = loop.LoopConfig(steps=9, batch=2, length=4, warmup=1, log_every=9, checkpoint_every=2)
-    with pytest.raises(FloatingPointError, match=r"nan.*step 3.*batch 2 .*step 2"):
+    with pytest.raises(FloatingPointError, match=r"nan.*step 3 .batch 2, .*checkpoint 2"):
         loop.fit(loss, jnp.ones(2), None, data.Batches(rows, 2, 0), config, tmp_path, quiet_journal(tmp_path))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["2"]
 
@@ -334,7 +320,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
         tmp_path,
         quiet_journal(tmp_path),
     )
-    with pytest.raises(OSError, match=r"step 4.*No space left.*step 2"):
+    with pytest.raises(OSError, match=r"step 4.*No space left"):
         run_it()
     monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", save)
     assert np.isfinite(run_it()).all()
@@ -344,13 +330,13 @@ def test_force_continues_with_another_recipe(files, finished, tmp_path):
     args = files / "target", [files / "text.jsonl"], tmp_path / "run"
     shutil.copytree(finished, tmp_path / "run")
     longer = drafter.DrafterRecipe.from_dict(dict(DRAFTER_VALUES, train=dict(LOOP, steps=6)), "recipe")
-    with pytest.raises(ValueError, match=r"train\.steps.*4.*6.*--force"):
+    with pytest.raises(ValueError, match=r"train\.steps is 4 there and 6"):
         run.train(*args, longer, report=lambda line: None)
     lines = []
     run.train(*args, longer, report=lines.append, force=True)
     assert "resuming at step 4 of 6" in lines
-    note = json.loads((tmp_path / "run" / "checkpoints" / "6" / "note" / "metadata").read_text())
-    assert note["recipe"]["train"]["steps"] == 6 and note["recipe"]["target"] and note["revision"] and note["rows"]
+    stored = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    assert stored["train"]["steps"] == 6 and stored["target"] and stored["versions"]["jax"] == jax.__version__
 
 
 def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path):
@@ -391,26 +377,6 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_recipe_of_an_older_version_is_continued(tmp_path):
-    """A key it does not know yet has its default; another value of it is another recipe."""
-    values = dict(DRAFTER_VALUES, model=dict(DRAFTER_VALUES["model"], draft_vocab=0.5))
-    plain, changed = (drafter.DrafterRecipe.from_dict(v, "recipe") for v in (DRAFTER_VALUES, values))
-    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    manifest.write(tmp_path, manifest.check(tmp_path, True, plain, kind="drafter"))
-    stored = json.loads((tmp_path / "recipe.json").read_text())
-    del stored["model"]["draft_vocab"]
-    (tmp_path / "recipe.json").write_text(json.dumps(stored))
-    assert manifest.check(tmp_path, False, plain, kind="drafter")["model"]["draft_vocab"] is None
-    with pytest.raises(ValueError, match=r"model\.draft_vocab.*None.*0\.5"):
-        manifest.check(tmp_path, False, changed, kind="drafter")
-    with pytest.raises(ValueError, match=r"kind.*'drafter'.*'target'"):
-        manifest.check(tmp_path, False, plain, kind="target")
-    stored["model"]["gated"] = True
-    (tmp_path / "recipe.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r"model\.gated.*True.*'missing'"):
-        manifest.check(tmp_path, False, plain, kind="drafter")
-
-
 def wait_for(folder: Path) -> None:
     """Checkpoints are written beside the training."""
     end = time.monotonic() + 30
@@ -436,7 +402,7 @@ def test_a_folder_with_another_recipe_is_refused(files):
         ({"train": dict(LOOP, length=3)}, r"train\.length=3: .*model\.num_steps=3"),
         ({"train": dict(LOOP, length=4096)}, r"train\.length=4096: .*2048"),
         ({"train": dict(LOOP, length=1024)}, r"fewer than one (batch|row)"),
-        ({"model": {"num_heads": 3, "num_kv_heads": 2}}, r"model\.num_heads=3"),
+        ({"model": {"num_heads": 3, "num_kv_heads": 2}}, r"num_kv_heads=2"),
     ],
 )
 def test_recipes_that_do_not_fit(files, tmp_path, change, message):
@@ -444,14 +410,6 @@ def test_recipes_that_do_not_fit(files, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         run.train(files / "target", [files / "text.jsonl"], tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_target_without_tokenizer_is_refused(files, tmp_path):
-    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((files / "target" / name).read_bytes())
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
-        run.train(tmp_path, [files / "text.jsonl"], tmp_path / "out", recipe)
 
 
 def test_shipped_recipes_are_valid():
@@ -462,28 +420,11 @@ def test_shipped_recipes_are_valid():
     assert drafter.DrafterRecipe.from_dict({}, "-") == drafter.DrafterRecipe()
 
 
-def test_a_terminal_shows_a_bar(tmp_path):
-    """Steps and time left in place of lines; what is reported still appears."""
-    screen, lines = io.StringIO(), []
-    console = Console(file=screen, force_terminal=True, width=120)
-    with contextlib.closing(journal.Journal(tmp_path, 8, lines.append, console)) as shown:
-        shown.resume(2)
-        for step in (3, 4):
-            shown.advance(step)
-        shown.step(4, 400, 100.0, {"loss": 1.5})
-        shown.log_evaluation(4, 400, {"tau": 2.5}, True)
-    text = screen.getvalue()
-    assert "step 4/8" in text and "left, loss 1.500, 100 tokens/s" in text and "━" in text
-    assert lines == ["resuming at step 2 of 8", "held out at step 4: tau 2.500 (best so far)"]
-    assert [record["step"] for record in journal.read_metrics(tmp_path)] == [4, 4]
-
-
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
         pytest.param("data=2,model=2", {}, marks=pytest.mark.slow),
-        pytest.param("data=8", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
         pytest.param("data=4,model=2", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
     ],
     ids=str,
