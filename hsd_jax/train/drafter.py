@@ -388,8 +388,8 @@ def make_loss(
 
             def of_some(some: heads.AnchorDrafts):
                 with jax.named_scope("head"):
-                    distribution, base, draft_logits = heads.logits_of(models, some, teacher)
-                found = agreement(distribution, draft_logits, base, some.mask.shape)
+                    distribution, draft_logits = heads.logits_of(models, some, teacher)
+                found = agreement(distribution, draft_logits, some.mask.shape)
                 with jax.named_scope("divergence"):
                     values = divergence(distribution, draft_logits)
                 return values.reshape(some.mask.shape), found

@@ -39,14 +39,6 @@ def has_checkpoints(out: Path) -> bool:
     return any((out / "checkpoints").glob("[0-9]*"))
 
 
-def claimed(out: Path) -> dict[str, Any]:
-    """The values that `write` stored in the folder of a run; an empty dict if there are none that can be read."""
-    try:
-        return dict(read_json(out / RECIPE))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
 def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     """Refuses to continue the run in a folder with another recipe, unless `force` is True. Writes nothing.
 

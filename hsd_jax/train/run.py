@@ -58,7 +58,7 @@ def train(
     Args:
       source: for a drafter its target; for a target the checkpoint with its tokenizer, None: see `tasks.TargetTask`.
       force: continue a run that was started with another recipe.
-      start_dir: the model to start from, see the tasks. A continued run of a language model needs it, too.
+      start_dir: the model to start from, see the tasks. A continued run needs it, too.
       skip_bad_lines: as in `records.read_file`. A continued run needs it, too, if it skipped a record.
       stop_at: a time of `time.perf_counter` at which the run ends, if its steps have not ended before (`loop.fit`).
     Returns:

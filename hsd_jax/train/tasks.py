@@ -209,10 +209,7 @@ class DrafterTask(TaughtTask):
             raise ValueError(f"train.length={train.length}: must be greater than model.num_steps={config.num_steps}")
         about: dict[str, Any] = {"target": owner.hash}
         self.start = None
-        if self.is_begun and "start" in (claimed := manifest.claimed(self.out)):
-            # A continued run does not read the drafter it started from, which may be gone.
-            about["start"] = claimed["start"]
-        elif self.start_dir is not None:
+        if self.start_dir is not None:
             self.start_dir = path_of(self.start_dir)
             self.start = drafter_files.read_drafter(self.start_dir)
             drafter_files.check_drafter(self.start[0], owner)

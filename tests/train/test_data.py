@@ -170,11 +170,6 @@ def test_speakers_of_all_names_are_roles_to_a_template():
     assert template(turns[:1], False) == "['system'] False"
 
 
-def test_an_answer_that_nobody_asked_for_is_no_response(tokenizer):
-    first = {"messages": [{"role": "assistant", "content": "the mat"}, *CHAT["messages"]]}
-    assert labelled(tokenizer, [to_document(first, "-", chatml)]) == "the dog</s>the mat</s>"
-
-
 def test_a_template_without_ends_of_turns_gets_an_end_token(folder, tokenizer):
     template = data.template_of(folder)
     document = to_document(CHAT, "-", template)
@@ -195,23 +190,6 @@ def test_a_template_that_rewrites_or_refuses_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"chat\.jsonl:2: .*turn 2"):
         documents.load_documents(tmp_path / "chat.jsonl", summary)
     assert documents.load_documents(tmp_path / "chat.jsonl", summary, find_responses=False)[0].responses == ()
-
-    def refusing(turns, is_open):
-        raise ValueError("the chat template refuses this conversation (no system role)")
-
-    with pytest.raises(ValueError, match=r"chat\.jsonl:2: .*no system"):
-        documents.load_documents(tmp_path / "chat.jsonl", refusing, find_responses=False)
-
-
-def test_a_template_that_raises(folder, tmp_path):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = "{{ raise_exception('roles must alternate') }}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    template = data.template_of(tmp_path)
-    with pytest.raises(ValueError, match=r"^f:1: .*roles must alternate"):
-        to_document(CHAT, "f:1", template)
 
 
 def sampled(tokenizer, prompt: list[int], response: list[int]) -> dict:
@@ -239,7 +217,6 @@ def test_sampled_tokens_are_not_tokenised_again(tokenizer):
     [
         ({"response": "a dog"}, r"f:1: response_tokens"),
         ({"response_tokens": [2, 400]}, r"f:1: .*token 400.* 310 "),
-        ({"response_tokens": [2, -1]}, r"f:1: response_tokens\.1=-1: .*0"),
         ({"prompt_tokens": None}, r"f:1: prompt_tokens=None: .*list"),
     ],
 )
@@ -264,29 +241,17 @@ def test_files_become_rows(folder, tmp_path):
         data.read_rows([folder / "words.txt"], folder, 16, 3, 256)
     with pytest.raises(ValueError, match=r"loss_on=responses.* from .*words\.txt"):
         data.read_rows([folder / "words.txt"], folder, 16, 3, 310, config)
-    with pytest.raises(ValueError, match=r"\d+ tokens.* 1025"):
-        data.read_rows([path], folder, 1024, 3, 310)
-    with pytest.raises(ValueError, match="data files"):
-        data.read_rows([], folder, 16, 3, 310)
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
-        data.read_rows([path], tmp_path, 16, 3, 310)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("empty.jsonl", b"", ":"),
-        ("blank.txt", b" \n", ":"),
         ("latin.txt", b"caf\xe9", ": .*UTF-8.* 3"),
         ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ":3: .*JSON"),
-        ("list.jsonl", b"[1]\n", ", record 1: .*int.*object"),
-        ("fields.jsonl", b'{"words": "a"}\n', ":1: .*'words'.*text"),
         ("half.jsonl", b'{"text": "a"}\n{"prompt": "a"}\n', ":2: fields .*'prompt'.*prompt and response"),
         ("number.jsonl", b'{"prompt": "a", "response": 3}\n', ":1: response.*3"),
-        ("turns.jsonl", b'{"turns": "hello"}\n', ":1: turns.*'hello'.*list"),
         ("chat.jsonl", b'{"messages": [["a", "b"], {"role": "c"}]}\n', r":1: .*2 of messages.*{'role': 'c'}"),
         ("three.jsonl", b'{"turns": [["a", "b", "c"]]}\n', r":1: .*1 of turns.*\['a', 'b', 'c'\]"),
-        ("lone.jsonl", b'{"text": "a \\ud83d"}\n', ":1: .*half of a character"),
         ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text"\n', mtime=0), ":2: .*JSON"),
         ("plain.jsonl.gz", b'{"text": "a"}\n', ": .*gzip"),
     ],
@@ -296,11 +261,6 @@ def test_files_that_are_wrong(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=name.replace(".", r"\.") + said):
         documents.load_documents(tmp_path / name)
-
-
-def test_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
-        documents.load_documents(tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("field", ["turns", "messages", "conversations"])

@@ -19,7 +19,6 @@ from support.training import (
     ROWS,
     TARGET,
     batch_of,
-    graded,
     jit,
     logits_of_round,
     logits_of_states,
@@ -79,17 +78,6 @@ def test_chains_follow_the_drafters_distribution():
             p = np.exp(log_softmax(base[depth] + table[previous]))
             share = np.bincount(drawn, minlength=vocab) / len(drawn)
             assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / len(drawn))).all(), (depth, previous, share, p)
-
-
-def test_without_token_information_depths_are_drawn_apart():
-    """20,000 chains of two: each of 25 pairs as often as the product says, within 5 standard errors."""
-    num, vocab = 20_000, 5
-    base = np.random.default_rng(1).normal(size=(3, vocab)).astype(np.float32)
-    whole = jnp.broadcast_to(jnp.asarray(base), (1, num, 3, vocab))
-    chains = on_policy.sample_chains(jax.random.key(0), whole, jnp.zeros((1, num), jnp.int32), None)
-    share = np.bincount(np.asarray(chains[0] @ jnp.int32([vocab, 1])), minlength=vocab**2) / num
-    p = np.outer(*np.exp([log_softmax(base[depth]) for depth in range(2)])).ravel()
-    assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / num)).all()
 
 
 def test_draws_change_what_heads_are_told_below_the_first_depth_alone():
@@ -226,26 +214,6 @@ def test_eagle_draws_each_token_from_the_state_over_those_before(monkeypatch, re
         np.testing.assert_allclose(states[row, i], wanted[0], 1e-4, 1e-4)
         greedy = jnp.argmax(logits_of_states(models, config, wanted[0]), -1)
         np.testing.assert_array_equal(chains[row, i], greedy[:-1])
-
-
-@pytest.mark.slow
-def test_other_passes_are_those_without_it():
-    _, weights, frozen = make()
-    batch = batch_of(random_rows(), some_mask("half"))
-    sometimes = dataclasses.replace(ALL, on_policy=0.3, on_policy_anchors=NUM_CHOSEN)
-    (wanted, wanted_metrics), (wanted_grad, _) = graded()(weights, frozen, batch)
-    (found, metrics), (grad, _) = graded(sometimes)(weights, frozen, batch, seed=key_of(0.3, False))
-    assert metrics.pop("on_policy") == 0.0 and metrics.keys() == wanted_metrics.keys()
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grad))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), grad, wanted_grad)
-    # On policy the draws and the anchors come from the key; the share of such passes is the recipe's: 200 passes at
-    # 0.3, within 5 standard errors (0.16).
-    results = [graded(sometimes)(weights, frozen, batch, seed=seed)[0] for seed in range(200)]
-    is_on = [bool(metrics["on_policy"]) for _, metrics in results]
-    assert abs(np.mean(is_on) - 0.3) < 0.16
-    values = [float(value) for (value, _), on in zip(results, is_on, strict=True) if on]
-    assert len(set(values)) > 0.9 * len(values) and np.isfinite(values).all()
 
 
 def test_steps_of_training_with_every_option():

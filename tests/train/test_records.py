@@ -21,7 +21,6 @@ SHAREGPT = [{"id": f"{i}_0", "conversations": TURNS} for i in range(3)]
 LINES = "".join(json.dumps(record) + "\n" for record in SHAREGPT)
 PRETTY = json.dumps(SHAREGPT, indent=1)
 BAD = {"id": "wrong", "conversations": [{"from": "human", "value": None}]}
-"""In the half tune, which `hsd bench rescore` reads first, as is SHAREGPT[1]."""
 
 
 def text_of(path) -> list[str]:
@@ -137,18 +136,12 @@ def test_what_is_skipped_is_counted_and_named(tmp_path):
 OWN = "--target {target} --drafter {drafter}"
 COMMANDS = [
     "train drafter --target {target} --data {file} --out {out}",
-    "train target --config {root}/recipe.yaml --tokenizer {target} --data {file} --out {out}",
     "train ngram --target {target} --data {file} --out {out}",
     "train tokenizer --vocab-size 270 --data {file} --out {out}",
     "generate-data --target {target} --prompts {file} --out {out}.jsonl",
     f"bench {OWN} --prompts {{file}}",
     f"identity {OWN} --prompts {{file}}",
-    f"tune {OWN} --prompts {{file}}",
     "plan --target {target} --models {drafter} --prompts {file}",
-    f"bench compare {OWN} --methods {{root}}/methods.yaml --prompts chat={{file}} --out {{out}}",
-    f"bench budget {OWN} --lengths 3 --prompts chat={{file}} --out {{out}}",
-    f"bench rescore {OWN} --scorers a={{drafter}} --prompts {{file}}",
-    f"bench recall {OWN} --prompts {{file}}",
 ]
 
 
@@ -161,11 +154,8 @@ def test_every_command_refuses_or_skips_a_bad_record(folders, tmp_path, monkeypa
 
     for module, name in ((data, "make_rows"), (data, "encoded"), (prompts, "short_enough"), (responses, "make_plan")):
         monkeypatch.setattr(module, name, stops)
-    (tmp_path / "methods.yaml").write_text("a: {}")
-    sizes = "hidden_size: 8, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 8, intermediate_size: 8"
-    (tmp_path / "recipe.yaml").write_text(f"model: {{{sizes}}}")
     path = write(tmp_path / "a.json", json.dumps([SHAREGPT[0], BAD, SHAREGPT[1]]))
-    given = command.format(**vars(folders) | {"root": tmp_path, "file": path, "out": tmp_path / "out"}).split()
+    given = command.format(**vars(folders) | {"file": path, "out": tmp_path / "out"}).split()
     assert hsd(*given) == 2
     assert f"error: {path}, record 2: " in capsys.readouterr().err
     code, said = hsd(*given, "--skip-bad-lines"), capsys.readouterr().err
@@ -176,14 +166,8 @@ def test_every_command_refuses_or_skips_a_bad_record(folders, tmp_path, monkeypa
 def test_files_are_refused_before_models_are_read(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hsd_jax, "load", lambda *args, **kwargs: pytest.fail("read a model"))
     path = write(tmp_path / "a.csv", "prompt\nhi\n")
-    (tmp_path / "methods.yaml").write_text("a: {}")
-    for command in (
-        ["bench"],
-        ["bench", "compare", "--methods", str(tmp_path / "methods.yaml"), "--out", str(tmp_path / "out")],
-    ):
-        for named in [path] if len(command) == 1 else [path, f"chat={path}"]:
-            assert hsd(*command, *both(folders), "--prompts", named) == 2
-            assert f"error: {path}: " in capsys.readouterr().err
+    assert hsd("bench", *both(folders), "--prompts", path) == 2
+    assert f"error: {path}: " in capsys.readouterr().err
 
 
 def test_absent_values_of_a_converted_table(tmp_path):

@@ -36,7 +36,6 @@ from hsd_jax.train import (
     checkpoint,
     data,
     drafter,
-    frequent_tokens,
     journal,
     loop,
     run,
@@ -206,24 +205,6 @@ def test_a_run_with_a_reduced_vocabulary(files, tmp_path):
     assert drafter_files.read_drafter(again)[1]["draft_to_target"].tolist() == ids, "other text, the same tokens"
 
 
-def test_a_run_keeps_the_draft_vocabulary_it_starts_from(tmp_path):
-    """Where as many tokens are asked for; other text would choose 5, 6 and 7. Another number is chosen anew."""
-
-    def sized(num: int):
-        return types.SimpleNamespace(draft_vocab_size=num, reduced_vocab_size=num, vocab_size=8)
-
-    labels, known = np.array([5, 5, 5, 6, 6, 7, 7, 1]), jnp.array([0, 1, 2])
-    config = sized(3)
-    said: list[str] = []
-    found = frequent_tokens.of_run(tmp_path, False, labels, config, (), said.append, known)
-    assert found.tolist() == [0, 1, 2] == json.loads((tmp_path / frequent_tokens.FILE).read_text())
-    assert "covers 12.5%" in said[0]
-    again = frequent_tokens.of_run(tmp_path, True, labels, config, (), said.append, jnp.array([3, 4, 5]))
-    assert again.tolist() == [0, 1, 2], "a run that has begun keeps its own"
-    fewer = frequent_tokens.of_run(tmp_path, False, labels, sized(2), (), said.append, known)
-    assert fewer.tolist() == [5, 6]
-
-
 def test_the_best_drafter_is_kept(files, tmp_path, monkeypatch):
     """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
     kept, write = [], tasks.drafter_files.save_drafter
@@ -280,24 +261,6 @@ def test_a_run_ends_by_the_clock(tmp_path, monkeypatch):
     rates = [record["learning_rate"] for record in steps]
     assert rates[2] > 0.08 and rates[-1] < 0.01, "the learning rate falls with the time, not with the steps"
     assert abs(fitted[0]) < 1 and (tmp_path / "checkpoints" / str(steps[-1]["step"])).is_dir()
-
-
-def test_the_clock_leaves_time_for_the_last_evaluation(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-    deadline, never = loop.Deadline(200.0, 1000), loop.Deadline(None, 1000)
-    assert deadline.place(0) == 0 and deadline.evaluates(1, 500) and not never.evaluates(1, 500)
-    now[0] = 120.0  # the first step has compiled
-    deadline.stepped(), deadline.evaluated(5.0)
-    now[0] = 160.0
-    assert deadline.place(3) == 500 and deadline.place(700) == 700 and never.place(3) == 3
-    assert not deadline.evaluates(2, 2) and never.evaluates(2, 2)
-    now[0] = 181.0
-    assert deadline.evaluates(3, 500) and not deadline.is_near()
-    now[0] = 195.0
-    assert deadline.is_near() and not never.is_near()
-    now[0] = 300.0
-    assert deadline.place(3) == 999
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
@@ -357,9 +320,8 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path):
     assert config.trunk == "parallel" and weights["trunk"].pop("slots").shape == (3, 16)
     given["trunk"].pop("no_token")
     jax.tree.map(np.testing.assert_array_equal, weights, given)
-    lines.clear()
-    run.train(*args, report=lines.append)  # it has begun: where from does not matter any more
-    assert not any("starting from" in line for line in lines)
+    with pytest.raises(ValueError, match="start"):  # without it, it is another run
+        run.train(*args, report=lines.append)
     fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, reduced_vocab_size=3))
     begun = trained.started_from(fresh, given, jnp.array([1, 7, 9])).weights
     np.testing.assert_array_equal(begun["injector"]["bias"], given["injector"]["bias"][np.array([1, 7, 9])])
