@@ -2,15 +2,15 @@
 
 It holds the final states of every token and the residual streams of the layers that a drafter reads. For a loss on a
 part of the vocabulary it also holds the likeliest tokens of each position and the normaliser of its logits. The cache
-pays if rows are read several times and the disk is large: a row takes length x width numbers. A file is written
-completely or not at all, and an interrupted build can be continued. `Batches` (data.py) joins the features to their
-rows.
+pays if rows are read several times and the disk is large: a row takes length x width numbers. The file holds one row
+after another, so an interrupted build goes on where it stopped. `Batches` (data.py) joins the features to their rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from pydantic import Field
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.host import lock
-from hsd_jax.host.files import read_json, replacing, write_json
+from hsd_jax.host.files import read_json, write_json
 from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import OneOf
@@ -34,11 +34,9 @@ from hsd_jax.train.rows import Rows
 from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
-MANIFEST = "manifest.json"
+MANIFEST, FILE = "manifest.json", "features.bin"
 DTYPES = ("bfloat16", "float32", "float16")
 PRODUCTS = ("float32", "bfloat16")
-FILE_BYTES = 256 * 10**6
-"""Approximate size of a file. An interrupted build computes at most this much again."""
 
 
 @settings.dataclass
@@ -56,23 +54,23 @@ class FeatureConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """The manifest: target and rows of the features, and the layout of the numbers in the files."""
+    """The manifest: target and rows of the features, and the layout of the numbers in the file."""
 
     target: str
     weights_dtype: str
     products: str | None
     rows: str
-    layers: tuple[int, ...]
+    layers: list[int]
     """The layers whose residual streams follow the final states."""
     likeliest: int
     """Likeliest tokens that are kept of each position, with the normaliser of its logits; 0: neither is kept."""
     dtype: str
-    shape: tuple[int, int, int]
+    shape: list[int]
     """Rows, tokens, and numbers of a token: the final state, then the streams, each of the target's width."""
 
     @property
     def words(self) -> int:
-        """Numbers of a token in a file. The bits of the logit summary follow the states, stored as numbers of their
+        """Numbers of a token in the file. The bits of the logit summary follow the states, stored as numbers of their
         dtype."""
         packed = (1 + self.likeliest) * 4 if self.likeliest else 0
         return self.shape[2] + packed // jnp.dtype(self.dtype).itemsize
@@ -81,38 +79,13 @@ class _Layout:
     def row_bytes(self) -> int:
         return self.shape[1] * self.words * jnp.dtype(self.dtype).itemsize
 
-    @property
-    def rows_per_file(self) -> int:
-        return max(1, FILE_BYTES // self.row_bytes)
-
-    def files(self) -> list[range]:
-        """The rows of each file."""
-        rows = range(self.shape[0])
-        return [rows[start : start + self.rows_per_file] for start in rows[:: self.rows_per_file]]
-
-    def record(self) -> dict[str, Any]:
-        """What the manifest says."""
-        return dataclasses.asdict(self) | {
-            "layers": list(self.layers),
-            "shape": list(self.shape),
-            "rows_per_file": self.rows_per_file,
-        }
-
 
 class Features:
     """The target's outputs for all rows, memory-mapped."""
 
     def __init__(self, folder: Path, layout: _Layout):
-        self.shape, self._layout, self._files = layout.shape, layout, []
-        for file, rows in enumerate(layout.files()):
-            path = _path(folder, file)
-            try:
-                array = np.load(path, mmap_mode="r")
-                if array.shape != (len(rows), self.shape[1], layout.words):
-                    raise ValueError(f"shape {array.shape}")
-            except (ValueError, EOFError) as error:
-                raise ValueError(f"{path}: damaged ({error}); delete it to compute it again") from error
-            self._files.append(array)
+        self._layout, shape = layout, (layout.shape[0], layout.shape[1], layout.words)
+        self._words = np.memmap(folder / FILE, jnp.dtype(layout.dtype), "r", shape=shape)
 
     def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
         """The features of a batch of rows `index` [B].
@@ -121,9 +94,8 @@ class Features:
           hidden: [B, T, (1 + layers) H] in the dtype of the cache, the final states and then the streams.
           log_normaliser, likeliest: float32 [B, T] and int32 [B, T, k], if they are kept (`heads.LogitSummary`).
         """
-        places = (divmod(int(row), self._layout.rows_per_file) for row in index)
-        words, width = np.stack([self._files[file][at] for file, at in places]), self.shape[2]
-        found = {"hidden": np.ascontiguousarray(words[..., :width]).view(jnp.dtype(self._layout.dtype))}
+        words, width = np.asarray(self._words[index]), self._layout.shape[2]
+        found = {"hidden": words[..., :width]}
         if self._layout.likeliest:
             packed = np.ascontiguousarray(words[..., width:]).view(np.int32)
             found["log_normaliser"] = np.ascontiguousarray(packed[..., 0]).view(np.float32)
@@ -155,8 +127,8 @@ def open_features(
       likeliest: tokens to keep of every position, with the normaliser of its logits; 0: neither is kept.
     Raises:
       ValueError: if the folder holds other features, if several processes find it incomplete, if the disk has too
-        little space, if another process is building it, if a file is damaged, or if the target's states are not finite.
-      OSError: if the disk gets full; complete files stay.
+        little space, if another process is building it, or if the target's states are not finite.
+      OSError: if the disk gets full; complete rows stay.
     """
     if config.cache is None:
         return None
@@ -166,30 +138,28 @@ def open_features(
         weights_dtype=weights["embedding"].dtype.name,
         products=config.products,
         rows=rows.fingerprint,
-        layers=layers,
+        layers=list(layers),
         likeliest=likeliest,
         dtype=config.dtype,
-        shape=(len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))),
+        shape=[len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))],
     )
-    _check_folder(folder, layout.record())
-    missing = {file: part for file, part in enumerate(layout.files()) if not _path(folder, file).is_file()}
-    if missing:
+    _check_folder(folder, dataclasses.asdict(layout))
+    path, num = folder / FILE, len(rows.tokens)
+    done = path.stat().st_size // layout.row_bytes if path.is_file() else 0
+    if done < num:
         if jax.process_count() > 1:
-            raise ValueError(f"{folder}: {len(missing)} files are missing; build the cache with one process first")
-        _check_size(folder, layout, sum(map(len, missing.values())), report)
+            raise ValueError(f"{folder}: is incomplete; build the cache with one process first")
+        done -= done % batch  # the passes are those of an undisturbed build
+        _check_size(folder, layout, num - done, report)
         with lock.held(lock.of_folder(folder)):
-            for half in folder.glob(".features-*.tmp"):  # left by a killed build: up to 256 MB
-                half.unlink()
-            write_json(folder / MANIFEST, layout.record())
+            write_json(folder / MANIFEST, dataclasses.asdict(layout))
+            path.touch()
+            os.truncate(path, done * layout.row_bytes)
             if config.products is not None:
                 weights = jax.tree.map(lambda x: x.astype(config.products), weights)
             with native.as_they_are() if config.products == "bfloat16" else contextlib.nullcontext():
-                _build(folder, layout, missing, rows, weights, target_config, batch, report)
+                _build(path, layout, done, rows, weights, target_config, batch, report)
     return Features(folder, layout)
-
-
-def _path(folder: Path, file: int) -> Path:
-    return folder / f"features-{file:05d}.npy"
 
 
 def _check_folder(folder: Path, wanted: dict[str, Any]) -> None:
@@ -221,22 +191,22 @@ def _check_size(folder: Path, layout: _Layout, num_missing: int, report: Report)
 
 
 def _build(
-    folder: Path,
+    path: Path,
     layout: _Layout,
-    missing: dict[int, range],
+    done: int,
     rows: Rows,
     weights: Weights,
     target_config: ModelConfig,
     batch: int,
     report: Report,
 ) -> None:
+    """Appends the features of the rows from `done` on."""
     dtype = jnp.dtype(layout.dtype)
-    stored = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's file format has no bfloat16
 
     @jax.jit
     def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         tokens = batch["tokens"][:, :-1]
-        output = forward_sequence(weights, target_config, tokens, starts_of(batch), feature_layers=layout.layers)
+        output = forward_sequence(weights, target_config, tokens, starts_of(batch), feature_layers=tuple(layout.layers))
         hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)
         packed = None
         if layout.likeliest:  # of the final states as stored, because a step reads these
@@ -246,21 +216,18 @@ def _build(
             packed = jnp.concatenate([bits[..., None], summary.likeliest], -1)
         return hidden, packed, jnp.all(jnp.isfinite(hidden))
 
-    total, done, progress = sum(map(len, missing.values())), 0, ProgressReport(report)
-    for file, part in missing.items():
-        blocks = []
-        for start in range(0, len(part), batch):
-            some = np.asarray(part[start : start + batch])
+    begun, total, progress = done, len(rows.tokens), ProgressReport(report)
+    with path.open("ab") as out:  # not a memory map: a full disk would kill the process
+        for start in range(begun, total, batch):
+            some = np.arange(start, min(start + batch, total))
             # The last pass repeats a row to keep the same shape.
             found = states(weights, rows.take(np.pad(some, (0, batch - len(some)), mode="edge")))
             hidden, packed, is_finite = (None if x is None else np.asarray(x) for x in found)
             if not is_finite:
                 raise ValueError(f"the target's states of rows {some[0]} to {some[-1]} are not finite in {dtype}")
-            words = [np.asarray(x).view(stored) for x in (hidden, packed) if x is not None]
-            blocks.append(np.concatenate(words, -1)[: len(some)])
+            words = [np.asarray(x).view(dtype) for x in (hidden, packed) if x is not None]
+            out.write(np.concatenate(words, -1)[: len(some)].tobytes())
             done += len(some)
-            progress.say(f"features: {done:,} of {total:,} rows", done / total)
-        with replacing(_path(folder, file)) as temporary, temporary.open("wb") as out:
-            np.save(out, np.concatenate(blocks))
-    progress.tokens = total * layout.shape[1]
-    report(f"features: {total:,} rows written, {progress.speed}")
+            progress.say(f"features: {done:,} of {total:,} rows", (done - begun) / (total - begun))
+    progress.tokens = (total - begun) * layout.shape[1]
+    report(f"features: {total - begun:,} rows written, {progress.speed}")

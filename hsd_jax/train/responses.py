@@ -90,24 +90,16 @@ def lines_done(out: Path, jobs: Sequence[ResponseJob]) -> int:
     """The number of complete lines of an unfinished result. Removes an incomplete last line from the file.
 
     Raises:
-      ValueError: naming the first line that does not belong to this plan.
+      ValueError: if a line does not belong to this plan.
     """
     if not out.is_file():
         return 0
     content = out.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(out, whole)
-    lines = content[:whole].split(b"\n")[:-1]
-    for number, line in enumerate(lines, 1):
-        try:
-            prompt, record = jobs[number - 1].prompt, json.loads(line)
-            is_own = record["source"] == prompt.source and record["seed"] == jobs[number - 1].seed
-            is_own &= record["prompt_tokens"] == list(prompt.tokens)
-        except (ValueError, KeyError, TypeError, IndexError):
-            is_own = False
-        if not is_own:
-            raise ValueError(f"{out}:{number}: not a line of this run; choose another name, or move the file away")
+    os.truncate(out, content.rfind(b"\n") + 1)
+    lines = content.split(b"\n")[:-1]
+    wanted = [(job.prompt.source, job.seed) for job in jobs[: len(lines)]]
+    if [(line.get("source"), line.get("seed")) for line in map(json.loads, lines)] != wanted:
+        raise ValueError(f"{out}: holds other lines than those of this run; choose another name")
     return len(lines)
 
 

@@ -117,11 +117,12 @@ def encoded(
             if document.tokens is None:
                 ids, labels = _of_text(document, next(texts), bos, eos, special, on_responses)
             else:
+                if spoken(tokenizer.decode, *document.tokens) != document.text[document.responses[0][0] :]:
+                    raise ValueError(f"{document.where}: response_tokens are another tokenizer's; generate them again")
                 ids, labels = _as_sampled(document.tokens, eos, special, on_responses)
             if max(ids) >= vocab_size:
                 raise ValueError(f"{document.where}: holds token {max(ids)}; the model has {vocab_size} tokens")
             found.append((np.asarray(ids, np.int32), labels))
-        _check_spelling([d for d in some if d.tokens is not None], tokenizer)
         yield from found
 
 
@@ -159,31 +160,13 @@ def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int
     return [*ids, *tail], labels
 
 
-def _check_spelling(documents: Sequence[Document], tokenizer: Tokenizer) -> None:
-    """Raises a ValueError if sampled tokens do not spell their text, because they are another tokenizer's.
-
-    All are decoded at once, which the tokenizer does on all cores.
-    """
-    pairs = [document.tokens for document in documents if document.tokens is not None]
-    before = tokenizer.decode_batch([prompt for prompt, _ in pairs])
-    whole = tokenizer.decode_batch([[*prompt, *response] for prompt, response in pairs])
-    for document, (_, response), first, both in zip(documents, pairs, before, whole, strict=True):
-        ((start, _),) = document.responses
-        if _added(first, both, lambda: tokenizer.decode(response)) != document.text[start:]:  # noqa: B023
-            raise ValueError(f"{document.where}: response_tokens are another tokenizer's; generate the text again")
-
-
 def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list[int]) -> str:
     """The text that `response` adds to `prompt`.
 
     Both are decoded together, because some tokenizers write a token in another way at the start of a text.
     """
-    return _added(decode(prompt), decode([*prompt, *response]), lambda: decode(response))
-
-
-def _added(before: str, whole: str, alone: Callable[[], str]) -> str:
-    """The end of a text, which is `alone()` if the text does not begin with `before`."""
-    return whole[len(before) :] if whole.startswith(before) else alone()
+    before, whole = decode(prompt), decode([*prompt, *response])
+    return whole[len(before) :] if whole.startswith(before) else decode(response)
 
 
 def _packed(encoded: list[Encoded], length: int) -> Rows:

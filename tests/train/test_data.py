@@ -216,7 +216,7 @@ def test_sampled_tokens_are_not_tokenised_again(tokenizer):
     "changes, message",
     [
         ({"response": "a dog"}, r"f:1: response_tokens"),
-        ({"response_tokens": [2, 400]}, r"f:1: .*token 400.* 310 "),
+        ({"response_tokens": [2, 400]}, r"f:1: response_tokens"),
         ({"prompt_tokens": None}, r"f:1: prompt_tokens=None: .*list"),
     ],
 )

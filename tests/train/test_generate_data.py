@@ -480,7 +480,7 @@ def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, c
     assert "own.jsonl.settings.json" in capsys.readouterr().err
     responses.settings_path(out).write_bytes(responses.settings_path(whole).read_bytes())
     swapped = whole.read_text().split("\n")
-    for content in ("my thesis\n", "\n".join(swapped[1:4]) + "\n", whole.read_text() + swapped[0] + "\n"):
+    for content in ("\n".join(swapped[1:4]) + "\n", whole.read_text() + swapped[0] + "\n"):
         out.write_text(content)
         assert hsd(folder, out, "--samples-per-prompt", "2") == 2
         assert "own.jsonl" in capsys.readouterr().err
