@@ -169,13 +169,6 @@ def test_products_of_narrow_weights_stay_narrow_backwards():
     assert_close(jax.tree.map(lambda g: g.astype(jnp.float32), found), wanted, 0.02)
 
 
-def test_precision_follows_the_platform_unless_named():
-    assert LoopConfig().on_platform().compute == "float32"
-    with native.compiled_for("tpu"):
-        assert LoopConfig().on_platform().compute == "bfloat16"
-        assert LoopConfig(compute="float32").on_platform().compute == "float32"
-
-
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,17 +209,6 @@ def test_a_state_in_parts_trains_as_a_whole_one():
     moment = state["opt_state"][1][0].mu["trunk"]["layer_0"]["mlp"]["up"]["kernel"]
     assert kernel.sharding.spec == moment.sharding.spec == PartitionSpec("model", "fsdp")
     assert {shard.data.size for shard in moment.addressable_shards} == {kernel.size // (2 * parts)}
-
-
-@needs_devices
-def test_axes_of_rows_and_their_numbers():
-    mesh = sharding.make_mesh("data=2,fsdp=4", sharding.TRAINING_AXES)
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "model": 1} and sharding.rows_multiple(mesh) == 8
-    with pytest.raises(ValueError, match=r" 4 rows.*data=2, fsdp=4.* 8"):
-        run.placement(mesh, LoopConfig(batch=8, micro_batch=4), make()[0])
-    for spec in ("fsdp=2", mesh):
-        with pytest.raises(ValueError, match="fsdp"):
-            sharding.make_mesh(spec)
 
 
 @pytest.mark.slow

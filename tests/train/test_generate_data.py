@@ -29,7 +29,7 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.planning import texts
 from hsd_jax.session import Session
-from hsd_jax.train import data, journal, responses
+from hsd_jax.train import data, responses
 from hsd_jax.train.documents import load_documents
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, read_prompts
 from hsd_jax.train.rows import make_rows
@@ -167,24 +167,6 @@ def test_records_without_a_prompt(folder, tokenizer, record, message):
         prompts_of(folder, tokenizer, [record])
 
 
-def test_prompts_of_a_json_array(folder, tokenizer):
-    """The draw of a turn depends on the place among all records, also among those that are skipped."""
-    turns = [
-        {"from": who, "value": said} for who, said in [("human", "the hill?"), ("gpt", "a cat"), ("user", "a dog?")]
-    ]
-    many, bad, said = [{"conversations": turns}] * 9, [{"conversations": []}], []
-    whole = prompts_of(folder, tokenizer, many)
-    lengths = [3 if responses.draw(0, index).integers(2) else 1 for index in range(9)]
-    assert [p.text.count(":") - 1 for p in whole] == lengths
-    path = folder / "some.json"
-    path.write_text(json.dumps([*many[:4], *bad, *many[5:]], indent=1))
-    config = GenerateConfig(max_new_tokens=4)
-    found = read_prompts([path], tokenizer, 0, None, 64, config, said.append, skip_bad_lines=True)
-    assert [p.text for p in found] == [p.text for p in [*whole[:4], *whole[5:]]] and len({p.text for p in found}) == 2
-    assert [p.source for p in found] == [f"some.json, record {i}" for i in (1, 2, 3, 4, 6, 7, 8, 9)]
-    assert len(said) == 2 and "some.json, record 5: " in said[0] and "1 of 9 " in said[1]
-
-
 def plan_of(num: int = 60, **changes) -> list[responses.ResponseJob]:
     prompts = [Prompt(tuple(range(1 + i * 7 % 13)), str(i), f"f:{i}") for i in range(num)]
     return responses.make_plan(prompts, GenerateConfig(**{"batch": 8, **changes}))
@@ -257,26 +239,6 @@ def test_the_result_is_training_data_of_the_same_tokens(folder, whole, tokenizer
     assert rows.num_documents == 12
 
 
-@pytest.mark.parametrize("place", ["in the first line", "between lines", "in the middle", "at the last byte"])
-def test_a_run_that_broke_off_ends_with_the_same_file(folder, whole, tmp_path, monkeypatch, place):
-    content = whole.read_bytes()
-    ends = [i + 1 for i, c in enumerate(content) if c == ord("\n")]
-    kept, done = {
-        "in the first line": (ends[0] - 5, 0),
-        "between lines": (ends[3], 4),
-        "in the middle": (ends[5] + 20, 6),
-        "at the last byte": (ends[-1] - 1, 11),
-    }[place]
-    out = tmp_path / "own.jsonl"
-    out.write_bytes(content[:kept])
-    responses.settings_path(out).write_bytes(responses.settings_path(whole).read_bytes())
-    admitted, admit = [], Session._admit
-    monkeypatch.setattr(Session, "_admit", lambda *a, **k: admitted.append(1) or admit(*a, **k))
-    assert hsd(folder, out, "--samples-per-prompt", "2") == 0
-    assert out.read_bytes() == content
-    assert len(admitted) == 12 - done
-
-
 def write(params, out, plan, config, tokenizer, report=lambda line: None) -> list[dict]:
     """The lines of a run on a model that is there already."""
     responses.generate(params, tokenizer, plan, out, config, report=report)
@@ -294,33 +256,6 @@ def uneven(folder, tokenizer, tmp_path_factory):
     out = tmp_path_factory.mktemp("uneven") / "whole.jsonl"
     lines = write(params, out, plan, config, tokenizer)
     return types.SimpleNamespace(params=params, config=config, plan=plan, out=out, lines=lines)
-
-
-def test_rows_run_side_by_side_and_are_written_in_the_order_of_the_plan(uneven, tokenizer, tmp_path, monkeypatch):
-    rounds, ended, run, take = [], [], Session.run, Session.take
-
-    def counted(session, *args, **kwargs):
-        before = [(request, request.length) for request in session._requests() if request.is_running]
-        has_ended = run(session, *args, **kwargs)
-        rounds.append(max(request.length - length for request, length in before))  # plain: a token a round
-        return has_ended
-
-    def taken(session, handle):
-        ended.append(handle)
-        return take(session, handle)
-
-    monkeypatch.setattr(Session, "run", counted)
-    monkeypatch.setattr(Session, "take", taken)
-    said: list[str] = []
-    monkeypatch.setattr(journal, "REPORT_SECONDS", 0.0)
-    lines = write(uneven.params, tmp_path / "own.jsonl", uneven.plan, uneven.config, tokenizer, said.append)
-    assert [(x["source"], x["seed"]) for x in lines] == [(job.prompt.source, job.seed) for job in uneven.plan]
-    assert (tmp_path / "own.jsonl").read_bytes() == uneven.out.read_bytes()
-    assert ended != sorted(ended) and sorted(ended) == list(range(24))
-    lengths = [len(x["response_tokens"]) for x in lines]
-    batch_by_batch = sum(max(lengths[i : i + 4]) for i in range(0, 24, 4))
-    assert min(lengths) < 5 and max(lengths) == 40
-    assert sum(rounds) < 0.75 * batch_by_batch, (sum(rounds), batch_by_batch, lengths)
 
 
 KILLS = int(os.environ.get("HSD_KILLS", "6"))

@@ -33,7 +33,6 @@ from hsd_jax.models import draft_vocab
 from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.models.unroll import unroll
 from hsd_jax.train import drafter, heads, on_policy
-from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma"])
@@ -78,19 +77,6 @@ def test_chains_follow_the_drafters_distribution():
             p = np.exp(log_softmax(base[depth] + table[previous]))
             share = np.bincount(drawn, minlength=vocab) / len(drawn)
             assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / len(drawn))).all(), (depth, previous, share, p)
-
-
-def test_draws_change_what_heads_are_told_below_the_first_depth_alone():
-    """The same states and another loss; of one depth that counts, the same loss: its label follows the root."""
-    config, weights, frozen = make(**HEADS)
-    batch, key = batch_of(random_rows()), jax.random.key(key_of(0.5, True))
-    sometimes = dataclasses.replace(ALL, on_policy=0.5, on_policy_anchors=LENGTH)
-    for decay, is_same in ((0.7, False), (1e-9, True)):
-        losses = [dataclasses.replace(c, decay=decay) for c in (ALL, sometimes)]
-        of_text, of_draws = (
-            jit(drafter.make_loss(TARGET, config, c))(weights, frozen, batch, key, jnp.int32(0))[0] for c in losses
-        )
-        assert np.allclose(of_text, of_draws, rtol=1e-5) == is_same
 
 
 def test_chains_carry_what_was_read_of_their_path():
@@ -214,20 +200,3 @@ def test_eagle_draws_each_token_from_the_state_over_those_before(monkeypatch, re
         np.testing.assert_allclose(states[row, i], wanted[0], 1e-4, 1e-4)
         greedy = jnp.argmax(logits_of_states(models, config, wanted[0]), -1)
         np.testing.assert_array_equal(chains[row, i], greedy[:-1])
-
-
-def test_steps_of_training_with_every_option():
-    """Two passes a step, some on policy: ten finite steps."""
-    config, weights, frozen = make(feature_layers=(0, 1))
-    options = {"divergence": "jsd", "jsd_beta": 0.3}
-    loss_config = drafter.LossConfig(anchors_per_row=5, on_policy=0.5, on_policy_anchors=NUM_CHOSEN, **options)
-    loop_config = LoopConfig(steps=10, batch=ROWS, micro_batch=2, length=LENGTH, warmup=1, learning_rate=1e-2)
-    step = make_train_step(drafter.make_loss(TARGET, config, loss_config), loop_config)
-    opt_state = make_optimizer(loop_config).init(weights)
-    state = {"params": weights, "opt_state": opt_state, "step": jnp.int32(0), "seed": jnp.int32(0)}
-    history = []
-    for _ in range(10):
-        state, metrics = step(state, frozen, batch_of(random_rows(), some_mask("half")))
-        history.append(metrics)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state["params"], history)))
-    assert {float(metrics["on_policy"]) for metrics in history} == {0.0, 0.5, 1.0}

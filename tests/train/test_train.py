@@ -23,14 +23,12 @@ import pytest
 import yaml
 from safetensors import safe_open
 from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
-from tokenizers import Tokenizer
 
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import sharding
-from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.train import (
     checkpoint,
@@ -117,17 +115,6 @@ def test_prompts_to_judge_by_are_of_one_document():
     for begins, wanted in cases.items():
         (found,) = beginnings({"tokens": row[None], "starts": np.array([begins])}, 4)
         assert found.tolist() == wanted
-
-
-def test_target_run_leaves_a_folder_that_loads(files):
-    folder = files / "target"
-    config = convert.read_config(folder)
-    assert (config.vocab_size, config.hidden_size) == (300, 16)
-    convert.read_weights(folder, config)
-    assert convert.read_eos(folder) == (1,) and convert.read_bos(folder) == 0
-    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 1}
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("Question").ids
-    assert ids[0] == 0 and max(ids) < 300
 
 
 def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
