@@ -72,6 +72,7 @@ def test_a_run_starts_from_a_shallower_model(shallow, tmp_path):
     assert (tmp_path / "deep" / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_grown_run_that_broke_off_goes_on(shallow, tmp_path):
     """Bit for bit, with --start given again; from another start, or none, it is another run."""
     data, start, recipe = [shallow / "text.txt"], shallow / "target", recipe_of(3)

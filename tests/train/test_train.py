@@ -150,6 +150,7 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
     assert config.vocabulary_hash == target.tokenizer.vocabulary_hash
 
 
+@pytest.mark.slow
 def test_a_run_of_cheap_steps(files, tmp_path):
     """Stages up to their last step, a sample of the columns, what the target says from a cache, its last layer to begin
     with."""
