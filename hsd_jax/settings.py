@@ -28,7 +28,13 @@ LARGEST = 3.4e38
 HOTTEST = 1e30
 """The highest temperature. From 1e38 on, logits divided by the temperature are too small for float32, and top-k would
 keep every token."""
-_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+_CONFIG = ConfigDict(
+    strict=True,
+    extra="forbid",
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+    use_attribute_docstrings=True,  # the help of recipes
+)
 Kind = TypeVar("Kind", bound=type)
 _NUMBER = re.compile(r"[+-]?\d+e[+-]?\d+")
 

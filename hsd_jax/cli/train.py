@@ -9,11 +9,10 @@ import argparse
 
 from hsd_jax.cli import options
 from hsd_jax.cli.options import Choices, add_value
-from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
+from hsd_jax.train.recipe import read_recipe, recipe_help
 
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
-PATHS = {"drafter": (("target", "data", "out"), ("start",)), "target": (("data", "out"), ("tokenizer", "start"))}
-"""The required and the optional paths of each kind of recipe. The command line or the recipe's file gives them."""
+FIELDS = "text, turns, messages, conversations, question and answer, or prompt and response"
 DRAFTERS = Choices("train.run", lambda module: module.DRAFTERS)
 
 
@@ -36,13 +35,12 @@ def add_parser(commands) -> None:
         """
 hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
 hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500
-hsd train drafter --config mine.yaml        # with paths: {target: DIR, data: [train.jsonl], out: DIR} in it
 hsd train drafter --kind small_lm --start SMALL --target DIR --data a.jsonl --out DIR --set on_policy.share=0.5
 hsd train drafter --kind small_lm --start smollm2 --target smollm2 --data a.jsonl --out DIR --set model.num_layers=8
 hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out DIR --set model.frozen=true
 """,
     )
-    options.add_target_arguments(drafter)
+    options.add_target_arguments(drafter, is_required=True)
     start = "a drafter of the same target to start from, or the language model to distil into, as model.kind says"
     add_value(drafter, "--start DIR", str, start, without="random weights")
     what = "model.kind of the recipe, of %(choices)s"
@@ -75,46 +73,8 @@ hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.
 hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
 """,
     )
-    _add_data_arguments(tokenizer, True, "folder of the result")
+    _add_data_arguments(tokenizer, "folder of the result")
     add_value(tokenizer, "--vocab-size V", options.COUNT, "", 4096)
-    _add_restrict(kinds)
-    _add_ngram(kinds)
-    curves = options.add_command(
-        kinds,
-        "curves",
-        run_curves,
-        "draw the curves of a run",
-        "Draw loss, acceptance and simulated tau of a run, finished or not, into OUT/curves.png.",
-        """
-hsd train curves --out runs/demo-drafter
-""",
-    )
-    curves.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
-
-
-def _add_restrict(kinds) -> None:
-    """Declares `hsd train restrict`, which changes a trained drafter."""
-    restrict = options.add_command(
-        kinds,
-        "restrict",
-        run_restrict,
-        "give a trained drafter a reduced draft vocabulary",
-        "Let a drafter draft the most frequent tokens only: it computes less, and a little less is accepted.\n"
-        "Nothing is trained again, and the decoded text stays the same. Count the tokens in text that the target\n"
-        "wrote (hsd generate-data).",
-        """
-hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --draft-vocab 0.5 --out runs/reduced
-""",
-    )
-    options.add_target_arguments(restrict, is_required=True)
-    restrict.add_argument("--drafter", metavar="DIR", required=True, help="a folder written by `hsd train drafter`")
-    _add_data_arguments(restrict, True, "folder of the new drafter")
-    add_value(restrict, "--draft-vocab SHARE", options.SHARE, "share of the vocabulary that is kept", 0.5)
-    add_value(restrict, "--loss-on", str, "the tokens to count", "all", "all", choices=("all", "responses"))
-
-
-def _add_ngram(kinds) -> None:
-    """Declares `hsd train ngram`."""
     ngram = options.add_command(
         kinds,
         "ngram",
@@ -127,7 +87,7 @@ hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
 """,
     )
     options.add_target_arguments(ngram, is_required=True)
-    _add_data_arguments(ngram, True, "folder of the model")
+    _add_data_arguments(ngram, "folder of the model")
     add_value(ngram, "--order N", options.COUNT, "tokens of the longest n-grams, 2 to 8", 4)
     add_value(ngram, "--loss-on", str, "the tokens to count", "responses", "responses", choices=("all", "responses"))
 
@@ -147,20 +107,18 @@ def _with_keys(
     parser.format_help = format_help
 
 
-def _add_data_arguments(parser: argparse.ArgumentParser, required: bool, out: str) -> None:
-    fields = "text, turns, messages, conversations, question and answer, or prompt and response"
-    what = f"{options.JSON_FILES} with {fields}; or text (.txt)"
-    add_value(parser, "--data FILE", str, what, nargs="+", required=required)
+def _add_data_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    add_value(
+        parser, "--data FILE", str, f"{options.JSON_FILES} with {FIELDS}; or text (.txt)", nargs="+", required=True
+    )
     options.add_skip_argument(parser)
-    add_value(parser, "--out DIR", str, out, required=required)
+    add_value(parser, "--out DIR", str, out, required=True)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser, needs_config: bool, out: str) -> None:
-    _add_data_arguments(parser, False, out)
-    otherwise = "" if needs_config else "the built-in recipe"
-    add_value(
-        parser, "--config YAML", str, "the recipe, a file as in configs/", without=otherwise, required=needs_config
-    )
+    _add_data_arguments(parser, out)
+    what, otherwise = "the recipe, a file as in configs/", "" if needs_config else "the built-in recipe"
+    add_value(parser, "--config YAML", str, what, without=otherwise, required=needs_config)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
     parser.add_argument("--force", action="store_true", help="continue a run that was started with another recipe")
     options.add_mesh_argument(parser)
@@ -171,33 +129,21 @@ def run_recipe(args: argparse.Namespace) -> int:
     from hsd_jax.host.sharding import TRAINING_AXES, make_mesh
     from hsd_jax.train.run import recipe_of, train
 
-    required, optional = PATHS[args.kind]
     kind = getattr(args, "model", None)
     values = read_recipe(args.config, args.set + ([f"model.kind={kind}"] if kind else []))
     model = values.get("model")
-    paths = take_paths(values, args, *required, optional=optional)
-    kind = model.get("kind") if isinstance(model, dict) else None
-    recipe = recipe_of(args.kind, kind).from_dict(values, args.config or "--set")
-    if args.kind == "drafter":
-        args.target = paths["source"]  # the recipe may give it
-        paths["source"] = options.source_of(args)
+    recipe = recipe_of(args.kind, model.get("kind") if isinstance(model, dict) else None)
     train(
-        **{"source": None} | paths,
-        recipe=recipe,
+        options.source_of(args) if args.kind == "drafter" else args.tokenizer,
+        args.data,
+        args.out,
+        recipe.from_dict(values, args.config or "--set"),
         mesh=make_mesh(args.mesh, TRAINING_AXES),
         report=options.say,
         force=args.force,
+        start_dir=args.start,
         skip_bad_lines=args.skip_bad_lines,
     )
-    return 0
-
-
-def run_restrict(args: argparse.Namespace) -> int:
-    """Gives a trained drafter a reduced draft vocabulary."""
-    from hsd_jax.train.frequent_tokens import restrict_drafter
-
-    how = args.draft_vocab, args.loss_on, options.say, args.skip_bad_lines
-    restrict_drafter(options.source_of(args), args.drafter, args.data, args.out, *how)
     return 0
 
 
@@ -207,14 +153,6 @@ def run_ngram(args: argparse.Namespace) -> int:
 
     how = args.order, args.loss_on, options.say, args.skip_bad_lines
     train_ngram(options.source_of(args), args.data, args.out, *how)
-    return 0
-
-
-def run_curves(args: argparse.Namespace) -> int:
-    """Draws the curves of a run."""
-    from hsd_jax.train.curves import draw_curves
-
-    options.say(f"wrote {draw_curves(args.out)}")
     return 0
 
 

@@ -1,7 +1,6 @@
 """The anchors of a row in training, their labels, and the acceptance that a greedy chain would have there.
 
-An anchor is the position of the last feature that a round has read. Drafts from it start two tokens later. Read next:
-`drafter.py`.
+An anchor is the position of the last feature that a round has read. Drafts from it start two tokens later.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.train import losses
-
-ABLATED_DEPTH = 3
-"""The depth at which agreement is reported with and without token information (methods.md 1.9)."""
 
 
 def labels_of_anchors(
@@ -56,8 +52,6 @@ class Agreement(NamedTuple):
 
     agreed: Bool[Array, "B A K"]
     """Whether the drafter's argmax is also the target's."""
-    base_agreed: Bool[Array, "B A"]
-    """The same at ABLATED_DEPTH, without token information."""
     overlap: Float[Array, "B A K"]
     """The sum of min(p, q)."""
 
@@ -65,7 +59,6 @@ class Agreement(NamedTuple):
 def agreement(
     target: losses.TeacherDistribution,
     draft_logits: Float[Array, "BAK C"],
-    base: Float[Array, "BAK C"],
     shape: tuple[int, ...],
 ) -> Agreement:
     """Where both models agree. No gradient reaches the logits. If the target's argmax is a cold token, they never
@@ -75,22 +68,11 @@ def agreement(
       target: the target's distribution at all nodes.
       shape: B, A, K.
     """
-    draft_logits, base = lax.stop_gradient((draft_logits, base))
-
-    def agrees(logits: Array, best: Array) -> Array:
-        # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
-        return jnp.take_along_axis(logits, best[:, None], -1)[:, 0] >= jnp.max(logits, -1)
-
-    ablated = slice(_ablated(shape[2]), None, shape[2])
-    base_agreed = agrees(base[ablated], target.best[ablated]) & target.is_hot[ablated]
+    draft_logits = lax.stop_gradient(draft_logits)
+    # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
+    is_best = jnp.take_along_axis(draft_logits, target.best[:, None], -1)[:, 0] >= jnp.max(draft_logits, -1)
     overlap = 1.0 - losses.total_variation(target, draft_logits)
-    agreed = agrees(draft_logits, target.best) & target.is_hot
-    return Agreement(agreed.reshape(shape), base_agreed.reshape(shape[:2]), overlap.reshape(shape))
-
-
-def _ablated(num_steps: int) -> int:
-    """The index of ABLATED_DEPTH, or of the last depth."""
-    return min(ABLATED_DEPTH, num_steps) - 1
+    return Agreement((is_best & target.is_hot).reshape(shape), overlap.reshape(shape))
 
 
 def chain_metrics(found: Agreement, mask: Bool[Array, "B A K"]) -> dict[str, Array]:
@@ -102,12 +84,11 @@ def chain_metrics(found: Agreement, mask: Bool[Array, "B A K"]) -> dict[str, Arr
       acceptance: [K], the share of anchors that agree with the target's argmax at a depth, among those that agreed at
         all depths before.
       tau: one plus the mean number of leading agreements.
-      agreement_3, agreement_3_base: agreement at depth 3, whatever came before, with and without token information.
       overlap: [K], the sum of min(p, q) at a depth, which is the probability that a sampled draft token is accepted
         there; the mean over all labels of that depth.
     """
     num_steps = mask.shape[2]
-    depth, labels = _ablated(num_steps), mask.reshape(-1, num_steps)
+    labels = mask.reshape(-1, num_steps)
     whole = labels.all(-1)
 
     def total(hits: Array) -> Array:
@@ -121,7 +102,5 @@ def chain_metrics(found: Agreement, mask: Bool[Array, "B A K"]) -> dict[str, Arr
     return {
         "acceptance": kept / jnp.maximum(before, 1.0),
         "tau": 1.0 + kept.sum() / count,
-        f"agreement_{depth + 1}": total(agreed[:, depth]) / count,
-        f"agreement_{depth + 1}_base": total(found.base_agreed.reshape(-1) & whole) / count,
         "overlap": overlap.sum(0) / jnp.maximum(total(labels), 1.0),
     }

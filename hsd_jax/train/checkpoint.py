@@ -7,6 +7,8 @@ writes the weights that are shipped (safetensors).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,51 +31,34 @@ class Checkpointer:
         """Starts to write a checkpoint. The state may be donated as soon as this returns.
 
         Raises:
-          OSError: naming folder, step and remedy, if this checkpoint or the one before cannot be written.
+          OSError: naming the step, if this checkpoint or the one before cannot be written.
         """
-        try:
+        with self._writing(f"the checkpoint of step {step}, or the one before it"):
             self._manager.wait_until_finished()
             args = ocp.args.Composite(state=ocp.args.StandardSave(state), note=ocp.args.JsonSave(note))
             self._manager.save(step, args=args)
-        except Exception as error:  # orbax and tensorstore wrap a full disk in errors of many types
-            raise self._not_written(step, error) from error
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest checkpoint, in the shapes, dtypes and shardings of `like`, and its note.
-
-        Raises:
-          FileNotFoundError: if the folder holds no complete checkpoint.
-        """
-        step = self.latest_step()
-        if step is None:
-            raise FileNotFoundError(f"{self.folder}: no complete checkpoint")
+        """The newest checkpoint, in the shapes, dtypes and shardings of `like`, and its note."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), note=ocp.args.JsonRestore())
-        found = self._manager.restore(step, args=args)
+        found = self._manager.restore(self.latest_step(), args=args)
         return found["state"], found["note"]
 
     def close(self) -> None:
-        """Waits until the last checkpoint is written.
-
-        Raises:
-          OSError: as `save`.
-        """
+        """Waits until the last checkpoint is written. Raises as `save`."""
         try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._not_written(None, error) from error
+            with self._writing("the last checkpoint"):
+                self._manager.wait_until_finished()
         finally:
             self._manager.close()
 
-    def _not_written(self, step: int | None, error: Exception) -> OSError:
-        which = "the last checkpoint" if step is None else f"the checkpoint of step {step}, or the one before it,"
-        complete = [int(p.name) for p in self.folder.iterdir() if p.name.isdigit()] if self.folder.is_dir() else []
-        kept = f"that of step {max(complete)} is complete" if complete else "none is complete"
-        reason = " ".join(str(error).split())[:300]
-        return OSError(
-            f"{self.folder}: {which} could not be written ({reason}); {kept}. Free space on the disk and give the same"
-            " command again"
-        )
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # orbax and tensorstore wrap a full disk in errors of many types
+            raise OSError(f"{self.folder}: {what} cannot be written ({' '.join(str(error).split())[:300]})") from error

@@ -1,12 +1,10 @@
 """The data of a run: reads files into rows (`rows.py`) and serves the rows as an endless stream of batches.
 
 The stream is deterministic and can be resumed. It depends on files, tokenizer, options and seed, never on the machine.
-Read next: `loop.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.settings import OneOf, Seed
 from hsd_jax.train.documents import ChatTemplate, Document, chat_template_of, load_documents
 from hsd_jax.train.journal import Report
-from hsd_jax.train.rows import ALL, PACKED, PADDED, RESPONSES, Rows, encoded, make_rows
+from hsd_jax.train.rows import ALL, RESPONSES, Rows, encoded, make_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,12 +30,12 @@ if TYPE_CHECKING:
 
 @settings.dataclass
 class DataConfig:
-    """Section `data` of a recipe: how documents become rows."""
+    """Section `data` of a recipe: how documents become rows.
 
-    packing: Annotated[str, OneOf((PACKED, PADDED))] = PACKED
-    """packed: documents follow one another and are cut into rows without padding. No document sees another. If a row
-    ends inside a document, its rest is a new beginning in the next row. padded: one document per row, cut at the row's
-    length and padded to it."""
+    Documents follow one another and are cut into rows. No document sees another. If a row ends inside a document, its
+    rest is a new beginning in the next row.
+    """
+
     loss_on: Annotated[str, OneOf((ALL, RESPONSES))] = ALL
     """The tokens that are labels: all; or responses, the assistant's text and the end of its turn."""
     chat_template: bool = True
@@ -61,7 +59,7 @@ def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
     checkpoint = find(source)
     raw = checkpoint.raw_tokenizer()
     if checkpoint.tokenizer is None or not checkpoint.named_eos:
-        raise ValueError(f"{checkpoint}: names no end token; set eos_token_id in config.json")
+        raise ValueError(f"{checkpoint}: names no end token (eos_token_id in config.json)")
     return raw, next(iter(checkpoint.tokenizer.starts), None), checkpoint.named_eos[0]
 
 
@@ -95,7 +93,7 @@ def read_rows(
     if not files:
         raise ValueError("no data files given")
     documents, words = _read(files, source, config, skip_bad_lines, report)
-    return make_rows(documents, *words, length, config.seed_of(seed), vocab_size, config.packing, config.loss_on)
+    return make_rows(documents, *words, length, config.seed_of(seed), vocab_size, config.loss_on)
 
 
 def read_encoded(
@@ -136,14 +134,13 @@ class Batches:
     has theirs, too.
 
     Batch `i` depends only on rows, `batch`, `seed` and `i`, whatever the number of processes. Process p reads the p-th
-    part of it: B = batch / process_count rows.
+    part of it: B = batch / process_count rows. An epoch leaves out rows that fill no batch.
 
     Args:
       batch: rows of a step, over all processes.
       features: `take([B] row indices) -> arrays of a batch`, for example `features.Features`.
     Raises:
-      ValueError: if there are fewer rows than one batch needs, if the processes do not divide it, or if grain is
-        missing.
+      ValueError: if there are fewer rows than one batch needs, or if the processes do not divide it.
     """
 
     def __init__(
@@ -156,44 +153,26 @@ class Batches:
         process_count: int = 1,
         features: Any = None,
     ):
-        if batch % process_count or not 0 <= process_index < process_count:
-            raise ValueError(
-                f"train.batch={batch}: must be a multiple of the {process_count} processes, of which this is"
-                f" {process_index}"
-            )
-        try:
-            import grain
-        except ImportError as error:
-            raise ValueError("training reads data with grain: pip install 'hsd_jax[train]'") from error
-        num = len(rows.tokens)
-        if num < batch:
-            raise ValueError(f"{num} rows of text: fewer than one batch of {batch}")
-        in_use = num // batch * batch  # rows of an epoch: complete batches only
-
-        def shuffled(index: int, _: int) -> int:  # `index` keeps counting through the epochs
-            epoch, place = divmod(index, in_use)
-            return int(_epoch_order(seed, epoch, num)[place])
-
-        def read(at: np.ndarray) -> dict[str, np.ndarray]:
-            found = rows.take(at)
-            return found if features is None else found | features.take(at)
-
-        parts = grain.MapDataset.range(in_use).map_with_index(shuffled).batch(batch // process_count)
-        mine = parts[process_index::process_count].map(read).repeat()
-        # Rows in memory need no thread; features come from the disk.
-        options = grain.ReadOptions(num_threads=0 if features is None else 1, prefetch_buffer_size=2)
-        self._iterator = iter(mine.to_iter_dataset(options))
+        if batch % process_count:
+            raise ValueError(f"train.batch={batch}: must be a multiple of the {process_count} processes")
+        if len(rows.tokens) < batch:
+            raise ValueError(f"{len(rows.tokens)} rows of text: fewer than one batch of {batch}")
+        self._rows, self._features, self._step = rows, features, 0
+        part = batch // process_count
+        self._part = slice(process_index * part, (process_index + 1) * part)
         self._setting = {"rows": rows.fingerprint, "batch": batch, "seed": seed}
 
-    def __iter__(self) -> Batches:
-        return self
-
     def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._iterator)
+        num, batch = len(self._rows.tokens), self._setting["batch"]
+        epoch, place = divmod(self._step, num // batch)
+        at = _epoch_order(self._setting["seed"], epoch, num)[place * batch : (place + 1) * batch][self._part]
+        self._step += 1
+        found = self._rows.take(at)
+        return found if self._features is None else found | self._features.take(at)
 
     def get_state(self) -> dict[str, Any]:
         """The iterator's position as values for JSON: `step` batches have been returned."""
-        return {"step": self._iterator.get_state()["next_index"], **self._setting}
+        return {"step": self._step, **self._setting}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Moves to the position of `get_state`. The number of processes may have changed.
@@ -203,31 +182,20 @@ class Batches:
         """
         for name, here in self._setting.items():
             if state.get(name) != here:
-                raise ValueError(
-                    f"the checkpoint has seen batches of {name}={state.get(name)!r}, this run has {name}={here!r}:"
-                    " keep data files, length, eval.prompts and other settings of the rows, or choose another folder"
-                )
+                raise ValueError(f"the checkpoint has {name}={state.get(name)!r}, this run {name}={here!r}")
         self.seek(state["step"])
 
     def seek(self, step: int) -> None:
         """Moves to the batch of `step`, counted from 0."""
-        self._iterator.set_state({"next_index": step})
+        self._step = step
 
     def refresh(self, step: int, weights: Weights) -> None:
         """Called before the batch of `step` is read, with the current weights. These batches do not depend on
         weights."""
 
-    def close(self) -> None:
-        """Ends the thread that prefetches."""
-        self._iterator.close()
 
-
-def batches_of(
-    rows: Rows, train: LoopConfig, config: DataConfig, mesh: Mesh | None, features: Any = None
-) -> contextlib.closing[Batches]:
-    """The part of a run's batches that is on the devices of this process. The `with` block closes it."""
+def batches_of(rows: Rows, train: LoopConfig, config: DataConfig, mesh: Mesh | None, features: Any = None) -> Batches:
+    """The part of a run's batches that is on the devices of this process."""
     index, count = rows_here(mesh)
     seed = config.seed_of(train.seed)
-    return contextlib.closing(
-        Batches(rows, train.batch, seed, process_index=index, process_count=count, features=features)
-    )
+    return Batches(rows, train.batch, seed, process_index=index, process_count=count, features=features)

@@ -5,7 +5,7 @@ text that the target wrote. In `on_policy.share` of the rows the drafter itself 
 
 A steered model (SD²) also reads the target's states. In training each token reads the state of a token that is 1 to
 `num_steps` positions before it, at random. These are the distances between the drafts of a round and the last state of
-the target. Read next: `own_text.py` for the drafter's text.
+the target.
 """
 
 from __future__ import annotations
@@ -134,21 +134,10 @@ class DistillRecipe(Recipe):
     def __post_init__(self):
         self.on_policy.num_rows(self.train)  # raises if the share does not fit the rows of a batch
         is_steered = self.model.how.is_steered
-        if self.on_policy.share and self.features.cache is not None:
-            raise ValueError(
-                f"on_policy.share={self.on_policy.share:g}: rows that the drafter writes are in no cache; leave out"
-                f" features.cache={self.features.cache}"
-            )
-        if self.on_policy.share and is_steered:
-            raise ValueError(
-                f"on_policy.share={self.on_policy.share:g}: a steered drafter cannot write text without its target;"
-                " allowed is 0"
-            )
+        if self.on_policy.share and (is_steered or self.features.cache is not None):
+            raise ValueError(f"on_policy.share={self.on_policy.share:g}: not for steered drafters or features.cache")
         if is_steered and self.eval.every and self.eval.depth > self.model.steps:
-            raise ValueError(
-                f"eval.depth={self.eval.depth}: deeper than model.num_steps={self.model.steps}; allowed are 1 to"
-                f" {self.model.steps}"
-            )
+            raise ValueError(f"eval.depth={self.eval.depth}: deeper than model.num_steps={self.model.steps}")
 
 
 def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, remat: bool = False) -> Loss:

@@ -2,19 +2,18 @@
 
 A record holds `text`, `prompt` and `response`, `question` and `answer`, or a conversation as `turns`, `messages` or
 `conversations` (see `conversation`). A file of text is one document. The module tokenizes nothing; only records of
-`hsd generate-data` bring tokens. Read first: `records.py`. Read next: `data.py`.
+`hsd generate-data` bring tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.settings import Whole, take
+from hsd_jax.settings import Whole, shown, take
 from hsd_jax.tokenizer import Messages
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
 
@@ -25,6 +24,7 @@ CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 _TURN_KEYS = (("role", "content"), ("from", "value"))
 _PAIRS = (("question", "answer"), ("prompt", "response"))
+EXPECTED = f"text, {', '.join(CONVERSATIONS)}, question and answer, or prompt and response"
 
 Turns = Sequence[tuple[str, str]]
 """Speaker and text of each turn."""
@@ -55,7 +55,7 @@ def text_of(record: dict, field: str, where: str) -> str:
     """
     value = record[field]
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {field} is {_shown(value)}: expected a text")
+        raise ValueError(f"{where}: {field} is {shown(value)}: expected a text")
     return value
 
 
@@ -68,17 +68,15 @@ def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
       ValueError: naming file, line and turn, if there is no turn, or if a turn has none of these forms.
     """
     if not isinstance(record[field], list) or not record[field]:
-        raise ValueError(f"{where}: {field} is {_shown(record[field])}: expected a list of turns")
+        raise ValueError(f"{where}: {field} is {shown(record[field])}: expected a list of turns")
     pairs = []
     for number, turn in enumerate(record[field], 1):
         pair = turn
         if isinstance(turn, dict):
             pair = next(([turn[k] for k in keys] for keys in _TURN_KEYS if set(keys) <= set(turn)), None)
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise ValueError(
-                f"{where}: turn {number} of {field} is {_shown(turn)}: expected the texts [speaker, text], role and"
-                " content, or from and value"
-            )
+            expected = "the texts [speaker, text], role and content, or from and value"
+            raise ValueError(f"{where}: turn {number} of {field} is {shown(turn)}: expected {expected}")
         pairs.append((pair[0], pair[1]))
     return pairs
 
@@ -86,12 +84,6 @@ def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
 def first_question(turns: Any) -> str | None:
     """The user's first text if `turns` lists texts of the user only, as in MT-bench and Spec-Bench; otherwise None."""
     return turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], str) else None
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON, cut after 60 characters for an error message."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def render_turns(turns: Turns, open_for: str | None = None) -> str:
@@ -140,20 +132,12 @@ def to_document(
                 before, after = question_prompt(before), f" {_answer(after)}"
             text = before + after
             return Document(where, text, ((len(before), len(text)),), tokens=_sampled(record, where))
-    for pair in _PAIRS:
-        for there, missing in (pair, pair[::-1]):
-            if there in record:
-                raise ValueError(f"{where}: field {missing!r} is missing beside {there!r}")
-    raise ValueError(
-        f"{where}: fields {names_of(record)}; expected text, {', '.join(CONVERSATIONS)}, question and answer, or prompt"
-        " and response"
-    )
+    raise ValueError(f"{where}: fields {names_of(record)}; expected {EXPECTED}")
 
 
 def names_of(record: dict) -> str:
     """The names of the fields, cut for an error message."""
-    text = str(sorted(record))
-    return text if len(text) <= 100 else f"{text[:100]}..."
+    return shown(sorted(record))
 
 
 def question_prompt(question: str) -> str:
@@ -209,13 +193,8 @@ def _response(text: str, before: str, through: str, said: str, turn: str) -> tup
     closes it must follow `before` in `text`.
 
     Args:
-      text: the whole conversation.
-      before: the conversation up to the turn.
-      through: the conversation with the turn.
+      before, through: the conversation up to the turn, and with it.
       said: the text of the turn.
-      turn: its name for errors.
-    Raises:
-      ValueError: if the template rewrites the turn, so that the range cannot be found.
     """
     if text.startswith(before):
         if through.startswith(before) and text.startswith(through):
@@ -223,10 +202,7 @@ def _response(text: str, before: str, through: str, said: str, turn: str) -> tup
         closed = said + through.rpartition(said)[2]
         if said and text.startswith(closed, len(before)):
             return len(before), len(before) + len(closed)
-    raise ValueError(
-        f"the chat template rewrites {turn}, so its tokens cannot be found; write one response per record, or set"
-        " data.chat_template=false"
-    )
+    raise ValueError(f"the chat template rewrites {turn}: write one response per record (or data.chat_template=false)")
 
 
 def chat_template_of(render: Callable[[Messages, bool], str]) -> ChatTemplate:

@@ -1,15 +1,13 @@
 """Trains a drafter: its recipe, and a loss that runs the target and unrolls the drafter on packed text.
 
 The target is frozen. It runs in the same pass that trains, unless the batch brings its hidden states. The K heads over
-the whole vocabulary cost most, so the loss uses only `anchors_per_row` random anchors of each row. Read next:
-`models/unroll.py` for the states, `losses.py` for the divergences, `run.py` for runs.
+the whole vocabulary cost most, so the loss uses only `anchors_per_row` random anchors of each row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Annotated
 
@@ -31,15 +29,13 @@ from hsd_jax.config import (
     Steps,
     TreeConfig,
     TreeNodes,
-    TrunkConfig,
-    check_window,
 )
 from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, kinds_with, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.trunk import embed_committed, trunk_features
-from hsd_jax.settings import AtLeastTwo, Count, NotNegative, OneOf, PositiveShare, ProperShare, Whole
+from hsd_jax.settings import AtLeastTwo, Count, OneOf, PositiveShare, ProperShare, Whole
 from hsd_jax.train import heads, losses, on_policy, vocab_sample
 from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
@@ -101,14 +97,6 @@ class DrafterModel:
             value = getattr(self, field.name)
             if field.name in CHOICES and field.name not in own and value != field.default:
                 raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such setting")
-        check_window(self.window, self.num_steps, "model")
-        if self.trunk_begins != RANDOM and not issubclass(DRAFTING_METHODS[self.kind].config, TrunkConfig):
-            raise ValueError(f"model.trunk_begins={self.trunk_begins!r}: kind {self.kind!r} has no trunk")
-        layers = self.feature_layers
-        if isinstance(layers, tuple) and not DrafterConfig.are_layers(layers):
-            raise ValueError(
-                f"model.feature_layers={list(layers)!r}: allowed are {LOW_MID_HIGH} and layer numbers from 0, ascending"
-            )
 
 
 @settings.dataclass
@@ -139,12 +127,6 @@ class LossConfig:
     make model.num_steps larger by max_age."""
     anchors_per_row: Count = 128
     """Random positions of a row from which a step drafts; all positions if the row has fewer."""
-    anneal_steps: Whole = 0
-    """Steps over which the loss changes from the trunk's logits to those with token information; 0: at once."""
-    feature_weight: NotNegative = 0.0
-    """Weight of the distance (SmoothL1) of the trunk's states from the target's own later hidden states."""
-    feature_steps: Whole = 0
-    """Steps over which feature_weight falls to 0; 0: it is constant."""
     on_policy: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of passes in which the drafter draws the previous tokens itself, and the target gives its
     distributions after them. Heads and drafters of rank 0 read no previous token, so only the target's distributions
@@ -166,13 +148,10 @@ class LossConfig:
 
     def __post_init__(self):
         if self.sample is not None and self.on_policy:
-            raise ValueError(
-                f"loss.sample={self.sample}: with loss.on_policy={self.on_policy} the target reads uncached text;"
-                " leave one of them out"
-            )
+            raise ValueError(f"loss.sample={self.sample}: cannot be combined with loss.on_policy={self.on_policy}")
         ends = [stage.until for stage in self.stages]
-        if any(after <= before for before, after in itertools.pairwise(ends)):
-            raise ValueError(f"loss.stages: end with the steps {ends}: expected ascending ones")
+        if ends != sorted(set(ends)):
+            raise ValueError(f"loss.stages: must end with ascending steps, not {ends}")
 
     def in_stage(self, stage: Stage) -> LossConfig:
         """The loss settings of a stage."""
@@ -212,16 +191,12 @@ def drafter_config(
     Args:
       target_hash, vocabulary_hash: fingerprints of the target's weights and of its tokenizer's vocabulary.
     Raises:
-      ValueError: if query heads are no multiple of key/value heads, or if the target lacks a feature layer.
+      ValueError: as the configuration of the kind, or if the target lacks a feature layer.
     """
     sizes = {
         name: getattr(target, name) if getattr(model, name) is None else getattr(model, name)
         for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     }
-    if sizes["num_heads"] % sizes["num_kv_heads"]:
-        raise ValueError(
-            f"model.num_heads={sizes['num_heads']}: must be a multiple of model.num_kv_heads={sizes['num_kv_heads']}"
-        )
     values = sizes | {name: getattr(model, name) for name in CHOICES}
     values |= {
         name: getattr(target, name) for name in ("hidden_size", "vocab_size", "norm_eps", "rope", "max_position")
@@ -242,73 +217,36 @@ def drafter_config(
 
 def _feature_layers(layers: tuple[int, ...] | str, num_layers: int) -> tuple[int, ...]:
     """The numbers of the feature layers; LOW_MID_HIGH is replaced by its numbers."""
-    if isinstance(layers, tuple):
-        return layers
-    found = (2, num_layers // 2, num_layers - 3)
-    if not DrafterConfig.are_layers(found):
-        raise ValueError(
-            f"model.feature_layers={LOW_MID_HIGH}: a target of {num_layers} layers is too small for {list(found)}; list"
-            " the layers"
-        )
-    return found
+    return layers if isinstance(layers, tuple) else (2, num_layers // 2, num_layers - 3)
 
 
-def node_loss(
-    config: LossConfig,
-    target: losses.TeacherDistribution,
-    base: Float[Array, "M C"],
-    draft_logits: Float[Array, "M C"],
-    step: Int[Array, ""],
-) -> Float[Array, "M"]:
-    """The divergence of each node. Over `anneal_steps` it changes from the base logits to those with token information.
-
-    So the trunk learns first, before token information corrects its errors (Domino, arXiv:2605.29707).
-    """
-    divergence = losses.named(config.divergence, config.jsd_beta)
-    if not config.anneal_steps:
-        return divergence(target, draft_logits)
-    share = losses.progress(step, config.anneal_steps)
-    return (1 - share) * divergence(target, base) + share * divergence(target, draft_logits)
-
-
-def _check_loss(
-    target_config: ModelConfig,
-    config: DrafterConfig,
-    loss_config: LossConfig,
-    draft_to_target: losses.DraftToTarget,
-) -> None:
+def _check_loss(target: ModelConfig, config: DrafterConfig, asked: LossConfig, num_hot: int | None) -> None:
     """Raises a ValueError as `make_loss` describes."""
-    method = method_of(config)
-    config.check_feature_layers(target_config.num_layers)
-    if loss_config.on_policy and config.num_steps < 2:
-        raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
-    if loss_config.anneal_steps and method.token_information is None:
-        raise ValueError(
-            f"loss.anneal_steps={loss_config.anneal_steps}: is about token information, which model.kind={config.kind}"
-            " does not have"
+    config.check_feature_layers(target.num_layers)
+    num_steps, fewest = config.num_steps, max(2, asked.max_age + 1)
+    refused = {
+        f"draft_to_target: {num_hot} for reduced_vocab_size={config.reduced_vocab_size}": (
+            num_hot != config.reduced_vocab_size
+        ),
+        f"loss.on_policy={asked.on_policy}: needs model.num_steps of at least 2": asked.on_policy and num_steps < 2,
+        f"loss.max_age={asked.max_age}: allowed are 0 to model.num_steps - 1 = {num_steps - 1}": (
+            asked.max_age >= num_steps
+        ),
+        f"loss.sample={asked.sample}: {config.draft_vocab_size} tokens may be drafted": (
+            asked.sample is not None and asked.sample > config.draft_vocab_size
+        ),
+        f"loss.likeliest={asked.likeliest}: the target has {target.vocab_size} tokens": (
+            asked.likeliest > target.vocab_size
+        ),
+    } | {
+        f"loss.stages.{i}.num_steps={stage.num_steps}: allowed are {fewest} to model.num_steps = {num_steps}": (
+            stage.num_steps is not None and not fewest <= stage.num_steps <= num_steps
         )
-    num_kept = None if draft_to_target is None else len(draft_to_target)
-    if num_kept != config.reduced_vocab_size:
-        raise ValueError(
-            f"draft_to_target: {num_kept} for a drafter with reduced_vocab_size={config.reduced_vocab_size}"
-        )
-    if loss_config.max_age >= config.num_steps:
-        raise ValueError(
-            f"loss.max_age={loss_config.max_age}: allowed are 0 to model.num_steps - 1, {config.num_steps - 1}"
-        )
-    if loss_config.sample is not None and loss_config.sample > config.draft_vocab_size:
-        raise ValueError(
-            f"loss.sample={loss_config.sample}: allowed are 1 to the {config.draft_vocab_size} tokens that may be"
-            " drafted, and null for all"
-        )
-    if loss_config.likeliest > target_config.vocab_size:
-        raise ValueError(f"loss.likeliest={loss_config.likeliest}: the target has {target_config.vocab_size} tokens")
-    for i, stage in enumerate(loss_config.stages):
-        if stage.num_steps is not None and not loss_config.max_age < stage.num_steps <= config.num_steps:
-            raise ValueError(
-                f"loss.stages.{i}.num_steps={stage.num_steps}: allowed are {max(2, loss_config.max_age + 1)} to"
-                f" model.num_steps, {config.num_steps}, and null"
-            )
+        for i, stage in enumerate(asked.stages)
+    }
+    for message, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(message)
 
 
 def make_stages(
@@ -324,7 +262,7 @@ def make_stages(
 
     A stage with fewer depths trains the weights of the first depths and does not change the others.
     """
-    _check_loss(target_config, config, loss_config, draft_to_target)
+    _check_loss(target_config, config, loss_config, None if draft_to_target is None else len(draft_to_target))
 
     def of_stage(stage: Stage) -> Loss:
         shallow = dataclasses.replace(config, num_steps=stage.num_steps or config.num_steps)
@@ -393,8 +331,8 @@ def make_loss(
     the row's, which is exact on accepted paths. In passes on policy both follow the drafter's own draws, and so do
     states that read these draws (EAGLE).
 
-    The metrics are those of `chain_metrics`, always for the row's text. If they apply, there are also `on_policy`,
-    which is 1 in a pass on policy, and `feature_distance`.
+    The metrics are those of `chain_metrics`, always for the row's text. With `loss.on_policy` there is also
+    `on_policy`, which is 1 in a pass on policy.
 
     Args:
       draft_to_target: the token of each column of a reduced draft vocabulary. `losses.py` describes the treatment of
@@ -403,21 +341,21 @@ def make_loss(
         case.
       frequency: positive numbers; `loss.sample` draws columns in proportion to them. None: all columns alike.
     Raises:
-      ValueError: if the target lacks a layer that the drafter reads, if a single depth is to be trained on policy, if
-        the loss needs token information and the drafter has none, if `loss.max_age` exceeds the ages of the drafter's
-        states, or if the number of `draft_to_target` is not that of the hot tokens.
+      ValueError: if a setting does not fit the target, the drafter or the number of hot tokens.
     """
     training = method_of(config).training
     assert training is not None, "recipes name trained kinds only"
     unroll = training.unroll
-    _check_loss(target_config, config, loss_config, draft_to_target)
+    _check_loss(target_config, config, loss_config, None if draft_to_target is None else len(draft_to_target))
     weights = losses.depth_weights(config.num_steps, loss_config.decay, loss_config.max_age)
+    divergence = losses.named(loss_config.divergence, loss_config.jsd_beta)
 
     def states_of(params, hidden, features, embeddings, anchors, starts, *embed_draft):
         read = trunk_features(params, config, hidden, features)
         return unroll(params, config, read, embeddings, anchors, starts, *embed_draft)
 
     def loss(params, frozen, batch, key, step):
+        del step
         frozen = lax.stop_gradient(frozen)  # includes the LM head and the embeddings
         tokens, starts = batch["tokens"][:, :-1], starts_of(batch)
         with jax.named_scope("target"):
@@ -450,10 +388,10 @@ def make_loss(
 
             def of_some(some: heads.AnchorDrafts):
                 with jax.named_scope("head"):
-                    distribution, base, draft_logits = heads.logits_of(models, some, teacher)
-                found = agreement(distribution, draft_logits, base, some.mask.shape)
+                    distribution, draft_logits = heads.logits_of(models, some, teacher)
+                found = agreement(distribution, draft_logits, some.mask.shape)
                 with jax.named_scope("divergence"):
-                    values = node_loss(loss_config, distribution, base, draft_logits, step)
+                    values = divergence(distribution, draft_logits)
                 return values.reshape(some.mask.shape), found
 
             return heads.in_chunks(of_some, drafts, chunk)
@@ -479,15 +417,6 @@ def make_loss(
             metrics["on_policy"] = is_on_policy.astype(jnp.float32)
         else:
             value, metrics = of_text()
-        if loss_config.feature_weight:
-            later = take_nodes(hidden, positions.reshape(len(tokens), -1), axis=1).reshape(states.shape)
-            metrics["feature_distance"] = losses.over_depths(
-                losses.feature_distance(states, later), drafts.mask, weights
-            )
-            share = 1.0
-            if loss_config.feature_steps:
-                share -= losses.progress(step, loss_config.feature_steps)
-            value += loss_config.feature_weight * share * metrics["feature_distance"]
         return value, lax.stop_gradient(metrics)
 
     return loss

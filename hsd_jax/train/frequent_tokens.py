@@ -1,12 +1,10 @@
 """The choice of hot tokens: the most frequent tokens of text that the target wrote, and their share of such text.
 
-This module only counts. `models/draft_vocab.py` says how a drafter uses the ids. Read next: `tasks.py`, where a run
-chooses its hot tokens once, and `cli/train.py`, where `hsd train restrict` chooses them for a trained drafter.
+This module only counts. `models/draft_vocab.py` says how a drafter uses the ids.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,23 +14,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from hsd_jax.config import DrafterConfig
-from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.host import lock
-from hsd_jax.host.files import read_json, replace_folder, write_json
+from hsd_jax.host.files import read_json, write_json
 from hsd_jax.models import draft_vocab
-from hsd_jax.models.checkpoint import Source, find, path_of
-from hsd_jax.settings import ProperShare, take
-from hsd_jax.train import manifest
-from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.journal import Report
-from hsd_jax.train.rows import ALL
 
 GOAL = 0.94
 """The coverage of held-out text of the target that a reduced draft vocabulary should reach (methods.md, A11)."""
 FILE = "draft_to_target.json"
-ROW = 256
-"""Tokens of a row where rows serve only to divide the data into used and held-out parts."""
 
 
 def most_frequent(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
@@ -48,10 +36,7 @@ def most_frequent(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens
     if not tokens.size:
         raise ValueError("a reduced draft vocabulary is chosen by counting tokens, and there are none")
     if not max(1, len(ends)) <= num_kept <= vocab_size:
-        raise ValueError(
-            f"reduced draft vocabulary of {num_kept} tokens: allowed are {max(1, len(ends))} (the end tokens) to"
-            f" {vocab_size}"
-        )
+        raise ValueError(f"{num_kept} draft tokens: allowed are {max(1, len(ends))} (end tokens) to {vocab_size}")
     counts = np.bincount(tokens.reshape(-1), minlength=vocab_size)
     counts[ends] = tokens.size + 1
     return np.sort(np.argsort(-counts, kind="stable")[:num_kept]).astype(np.int32)
@@ -96,12 +81,10 @@ def of_run(
       started: `draft_to_target` of the drafter that the run starts from, if it has one.
       eos: end tokens, always hot, except that the ids of `started` are kept as they are.
     Raises:
-      ValueError: if `out` holds checkpoints but no ids, if the number of ids is not that of the recipe, or as
-        `most_frequent`.
+      FileNotFoundError: if `out` holds checkpoints but no ids.
+      ValueError: if the number of ids is not that of the recipe, or as `most_frequent`.
     """
     path = out / FILE
-    if is_begun and not path.is_file():
-        raise ValueError(f"{out} holds checkpoints without their {FILE}; choose another folder")
     if is_begun:
         ids = read_json(path)
     elif started is not None and len(started) == config.reduced_vocab_size:
@@ -110,62 +93,9 @@ def of_run(
     else:
         ids = most_frequent(labels, config.draft_vocab_size, config.vocab_size, eos).tolist()
         write_json(path, ids)
-        if started is not None:
-            both = len(np.intersect1d(np.asarray(started), ids))
-            report(
-                f"{both:,} of the draft tokens are among the {len(started):,} of the drafter that the run starts from"
-            )
     draft_to_target = draft_vocab.checked_ids(ids, config.vocab_size, str(path))
     if len(draft_to_target) != config.reduced_vocab_size:
-        raise ValueError(
-            f"{path} holds {len(draft_to_target)} tokens, but model.draft_vocab now gives {config.reduced_vocab_size}:"
-            " choose another folder"
-        )
+        now = config.reduced_vocab_size
+        raise ValueError(f"{path} holds {len(draft_to_target)} tokens, but model.draft_vocab now gives {now}")
     report(describe(draft_to_target, labels, "labels to train on"))
     return jnp.asarray(draft_to_target)
-
-
-@manifest.alone(lock.beside, is_new=True)
-def restrict_drafter(
-    source: Source,
-    drafter_dir: str | Path,
-    data_files: Sequence[str | Path],
-    out: str | Path,
-    share: float,
-    loss_on: str = ALL,
-    report: Report = print,
-    skip_bad_lines: bool = False,
-) -> None:
-    """Gives a trained drafter the reduced draft vocabulary of some data and writes it to `out`. Nothing is trained
-    again.
-
-    Tokens in the last tenth of the rows are not counted. Coverage is reported for both parts.
-
-    Args:
-      source: the target (`models/checkpoint.py`).
-      share: the share of the vocabulary that may still be drafted.
-      loss_on: which tokens are counted, as `data.loss_on` of a recipe.
-      skip_bad_lines: as in `records.read_file`.
-    Raises:
-      FileNotFoundError: if a folder or a data file is missing.
-      ValueError: if the share is not between 0 and 1, if `out` exists, if the drafter is for another target, if its own
-        reduced draft vocabulary lacks one of the tokens, or if data cannot be read.
-    """
-    take(ProperShare, share, "draft_vocab")
-    checkpoint = find(source)
-    config, weights = drafter_files.read_drafter(path_of(drafter_dir))
-    drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))
-    how = DataConfig(loss_on=loss_on), skip_bad_lines, report
-    rows = read_rows(data_files, checkpoint, ROW, 0, config.vocab_size, *how)
-    if (num := len(rows.tokens)) < 2:
-        raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one of them held out")
-    count = max(1, num // 10)
-    labels, held_out = (rows.tokens[part][rows.mask[part]] for part in (slice(-count), slice(-count, None)))
-    num_kept = math.ceil(share * config.vocab_size)
-    draft_to_target = most_frequent(labels, num_kept, config.vocab_size, checkpoint.eos)
-    report(describe(draft_to_target, labels, "labels counted"))
-    report(describe(draft_to_target, held_out, "labels held out"))
-    replace_folder(
-        Path(out), lambda new: drafter_files.save_drafter(new, *draft_vocab.restrict(config, weights, draft_to_target))
-    )
-    report(f"wrote {out}")

@@ -2,7 +2,6 @@
 
 A node is one depth of one anchor. The logits are the largest arrays of a step, but only a few numbers of them are kept.
 So anchors of large passes go through both heads in chunks, and the backward pass computes the logits of a chunk again.
-Read next: `drafter.py`, which gives the function of a chunk.
 """
 
 from __future__ import annotations
@@ -107,20 +106,17 @@ def _distribution_by(
 
 def logits_of(
     models: Models, drafts: AnchorDrafts, teacher: TeacherOutput
-) -> tuple[losses.TeacherDistribution, Float[Array, "BAK C"], Float[Array, "BAK C"]]:
-    """The target's distributions at all B A K nodes, the base logits, and the logits with token information, if any.
-
-    The logits have a column for each of the C tokens that may be drafted.
-    """
+) -> tuple[losses.TeacherDistribution, Float[Array, "BAK C"]]:
+    """The target's distributions at all B A K nodes and the drafter's logits, with a column for each of the C tokens
+    that may be drafted."""
     params, config, frozen, target_config = models
     hidden, summary, distribution = teacher
     # Only two axes, because XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     num = drafts.mask.size
-    base = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
-    draft_logits = base
+    draft_logits = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
     if (injected := method_of(config).token_information) is not None:
         read = injected.read_paths(params, config, drafts.previous)
-        draft_logits = base + injected.bias(params, config, read.reshape(num, -1))
+        draft_logits += injected.bias(params, config, read.reshape(num, -1))
     batch, length = hidden.shape[:2]
     if distribution is None:
         positions = drafts.positions.reshape(batch, -1)
@@ -130,7 +126,7 @@ def logits_of(
     else:
         at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
         distribution = distribution.at(at)
-    return distribution, base, draft_logits
+    return distribution, draft_logits
 
 
 def chains_of_states(

@@ -238,7 +238,6 @@ def fit(
     shardings: Callable[[Any], Any] = lambda state: None,
     place: Callable[[Batch], Batch] = lambda batch: batch,
     evaluator: Evaluator | None = None,
-    note: dict[str, Any] | None = None,
     on_start: Callable[[], None] = lambda: None,
     stages: Sequence[tuple[int, Loss]] = (),
     stop_at: float | None = None,
@@ -249,7 +248,6 @@ def fit(
       batches: a `data.Batches`. Its state is saved with every checkpoint.
       shardings: returns the shardings of a state on a mesh, or None for one device.
       place: puts a batch on the mesh.
-      note: saved with every checkpoint (recipe, hashes, revision).
       on_start: called before the first step, after the newest checkpoint and its batches were found to fit.
       stages: other losses for the beginning, each with its last step, ascending. Each is compiled when it begins.
       stop_at: a time of `time.perf_counter` at which the run ends if it has not before, see `Deadline`. It is then
@@ -292,7 +290,6 @@ def fit(
             for step, values in ([unchecked] if unchecked else []) + ([(done, metrics)] if is_due else []):
                 check_finite(values, step, config, checkpoints.latest_step())
             unchecked = None if is_due else (done, metrics)
-            journal.advance(done)
             if done % config.log_every == 0 or is_last:
                 values = {k: fetch(v).tolist() for k, v in metrics.items()}
                 now = time.perf_counter()
@@ -312,7 +309,7 @@ def fit(
                 last = done
                 deadline.evaluated(clock - begun)
             if done % config.checkpoint_every == 0 or is_last:
-                checkpoints.save(done, state, {"data": batches.get_state(), "best": best, **(note or {})})
+                checkpoints.save(done, state, {"data": batches.get_state(), "best": best})
             if is_last:
                 break
     finally:
@@ -325,12 +322,7 @@ def check_finite(metrics: dict[str, Any], step: int, config: LoopConfig, last_ch
     for name in ("loss", "grad_norm"):
         value = float(metrics[name])
         if not math.isfinite(value):
-            kept = (
-                "there is no checkpoint"
-                if last_checkpoint is None
-                else f"the last checkpoint is step {last_checkpoint}"
-            )
             raise FloatingPointError(
-                f"{name} is {value} at step {step} (batch {step - 1} of {config.batch} rows, counted from 0): lower"
-                f" train.learning_rate={config.learning_rate:g} or train.clip={config.clip:g}; {kept}"
+                f"{name} is {value} at step {step} (batch {step - 1}, counted from 0); train.learning_rate="
+                f"{config.learning_rate:g}, train.clip={config.clip:g}, last checkpoint {last_checkpoint}"
             )

@@ -180,20 +180,6 @@ def named(divergence: str, jsd_beta: float = 0.5) -> Callable[..., Array]:
     return functools.partial(found, beta=jsd_beta) if found is jensen_shannon else found
 
 
-def feature_distance(states: Float[Array, "... H"], features: Float[Array, "... H"]) -> Float[Array, "..."]:
-    """SmoothL1, averaged over the width: x^2 / 2 for differences |x| < 1, and |x| - 1/2 for larger ones.
-
-    It is in the features' own units. No gradient reaches `features`.
-    """
-    x = jnp.abs(states.astype(jnp.float32) - lax.stop_gradient(features).astype(jnp.float32))
-    return jnp.mean(jnp.where(x < 1.0, 0.5 * x * x, x - 0.5), -1)
-
-
-def progress(step: Int[Array, ""], num_steps: int) -> Float[Array, ""]:
-    """The share of `num_steps` before a step: 0 at step 0, 1 from step `num_steps` on."""
-    return jnp.minimum(step.astype(jnp.float32) / num_steps, 1.0)
-
-
 def depth_weights(num_steps: int, decay: float, max_age: int = 0) -> Float[Array, "K"]:
     """decay^(k - 1) for depths 1..K, scaled to sum 1. A deep token counts less, as it needs that all before it are
     accepted.

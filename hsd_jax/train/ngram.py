@@ -12,31 +12,24 @@ every context. The counting uses NumPy only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.drafters.rescored.config import NgramConfig
-from hsd_jax.drafters.rescored.ngram import contexts_of, log_probabilities, save_ngram
-from hsd_jax.host import lock
+from hsd_jax.drafters.rescored.ngram import save_ngram
 from hsd_jax.host.files import replace_folder
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.tokenizer import hash_of
 from hsd_jax.train import manifest
 from hsd_jax.train.data import read_encoded, read_tokenizer
 from hsd_jax.train.journal import Report
-from hsd_jax.types import NO_TOKEN, Weights
+from hsd_jax.types import Weights
 
 LEAST_DISCOUNT, MOST_DISCOUNT = 0.1, 0.9
 """Bounds of the discount. They leave probability for unseen tokens, and more for seen ones, in texts of any size."""
-SHARE_HELD_OUT = 0.1
-_AT_ONCE = 4096
-
 Documents = Sequence[tuple[np.ndarray, np.ndarray]]
 """For each document its tokens, int32 [n], and whether each is counted, bool [n]."""
 
@@ -139,28 +132,6 @@ def make_ngram(documents: Documents, order: int, vocab_size: int, vocabulary: st
     return NgramConfig(order, vocab_size, len(weights["token"]), max(most, 1), vocabulary), weights
 
 
-def perplexity(config: NgramConfig, weights: Weights, documents: Documents) -> float:
-    """exp of the mean -log p of the counted tokens, by the look-up of decoding; NaN if there are none."""
-    num = config.order - 1
-    rows = []
-    for ids, counted in documents:
-        padded = np.concatenate([np.full(num, NO_TOKEN), ids]).astype(np.int32)
-        rows.append(np.lib.stride_tricks.sliding_window_view(padded, num + 1)[counted])
-    windows = np.concatenate(rows)
-    if not len(windows):
-        return math.nan
-    look_up = jax.jit(
-        lambda weights, rows: log_probabilities(
-            weights, config, contexts_of(weights, config, rows[:, :-1]), rows[:, -1:]
-        )[:, 0]
-    )
-    weights = jax.tree.map(jnp.asarray, weights)
-    padded = np.pad(windows, ((0, -len(windows) % _AT_ONCE), (0, 0)), mode="edge")
-    logp = [np.asarray(look_up(weights, padded[i : i + _AT_ONCE])) for i in range(0, len(padded), _AT_ONCE)]
-    return float(np.exp(-np.concatenate(logp)[: len(windows)].mean(dtype=np.float64)))
-
-
-@manifest.alone(lock.beside, is_new=True)
 def train_ngram(
     source: Source,
     data_files: Sequence[str | Path],
@@ -172,9 +143,6 @@ def train_ngram(
 ) -> None:
     """Counts the n-grams of some data and writes the model to the new folder `out`.
 
-    First the perplexity of the last tenth of the documents is reported, for a model of the others. Then all are
-    counted.
-
     Args:
       source: the target (`models/checkpoint.py`).
       loss_on: the tokens to count, as `data.loss_on` of a recipe.
@@ -183,15 +151,11 @@ def train_ngram(
       FileNotFoundError: if a folder or a data file is missing.
       ValueError: if the order is not allowed, if `out` exists, or if data cannot be read or hold no token to count.
     """
+    manifest.check_new(out)
     checkpoint = find(source)
     vocab_size = checkpoint.config.vocab_size
     vocabulary = hash_of(read_tokenizer(checkpoint)[0].get_vocab())
     documents = read_encoded(data_files, checkpoint, vocab_size, loss_on, skip_bad_lines, report)
-    num_held_out = int(len(documents) * SHARE_HELD_OUT)
-    if num_held_out:
-        used, held_out = documents[:-num_held_out], documents[-num_held_out:]
-        found = perplexity(*make_ngram(used, order, vocab_size, vocabulary), held_out)
-        report(f"perplexity {found:.2f} on {num_held_out:,} held-out documents")
     config, weights = make_ngram(documents, order, vocab_size, vocabulary)
     replace_folder(Path(out), lambda new: save_ngram(new, config, weights))
     num_tokens = sum(int(counted.sum()) for _, counted in documents)

@@ -3,7 +3,7 @@
 If states read no drafted token, they are unrolled as usual, and only the previous tokens and the target's distributions
 change. Medusa heads and drafters of rank 0 do not read a previous token either, so for them only the target's
 distributions change (methods.md 7.4). EAGLE's states are unrolled again, each after a draw from the state before. Each
-draw adds a node to a pass of the target. Read next: `drafter.py`.
+draw adds a node to a pass of the target.
 """
 
 from __future__ import annotations

@@ -52,15 +52,9 @@ class OnPolicyConfig:
         """
         num = round(self.share * train.batch)
         if abs(num - self.share * train.batch) > 1e-6:
-            raise ValueError(
-                f"on_policy.share={self.share:g}: of train.batch={train.batch} rows this is no whole number; allowed"
-                f" are multiples of 1/{train.batch}"
-            )
+            raise ValueError(f"on_policy.share={self.share:g}: no whole number of train.batch={train.batch} rows")
         if num and self.prompt_tokens >= train.length:
-            raise ValueError(
-                f"on_policy.prompt_tokens={self.prompt_tokens}: leaves no space in rows of train.length={train.length}"
-                f" tokens; allowed are 1 to {train.length - 1}"
-            )
+            raise ValueError(f"on_policy.prompt_tokens={self.prompt_tokens}: must be below train.length={train.length}")
         return num
 
 
@@ -131,7 +125,7 @@ class MixedBatches:
         """Lets the drafter write the texts of the steps from `step` to the next refresh, if a refresh is due.
 
         Raises:
-          ValueError: if a resumed run cannot read the texts of its last refresh.
+          ValueError: if a resumed run cannot read the texts of its last refresh, or these are of another run.
         """
         begun = step - step % self._asked.refresh
         path = self._folder / f"{begun:08d}.npz"
@@ -144,12 +138,9 @@ class MixedBatches:
                 self._texts = texts.load_arrays(path, "tokens", "mask")
                 wanted = self._num * min(self._asked.refresh, self._train.steps - begun)
                 if len(self._texts["tokens"]) != wanted:  # share, refresh or steps were changed with --force
-                    raise ValueError(f"it holds {len(self._texts['tokens'])} texts for {wanted}")
+                    raise ValueError(f"holds {len(self._texts['tokens'])} texts for {wanted}")
             except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"{path}: cannot be read ({error}); the run was at step {step} and needs the drafter's texts of"
-                    f" step {begun}: choose another folder"
-                ) from error
+                raise ValueError(f"{path}: not the drafter's texts of step {begun} ({error})") from error
 
     def _write(self, step: int, weights: Weights) -> dict[str, np.ndarray]:
         prompts: list[np.ndarray] = []
@@ -160,9 +151,6 @@ class MixedBatches:
             prompts += [p[:-1] if len(p) > 1 and p[-1] in self._eos else p for p in found]
         seeds = [int(np.random.default_rng((self._seed, step, i)).integers(2**32)) for i in range(len(prompts))]
         return write_rows(weights, self._config, self._eos, prompts, self._train.length, self._asked, seeds)
-
-    def __iter__(self) -> MixedBatches:
-        return self
 
     def __next__(self) -> dict[str, np.ndarray]:
         assert self._texts is not None, "refresh comes first"
@@ -181,7 +169,3 @@ class MixedBatches:
         """As `data.Batches.set_state`."""
         self._batches.set_state(state)
         self._step = state["step"]
-
-    def close(self) -> None:
-        for batches in (self._batches, self._ahead):
-            batches.close()

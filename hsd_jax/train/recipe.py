@@ -1,23 +1,17 @@
-"""Reads a recipe as the user gives it: the YAML file, the changes of --set and the section `paths`.
+"""Reads a recipe as the user gives it, the YAML file and the changes of --set, and writes its keys as help text.
 
-It also writes the keys of a recipe as help text. The keys themselves are fields of the records of each section:
-`drafter.py`, `distill.py`, `target.py`, `data.py`, `features.py`, `loop.py`, `own_text.py`, and `HeldOut` here. Read
-next: `run.py`.
+The keys themselves are fields of the records of each section: `drafter.py`, `distill.py`, `target.py`, `data.py`,
+`features.py`, `loop.py`, `own_text.py`, and `HeldOut` here.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
-import itertools
 import textwrap
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from hsd_jax import settings
 from hsd_jax.host.files import parse_yaml, read_yaml
@@ -39,9 +33,6 @@ class Recipe:
         return settings.read(cls, {} if values is None else values, where)
 
 
-_ARGUMENTS = {"target": "source", "data": "data_files", "tokenizer": "source", "start": "start_dir"}
-
-
 @settings.dataclass
 class HeldOut:
     """Section `eval` of a recipe: how a drafter is evaluated during its training."""
@@ -59,86 +50,30 @@ class HeldOut:
 
 def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:
     """All keys of a recipe dataclass, section by section, as `section.key (type, default): description`."""
-    of = f" of {name}" if name else ""
-    where = "in the YAML file or by --set (section `paths` may hold --target, --data, --out, ...)"
-    lines = [f"recipe keys{of}, {where}:"]
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(hints[field.name]):
-            lines += _section(typing.cast(type, hints[field.name]), field.name, leave_out)
-        else:
-            lines += _key(field.name, hints[field.name], field.default, "")
+    lines = [f"recipe keys of {name or kind.__name__}, in the YAML file or by --set:"]
+    schema = TypeAdapter(kind).json_schema()
+    for section, part in schema["properties"].items():
+        keys = schema["$defs"][part["$ref"].rpartition("/")[2]]["properties"] if "$ref" in part else {"": part}
+        for key, field in keys.items():
+            if (full := f"{section}.{key}".rstrip(".")) not in leave_out:
+                lines += _key(full, field)
     return "\n".join(lines)
 
 
-def _section(kind: type, section: str, leave_out: tuple[str, ...]) -> list[str]:
-    hints, notes, lines = typing.get_type_hints(kind), _notes(kind), []
-    for field in dataclasses.fields(kind):
-        name = f"{section}.{field.name}"
-        if name not in leave_out:
-            lines += _key(name, hints[field.name], field.default, notes.get(field.name, ""))
-    return lines
-
-
-def _key(name: str, hint: Any, default: Any, note: str) -> list[str]:
-    parts = [_type_name(hint)]
-    if default is dataclasses.MISSING:
-        parts.append("required")
-    elif not dataclasses.is_dataclass(default):
-        parts.append("null" if default is None else str(list(default) if isinstance(default, tuple) else default))
-    text = f"{name} ({', '.join(parts)})" + (f": {note}" if note else "")
+def _key(name: str, field: dict[str, Any]) -> list[str]:
+    default = "required" if "default" not in field and "$ref" not in field else field.get("default", "")
+    shown = [_type_name(field)] + ([] if default == "" or isinstance(default, dict) else [str(default)])
+    note = " ".join(field.get("description", "").split())
+    text = f"{name} ({', '.join(shown).replace('None', 'null')})" + (f": {note}" if note else "")
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
 
 
-def _type_name(hint: Any) -> str:
-    arguments = [a for a in typing.get_args(hint) if a is not type(None) and a is not Ellipsis]
-    if typing.get_origin(hint) is tuple:
-        return f"list of {_type_name(arguments[0])}"
-    if arguments:
-        return " or ".join(_type_name(a) for a in arguments)
-    return "section" if dataclasses.is_dataclass(hint) else getattr(hint, "__name__", str(hint))
-
-
-def _notes(kind: type) -> dict[str, str]:
-    """The string below each field."""
-    notes = {name: note for base in kind.__bases__ if base is not object for name, note in _notes(base).items()}
-    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
-    for field, below in itertools.pairwise(body):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-            continue
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            notes[field.target.id] = " ".join(str(below.value.value).split())
-    return notes
-
-
-def take_paths(values: dict[str, Any], args: Any, *required: str, optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Removes the section `paths` from a recipe's values and returns the paths. The command line overrides the section.
-
-    Paths are not part of a stored recipe. A run may move to another folder, and its manifest identifies files and
-    target by content.
-
-    Returns:
-      The arguments `source`, `data_files`, `out` and `start_dir` of `train`.
-    Raises:
-      ValueError: naming an unknown key, or a missing path and how to give it.
-    """
-    section = values.pop("paths", None) or {}
-    allowed = (*required, *optional)
-    if not isinstance(section, dict) or not set(section) <= set(allowed):
-        raise ValueError(f"paths: {section!r}: allowed are the keys {', '.join(allowed)}")
-    found = {}
-    for name in allowed:
-        value = section.get(name) if getattr(args, name) is None else getattr(args, name)
-        is_path = isinstance(value, str) or (
-            name == "data" and isinstance(value, list) and all(isinstance(v, str) for v in value)
-        )
-        if value is None and name in optional:
-            continue
-        if not (is_path and value):
-            wanted = "missing" if value is None else f"{value!r} is no path"
-            raise ValueError(f"paths.{name}: {wanted}; give --{name}, or paths: {{{name}: ...}} in the recipe")
-        found[_ARGUMENTS.get(name, name)] = [value] if name == "data" and isinstance(value, str) else value
-    return found
+def _type_name(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_type_name(part) for part in field["anyOf"] if part.get("type") != "null")
+    if field.get("type") == "array":
+        return f"list of {_type_name(field['items'])}"
+    return field.get("type", "section")
 
 
 def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:

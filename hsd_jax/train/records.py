@@ -1,8 +1,8 @@
 """Reads files of training data or prompts into records: the one reader of all commands that take such files.
 
-The ending of a name says how a file is read. `.jsonl` and `.json` hold JSON: one object per line, an array of objects,
-or an object that is a record or holds such an array. `.txt` and names without an ending hold text. Each file may be
-gzipped and then ends in `.gz`, too. No other file is read. Read next: `documents.py`, which says what a record means.
+The ending of a name says how a file is read. `.jsonl` and `.json` hold JSON: one object per line, or an array of
+objects. `.txt` and names without an ending hold text. Each file may be gzipped and then ends in `.gz`, too. No other
+file is read. `documents.py` says what a record means.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,12 +23,9 @@ WHOLE, LINES = "whole", "lines"
 """What a record of a text file is: the whole text, `{"text": ...}`, or a line, `{"prompt": ...}`."""
 CONVERSATIONS = ("turns", "messages", "conversations")
 FIELDS = ("text", *CONVERSATIONS, "question", "answer", "prompt", "response")
-"""The fields that documents and prompts are made of. An object without them may be the frame of an array."""
+"""The fields that documents and prompts are made of. If they hold nothing, as in a converted table, they are absent."""
 NUM_SHOWN = 3
 """How many of the records that are skipped in a file are named."""
-_CONVERTED = {".csv": "read_csv", ".parquet": "read_parquet"}
-"""The functions of pandas that read tables."""
-_FIRST_LINE, _FILLED = re.compile(rb"\s*([^\n]+)"), re.compile(rb"\S")
 T = TypeVar("T")
 
 
@@ -53,19 +49,13 @@ def check_file(path: str | Path, text: str | None = WHOLE) -> str:
       text: what a record of a text file is; None: only JSON is allowed.
     Raises:
       FileNotFoundError: if there is no file.
-      ValueError: naming the allowed endings, or if it is a folder.
+      ValueError: naming the allowed endings.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path}: is a folder; name its files")
     ending = Path(path.name.lower().removesuffix(".gz")).suffix
     if ending not in JSON and (text is None or ending not in TEXT):
         allowed = ", ".join(JSON) + ("" if text is None else f", {TEXT[0]} and names without an ending")
-        how = ""
-        if reader := _CONVERTED.get(ending):
-            made = f'to_json("{path.stem}.jsonl", orient="records", lines=True)'
-            how = f'; to convert it: pandas.{reader}("{path.name}").{made}'
-        raise ValueError(f"{path}: no data are read from such files; allowed are {allowed}, also with .gz{how}")
+        raise ValueError(f"{path}: no data are read from such files; allowed are {allowed}, also with .gz")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such data file")
     return ending
@@ -105,8 +95,7 @@ def read_file(
     """
     found: list[T] = []
     bad: list[str] = []
-    num = num_bad = 0
-    path = Path(path)
+    num, path = 0, Path(path)
     for index, (where, number, content) in enumerate(_contents(path, text)):
         num += 1
         try:
@@ -114,16 +103,15 @@ def read_file(
         except ValueError as error:
             if not skip_bad_lines:
                 raise ValueError(f"{error}; --skip-bad-lines leaves such records out") from error
-            num_bad += 1
-            bad += [str(error)] * (num_bad <= NUM_SHOWN)
+            bad.append(str(error))
         if limit is not None and len(found) >= limit:
             break
-    if num_bad:
-        if num_bad == num:
-            raise ValueError(f"{path}: none of {num:,} records can be used; the first: {bad[0]}")
-        for line in bad:
-            report(f"skipped {line}")
-        report(f"{path}: {num_bad:,} of {num:,} records skipped, because they cannot be used")
+    if bad and len(bad) == num:
+        raise ValueError(f"{path}: none of {num:,} records can be used; the first: {bad[0]}")
+    for line in bad[:NUM_SHOWN]:
+        report(f"skipped {line}")
+    if bad:
+        report(f"{path}: {len(bad):,} of {num:,} records skipped, because they cannot be used")
     return found[:limit]
 
 
@@ -137,11 +125,11 @@ def _contents(path: Path, text: str | None) -> Iterator[tuple[str, int, Any]]:
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
     content = content.removeprefix(codecs.BOM_UTF8)
+    if ending in JSON and content.lstrip().startswith(b"["):
+        values = parse_json(decoded(content, str(path)), str(path))
+        yield from ((f"{path}, record {number}", number, value) for number, value in enumerate(values, 1))
+        return
     if ending in JSON:
-        values = _array(content, str(path))
-        if values is not None:
-            yield from ((f"{path}, record {number}", number, value) for number, value in enumerate(values, 1))
-            return
         lines = enumerate(content.split(b"\n"), 1)  # not splitlines: JSON strings may hold U+2028
         yield from ((f"{path}:{number}", number, line) for number, line in lines if line.strip())
         return
@@ -153,54 +141,13 @@ def _contents(path: Path, text: str | None) -> Iterator[tuple[str, int, Any]]:
     yield from ((f"{path}:{number}", number, {"prompt": line}) for number, line in lines if line.strip())
 
 
-def _array(content: bytes, where: str) -> list | None:
-    """The records of a JSON file that is one array, or one object over several lines; None for JSON lines.
-
-    An object without any of FIELDS is the frame of its only list of objects.
-
-    Raises:
-      ValueError: naming line and column, if an array, or an object that begins with a line `{`, is broken.
-    """
-    begin = _FIRST_LINE.match(content)
-    if begin is None:
-        return []
-    first, is_alone = begin[1].strip(), _FILLED.search(content, begin.end()) is None
-    is_line = True
-    try:
-        value = parse_json(first, where)
-        if not is_alone:
-            return None
-    except ValueError:
-        is_line = False
-        try:
-            value = parse_json(decoded(content, where), where)
-        except ValueError:
-            if first.startswith(b"[") or first == b"{":
-                raise
-            return None
-    if isinstance(value, list):
-        return value
-    if isinstance(value, dict) and not set(FIELDS) & set(value):
-        lists = [v for v in value.values() if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)]
-        if len(lists) == 1:
-            return lists[0]
-    return None if is_line else [value]
-
-
 def _fields(content: Any, where: str) -> dict[str, Any]:
     """The fields of a record, given as the bytes of its line or as a value."""
-    is_line = isinstance(content, bytes)
-    record = parse_json(decoded(content, where), where) if is_line else content
+    record = parse_json(decoded(content, where), where) if isinstance(content, bytes) else content
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a JSON {type(record).__name__}; expected an object")
-    # What converts a table writes null for an absent value. Further fields then say what the record is.
-    record = {name: value for name, value in record.items() if value is not None or name not in FIELDS} or record
-    for name in CONVERSATIONS:
-        if record.get(name) == [] and set(FIELDS) & (set(record) - {name}):
-            del record[name]
-    if not is_line or b"\\ud" in content.lower():
-        try:
-            json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: holds half of a character (a lone surrogate)") from error
-    return record
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: holds half of a character (a lone surrogate)") from error
+    return {name: value for name, value in record.items() if name not in FIELDS or value not in (None, [])}

@@ -1,7 +1,6 @@
 """Makes prompts for `hsd generate-data` from records of training data.
 
-A prompt is a question without its answer, a conversation up to a turn of the user, or the beginning of a text. Read
-next: `responses.py`.
+A prompt is a question without its answer, a conversation up to a turn of the user, or the beginning of a text.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from hsd_jax.train.documents import (
 from hsd_jax.train.journal import Report
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
 
-_FIELDS = ("text", *CONVERSATIONS, "question", "prompt")
+EXPECTED = f"text, {', '.join(CONVERSATIONS)}, question or prompt"
 
 
 @settings.dataclass
@@ -130,29 +129,29 @@ def draw(*numbers: int) -> np.random.Generator:
 
 def _prompts_of(record: dict, where: str, tokenizer, bos, template, config: GenerateConfig) -> Iterator[Prompt]:
     """All prompts of one record: of a text, a question, or a conversation up to each turn of the user."""
-    field = next((f for f in _FIELDS if f in record), None)
-    if field is None:
-        raise ValueError(f"{where}: fields {names_of(record)}; expected {', '.join(_FIELDS[:-1])} or {_FIELDS[-1]}")
-    name = Path(where).name
-    if field == "text":
+    name, is_templated = Path(where).name, False
+    if "text" in record:
         for ids, text in _beginnings(text_of(record, "text", where), tokenizer, config):
             yield Prompt(tuple(ids if bos is None else [bos, *ids]), text, name)
         return
-    if field in CONVERSATIONS:
-        turns = _turns_of(record, field, where)
+    if (field := next((f for f in CONVERSATIONS if f in record), None)) is not None:
+        question, is_templated = first_question(record[field]), template is not None
+        turns = conversation(record, field, where) if question is None else [("User", question)]
         cuts = [turns[: i + 1] for i, (who, _) in enumerate(turns) if speaker_of(who) == "User"]
         if not cuts:
-            raise ValueError(f"{where}: {field} holds no turn of the user, after which the target could answer")
+            raise ValueError(f"{where}: {field} holds no turn of the user")
         try:
             texts = [template(cut, True) if template else render_turns(cut, "Assistant") for cut in cuts]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-    else:
+    elif "question" in record or "prompt" in record:
+        field = "question" if "question" in record else "prompt"
         text = text_of(record, field, where)
         if not text.strip():
             raise ValueError(f"{where}: {field} is empty")
         texts = [question_prompt(text) if field == "question" else text]
-    is_templated = template is not None and field in CONVERSATIONS
+    else:
+        raise ValueError(f"{where}: fields {names_of(record)}; expected {EXPECTED}")
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if bos is not None and ids[:1] == [bos]:
@@ -160,11 +159,6 @@ def _prompts_of(record: dict, where: str, tokenizer, bos, template, config: Gene
         elif bos is not None and not is_templated:
             ids = [bos, *ids]
         yield Prompt(tuple(ids), text, name)
-
-
-def _turns_of(record: dict, field: str, where: str) -> list[tuple[str, str]]:
-    question = first_question(record[field])
-    return conversation(record, field, where) if question is None else [("User", question)]
 
 
 def _beginnings(text: str, tokenizer: Tokenizer, config: GenerateConfig) -> Iterator[tuple[list[int], str]]:

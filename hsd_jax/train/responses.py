@@ -2,8 +2,7 @@
 
 A drafter learns best from text that the target wrote. Every row has its own temperature and seed, which depend only on
 the number of its prompt. Rows come and go in the slots of one session, and the plan fixes the order of their lines. So
-an interrupted run ends with the same file as one that was not interrupted. `hsd generate-data` calls this module, and
-`documents.py` reads the file. Read first: `response_prompts.py`.
+an interrupted run ends with the same file as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import lock
-from hsd_jax.host.files import check_new_file, parse_json, read_json, write_json
+from hsd_jax.host.files import read_json, write_json
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
 from hsd_jax.planning import texts
@@ -67,61 +66,40 @@ def settings_path(out: str | Path) -> Path:
 
 
 def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
-    """Refuses to continue a result that was made with other settings, or that cannot be written.
+    """Refuses to continue a result that was made with other settings.
 
     Args:
       settings: all settings of the run, or some of them.
     Raises:
-      FileNotFoundError: if the folder of `out` is missing.
-      OSError: if no file can be written there.
-      ValueError: naming the first different setting, or a file that `hsd generate-data` did not write.
+      FileNotFoundError: if there is a result without its settings.
+      ValueError: naming the first different setting.
     """
     out, path = Path(out), settings_path(out)
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: expected a name that ends in .jsonl")
-    check_new_file(out)
     if not out.exists():
         return  # no line was written, so stored settings do not matter
-    if not out.is_file():
-        raise ValueError(f"{out}: is no regular file; choose another name")
-    if not path.is_file():
-        raise ValueError(f"{out}: exists, but {path.name} does not: choose another name, or move the file away")
-    try:
-        there = read_json(path)
-        if not isinstance(there, dict):
-            raise ValueError(f"{path}: expected a JSON object")
-    except ValueError as error:
-        raise ValueError(f"{error}; choose another name for the result") from error
+    there = read_json(path)
     for name, here in json.loads(json.dumps(settings)).items():
-        if name not in there or there[name] != here:
-            raise ValueError(
-                f"{out} was started with other settings: {name} is {there.get(name, 'missing')!r} there and {here!r}"
-                " here; choose another name, or the same settings to continue"
-            )
+        old = there.get(name, "missing") if isinstance(there, dict) else there
+        if old != here:
+            raise ValueError(f"{out} was started with other settings: {name} is {old!r} there and {here!r} here")
 
 
 def lines_done(out: Path, jobs: Sequence[ResponseJob]) -> int:
     """The number of complete lines of an unfinished result. Removes an incomplete last line from the file.
 
     Raises:
-      ValueError: naming the first line that does not belong to this plan.
+      ValueError: if a line does not belong to this plan.
     """
     if not out.is_file():
         return 0
     content = out.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(out, whole)
-    lines = content[:whole].split(b"\n")[:-1]
-    for number, line in enumerate(lines, 1):
-        job = jobs[number - 1] if number <= len(jobs) else None
-        try:
-            record = parse_json(line, str(out))
-            found = record["source"], record["seed"], tuple(record["prompt_tokens"])
-        except (ValueError, KeyError, TypeError):
-            found = None
-        if job is None or found != (job.prompt.source, job.seed, job.prompt.tokens):
-            raise ValueError(f"{out}:{number}: not a line of this run; choose another name, or move the file away")
+    os.truncate(out, content.rfind(b"\n") + 1)
+    lines = content.split(b"\n")[:-1]
+    wanted = [(job.prompt.source, job.seed) for job in jobs[: len(lines)]]
+    if [(line.get("source"), line.get("seed")) for line in map(json.loads, lines)] != wanted:
+        raise ValueError(f"{out}: holds other lines than those of this run; choose another name")
     return len(lines)
 
 
@@ -146,81 +124,62 @@ def run(
     Returns:
       The number of responses.
     Raises:
-      FileNotFoundError: if a file of prompts is missing.
-      ValueError: as `check_settings` and `generate`.
+      FileNotFoundError, ValueError, OSError: as `read_prompts`, `check_settings` and `generate`, or if another process
+        is writing the file.
     """
     for path in files:
         check_file(path)
-    settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
-    check_settings(out, settings)
-    lock.check_free(lock.beside(out))
-    checkpoint = find(source)
-    positions = checkpoint.config.max_position
-    tokenizer, bos, _ = data.read_tokenizer(checkpoint)
-    template = data.template_of(checkpoint) if config.chat_template else None
-    room = min(positions, settings["max_len"] or positions)
-    found = read_prompts(files, tokenizer, bos, template, room, config, report, skip_bad_lines)
-    plan = make_plan(found, config)
-    report(f"{len(found):,} prompts, {len(plan):,} responses, {_num_slots(plan, config):,} at once")
-    params, tree = load()
-    target_hash, drafter_hash = params.fingerprints()
-    settings |= {
-        "target": target_hash,
-        "drafter": drafter_hash if tree and params.drafter else None,
-        "dtype": params.dtype,
-        "tree": tree.name if tree else None,
-    }
-    return generate(params, tokenizer, plan, out, settings, config, tree, report)
+    with lock.held(lock.beside(out)):
+        settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
+        check_settings(out, settings)
+        checkpoint = find(source)
+        tokenizer, bos, _ = data.read_tokenizer(checkpoint)
+        template = data.template_of(checkpoint) if config.chat_template else None
+        positions = checkpoint.config.max_position
+        room = min(positions, settings["max_len"] or positions)
+        found = read_prompts(files, tokenizer, bos, template, room, config, report, skip_bad_lines)
+        plan = make_plan(found, config)
+        report(f"{len(found):,} prompts, {len(plan):,} responses, {_num_slots(plan, config):,} at once")
+        params, tree = load()
+        target_hash, drafter_hash = params.fingerprints()
+        settings |= {
+            "target": target_hash,
+            "drafter": drafter_hash if tree and params.drafter else None,
+            "dtype": params.dtype,
+            "tree": tree.name if tree else None,
+        }
+        check_settings(out, settings)
+        write_json(settings_path(out), settings)
+        generate(params, tokenizer, plan, out, config, tree, report)
+    return len(plan)
 
 
 def generate(
     params: Params,
     tokenizer: Tokenizer,
     plan: Sequence[ResponseJob],
-    out: str | Path,
-    settings: dict[str, Any],
+    out: Path,
     config: GenerateConfig,
     tree: TreeConfig | None = None,
     report: Report = print,
-) -> int:
-    """Decodes the plan into `out`, one line per row, and continues where an earlier run with the same settings stopped.
+) -> None:
+    """Decodes the plan into `out`, one line per row, and continues where an earlier run stopped.
+
+    Rows end in any order; a line waits for all lines before it.
 
     Args:
       tokenizer: the target's, as `data.read_tokenizer` reads it.
-      settings: everything the text depends on.
       tree: for the drafter in `params`; None: plain decoding.
-    Returns:
-      The number of lines.
     Raises:
-      ValueError: as `check_settings` and `lines_done`, if another process is writing the file, if the disk is full, or
-        naming the job to which the target gave no distribution of a next token; all lines before it stay.
+      ValueError: as `lines_done`, or naming the job to which the target gave no distribution of a next token; all lines
+        before it stay.
     """
-    out = Path(out)
-    with lock.held(lock.beside(out)):
-        check_settings(out, settings)  # `run` has, but another process may have written since
-        done = lines_done(out, plan)
-        write_json(settings_path(out), settings)
-        if done:
-            report(f"{out}: {done:,} of {len(plan):,} lines are written")
-        if done < len(plan):
-            _write_lines(params, tokenizer, plan, out, done, config, tree, report)
-    return len(plan)
-
-
-def _write_lines(
-    params: Params,
-    tokenizer: Tokenizer,
-    plan: Sequence[ResponseJob],
-    out: Path,
-    done: int,
-    config: GenerateConfig,
-    tree: TreeConfig | None,
-    report: Report,
-) -> None:
-    """Appends the lines of the plan from number `done` on. Rows end in any order; a line waits for all lines before
-    it."""
-    begun, ended, total = done, dict[int, Generated](), len(plan)
-    progress = ProgressReport(report)
+    done, total, ended = lines_done(out, plan), len(plan), dict[int, Generated]()
+    begun, progress = done, ProgressReport(report)
+    if done:
+        report(f"{out}: {done:,} of {total:,} lines are written")
+    if done == total:
+        return
     asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
     requests = [
         {"prompt": list(job.prompt.tokens), "temperature": job.temperature, "seed": job.seed, **asked}
@@ -237,23 +196,17 @@ def _write_lines(
                 text += line_of(tokenizer, plan[done], following.tokens.tolist())
                 done += 1
             if text:
-                try:
-                    file.write(text.encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-                except OSError as error:
-                    raise ValueError(f"{out}: cannot be written ({error}); the same command will continue") from error
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
             if following is not None:
                 job = plan[done]
-                raise ValueError(
-                    f"{out}:{done + 1}: no response to {job.prompt.source} at temperature {job.temperature:g} with seed"
-                    f" {job.seed}: {following.error}. The lines before it are written"
-                )
+                about = f"{job.prompt.source} at temperature {job.temperature:g} with seed {job.seed}"
+                raise ValueError(f"{out}:{done + 1}: no response to {about}: {following.error}")
             progress.tokens += len(answer.tokens)
-            ahead = f", {len(ended):,} more are ready" if ended else ""
             if done < total:
                 share = (done + len(ended) - begun) / (total - begun)
-                progress.say(f"{done:,} of {total:,} lines{ahead}, {progress.speed}", share)
+                progress.say(f"{done:,} of {total:,} lines, {progress.speed}", share)
     report(f"{total:,} lines, {progress.tokens:,} new tokens in this run, {progress.speed}")
 
 

@@ -3,7 +3,6 @@
 Prompt and response are tokenized in one piece. The offsets of the tokens say which of them hold a character of a
 response. So the tokens of a row do not depend on `loss_on`, and a token across the border is a label, because it holds
 text of the response. Responses that `hsd generate-data` sampled bring their own tokens and are not tokenized again.
-Read first: `documents.py`. Read next: `data.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from hsd_jax.train.documents import Document
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PACKED, PADDED = "packed", "padded"
 ALL, RESPONSES = "all", "responses"
 _ENCODED_AT_ONCE = 1000
 """Documents tokenized at once. The offsets of a whole corpus would need many times its size."""
@@ -34,16 +32,10 @@ class Rows:
     tokens: np.ndarray
     """int32 [num, length + 1]."""
     mask: np.ndarray
-    """bool [num, length + 1]: whether a token is a label. Position 0, the first token of a document and padding never
-    are."""
+    """bool [num, length + 1]: whether a token is a label. Position 0 and the first token of a document never are."""
     num_documents: int
     num_tokens: int
     """Tokens of the documents, start and end tokens included."""
-    num_padding: int = 0
-    num_cut: int = 0
-    """Documents that are longer than a row, in padded rows only."""
-    num_left_out: int = 0
-    """Documents without a label within a row, in padded rows only."""
     starts: np.ndarray | None = None
     """int32 [num, length + 1]: where in the row the document of each token begins; 0 if it began in an earlier row. A
     token sees nothing before that place, and positions count from it. None: every row holds one document."""
@@ -54,16 +46,9 @@ class Rows:
 
     def describe(self) -> str:
         """The data in one line."""
-        parts = [
-            f"{self.num_documents:,} documents, {self.num_tokens:,} tokens, {len(self.tokens):,} rows of"
-            f" {self.length}: {self.mask.sum() / (len(self.tokens) * self.length):.1%} labels,"
-            f" {self.num_padding / self.tokens.size:.1%} padding"
-        ]
-        if self.num_cut:
-            parts.append(f"{self.num_cut:,} documents cut after {self.length + 1} tokens")
-        if self.num_left_out:
-            parts.append(f"{self.num_left_out:,} documents left out: no label in their first {self.length + 1} tokens")
-        return "; ".join(parts)
+        labels = self.mask.sum() / (len(self.tokens) * self.length)
+        rows = f"{len(self.tokens):,} rows of {self.length}: {labels:.1%} labels"
+        return f"{self.num_documents:,} documents, {self.num_tokens:,} tokens, {rows}"
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -85,7 +70,6 @@ def make_rows(
     length: int,
     seed: int,
     vocab_size: int,
-    packing: str = PACKED,
     loss_on: str = ALL,
 ) -> Rows:
     """The rows of some documents, in an order that depends on the seed.
@@ -95,37 +79,25 @@ def make_rows(
       eos: the token after each text that does not end in a special token of its own.
       length: tokens of a row, without the last label.
       vocab_size: the size of the model's vocabulary.
-      packing, loss_on: see `data.DataConfig`.
+      loss_on: see `data.DataConfig`.
     Raises:
       ValueError: if there is no label, if the tokens do not fill a row, or if a token is outside the vocabulary.
     """
     on_responses = loss_on == RESPONSES
     if on_responses and not any(d.responses for d in documents):
-        raise ValueError(
-            f"data.loss_on=responses, but none of the {len(documents)} documents from {documents[0].where} on holds a"
-            " response: give prompt and response, question and answer, or turns of an assistant; or loss_on=all"
-        )
+        raise ValueError(f"data.loss_on=responses: no document from {documents[0].where} on holds a response")
     order = np.random.default_rng(seed).permutation(len(documents))
-    found = list(encoded([documents[i] for i in order], tokenizer, bos, eos, vocab_size, on_responses))
-    if packing == PACKED:
-        return _packed(found, length)
-    return _padded(found, length, eos)
+    return _packed(list(encoded([documents[i] for i in order], tokenizer, bos, eos, vocab_size, on_responses)), length)
 
 
 def beginnings(batch: dict[str, np.ndarray], length: int) -> list[np.ndarray]:
-    """At most `length` tokens of each row of a batch (`Rows.take`), all of one document, without padding."""
-    found, starts = [], batch.get("starts", np.zeros_like(batch["tokens"]))
-    for row, begins in zip(batch["tokens"], starts, strict=True):
-        piece = _one_document(row, begins, length)
-        padding = int(np.argmax(piece[::-1] != piece[-1]))  # the last token may be repeated as padding
-        found.append(piece[: max(2, len(piece) - max(0, padding - 1))])
-    return found
-
-
-def _one_document(row: np.ndarray, begins: np.ndarray, length: int) -> np.ndarray:
-    """At most `length` tokens of a row, all of one document: the first with `length` tokens, else the longest."""
-    pieces = [row[begins == begin][:length] for begin in np.unique(begins)]
-    return max(pieces, key=len)  # on a tie the first
+    """At most `length` tokens of each row of a batch (`Rows.take`), all of one document: the first with `length`
+    tokens, else the longest."""
+    starts = batch.get("starts", np.zeros_like(batch["tokens"]))
+    return [
+        max((row[begins == begin][:length] for begin in np.unique(begins)), key=len)  # on a tie the first
+        for row, begins in zip(batch["tokens"], starts, strict=True)
+    ]
 
 
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -145,14 +117,12 @@ def encoded(
             if document.tokens is None:
                 ids, labels = _of_text(document, next(texts), bos, eos, special, on_responses)
             else:
+                if spoken(tokenizer.decode, *document.tokens) != document.text[document.responses[0][0] :]:
+                    raise ValueError(f"{document.where}: response_tokens are another tokenizer's; generate them again")
                 ids, labels = _as_sampled(document.tokens, eos, special, on_responses)
             if max(ids) >= vocab_size:
-                raise ValueError(
-                    f"{document.where}: holds token {max(ids)}; the model has {vocab_size} tokens: check that"
-                    " this is the model's tokenizer"
-                )
+                raise ValueError(f"{document.where}: holds token {max(ids)}; the model has {vocab_size} tokens")
             found.append((np.asarray(ids, np.int32), labels))
-        _check_spelling([d for d in some if d.tokens is not None], tokenizer)
         yield from found
 
 
@@ -190,39 +160,17 @@ def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int
     return [*ids, *tail], labels
 
 
-def _check_spelling(documents: Sequence[Document], tokenizer: Tokenizer) -> None:
-    """Raises a ValueError if sampled tokens do not spell their text, because they are another tokenizer's.
-
-    All are decoded at once, which the tokenizer does on all cores.
-    """
-    pairs = [document.tokens for document in documents if document.tokens is not None]
-    before = tokenizer.decode_batch([prompt for prompt, _ in pairs])
-    whole = tokenizer.decode_batch([[*prompt, *response] for prompt, response in pairs])
-    for document, (_, response), first, both in zip(documents, pairs, before, whole, strict=True):
-        ((start, _),) = document.responses
-        if _added(first, both, lambda: tokenizer.decode(response)) != document.text[start:]:  # noqa: B023
-            raise ValueError(
-                f"{document.where}: response_tokens do not spell the response with this tokenizer: they were sampled"
-                " from another target; generate again, or drop prompt_tokens and response_tokens to read the text"
-            )
-
-
 def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list[int]) -> str:
     """The text that `response` adds to `prompt`.
 
     Both are decoded together, because some tokenizers write a token in another way at the start of a text.
     """
-    return _added(decode(prompt), decode([*prompt, *response]), lambda: decode(response))
-
-
-def _added(before: str, whole: str, alone: Callable[[], str]) -> str:
-    """The end of a text, which is `alone()` if the text does not begin with `before`."""
-    return whole[len(before) :] if whole.startswith(before) else alone()
+    before, whole = decode(prompt), decode([*prompt, *response])
+    return whole[len(before) :] if whole.startswith(before) else decode(response)
 
 
 def _packed(encoded: list[Encoded], length: int) -> Rows:
-    """Packed rows. Neighbouring rows share one token, so that no label is lost. Tokens that do not fill a row are
-    dropped."""
+    """Neighbouring rows share one token, so that no label is lost. Tokens that do not fill a row are dropped."""
     tokens, labels = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
     lengths = [len(ids) for ids, _ in encoded]
     begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # where in `tokens` the document of each token begins
@@ -235,25 +183,3 @@ def _packed(encoded: list[Encoded], length: int) -> Rows:
     mask[:, 0] = False
     starts = np.maximum(begins[at] - at[:, :1], 0).astype(np.int32)
     return Rows(tokens[at], mask, len(encoded), len(tokens), starts=starts if starts.any() else None)
-
-
-def _padded(encoded: list[Encoded], length: int, eos: int) -> Rows:
-    """Padded rows: one document per row, padded with end tokens that are no labels."""
-    kept = [(ids, labels) for ids, labels in encoded if labels[1 : length + 1].any()]
-    if not kept:
-        raise ValueError(f"none of the {len(encoded)} documents holds a label in its first {length + 1} tokens")
-    tokens = np.full((len(kept), length + 1), eos, np.int32)
-    mask = np.zeros((len(kept), length + 1), bool)
-    for row, (ids, labels) in enumerate(kept):
-        num = min(len(ids), length + 1)
-        tokens[row, :num], mask[row, :num] = ids[:num], labels[:num]
-    mask[:, 0] = False
-    return Rows(
-        tokens,
-        mask,
-        num_documents=len(encoded),
-        num_tokens=sum(len(ids) for ids, _ in encoded),
-        num_padding=sum(max(length + 1 - len(ids), 0) for ids, _ in kept),
-        num_cut=sum(len(ids) > length + 1 for ids, _ in kept),
-        num_left_out=len(encoded) - len(kept),
-    )

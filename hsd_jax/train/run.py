@@ -1,17 +1,16 @@
 """A training run, from data files to the folder of a model. `hsd train` calls it for every kind of model.
 
-The folder of a run holds `recipe.json`, `metrics.jsonl`, `curves.png`, `checkpoints/`, the held-out texts and, with a
-reduced draft vocabulary, `draft_to_target.json`. Distillation adds `before.json` and `on_policy/`. The same call
-continues an interrupted run. It refuses to continue with another recipe. A target is written into the folder itself, a
-drafter into `drafter/` below it. Read next: `loop.py` for a step.
+The folder of a run holds `recipe.json`, `metrics.jsonl`, `checkpoints/`, the held-out texts and, with a reduced draft
+vocabulary, `draft_to_target.json`. Distillation adds `before.json` and `on_policy/`. The same call continues an
+interrupted run. It refuses to continue with another recipe. A target is written into the folder itself, a drafter into
+`drafter/` below it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from hsd_jax.host.files import is_writer
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.models.checkpoint import Source
 from hsd_jax.train import data, manifest
-from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.distill import DISTILLED, DistillRecipe
 from hsd_jax.train.drafter import TRAINED, DrafterRecipe
 from hsd_jax.train.journal import Journal, Report
@@ -41,7 +39,6 @@ DRAFTERS = (*TRAINED, *DISTILLED)
 """The kinds of drafters that are trained."""
 
 
-@manifest.alone(lock.of_folder)
 def train(
     source: Source | None,
     data_files: Sequence[str | Path],
@@ -61,7 +58,7 @@ def train(
     Args:
       source: for a drafter its target; for a target the checkpoint with its tokenizer, None: see `tasks.TargetTask`.
       force: continue a run that was started with another recipe.
-      start_dir: the model to start from, see the tasks. A continued run of a language model needs it, too.
+      start_dir: the model to start from, see the tasks. A continued run needs it, too.
       skip_bad_lines: as in `records.read_file`. A continued run needs it, too, if it skipped a record.
       stop_at: a time of `time.perf_counter` at which the run ends, if its steps have not ended before (`loop.fit`).
     Returns:
@@ -78,29 +75,33 @@ def train(
     if stop_at is not None and jax.process_count() > 1:
         raise ValueError("stop_at: the clocks of several processes differ; end the run by train.steps")
     out, report = Path(out), report if is_writer() else lambda line: None
-    loop = recipe.train.on_platform()
-    recipe = dataclasses.replace(recipe, train=loop)
-    task = TASKS[type(recipe)](source, data_files, out, recipe, mesh, report, force, start_dir, skip_bad_lines)
+    recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
+    how = mesh, report, force, start_dir, skip_bad_lines
+    with manifest.alone(lock.of_folder(out)):
+        return _trained(TASKS[type(recipe)](source, data_files, out, recipe, *how), stop_at)
+
+
+def _trained(task: Any, stop_at: float | None) -> Path:
+    out, recipe, report, loop = task.out, task.recipe, task.report, task.recipe.train
     loop.check_length(task.reads)
-    how = recipe.data, skip_bad_lines, report
-    found = data.read_rows(data_files, task.words, loop.length, loop.seed, task.reads.vocab_size, *how)
+    how = recipe.data, task.skip_bad_lines, report
+    found = data.read_rows(task.files, task.words, loop.length, loop.seed, task.reads.vocab_size, *how)
     asked: HeldOut | None = getattr(recipe, "eval", None)  # a target is evaluated by its loss only
     rows, prompts = hold_out(found, asked, loop)
-    about = {"kind": task.kind, **task.open(), "files": manifest.fingerprints(data_files)}
-    claims = manifest.check(out, force, recipe, **about)
+    about = {"kind": task.kind, **task.open(), "files": manifest.fingerprints(task.files)}
+    claims = manifest.check(out, task.force, recipe, **about)
     check_same("recipe, models and data of the run", repr((claims, rows.fingerprint)))
     report(found.describe())
     params = task.initialize(rows)
     _describe(report, task.kind, params, rows, loop)
-    shardings, place = placement(mesh, loop, task.config)
+    shardings, place = placement(task.mesh, loop, task.config)
     evaluator = None
     if asked is not None and asked.every:
         evaluator = Evaluator(asked.every, task.scores(prompts), task.save)
-    note, on_start = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
-    with task.batches(rows) as batches, _journal_of(out, loop, report) as journal:
-        model = task.loss, params, task.frozen
-        rest = evaluator, note, on_start, task.stages, stop_at
-        params = fit(*model, batches, loop, out, journal, shardings, place, *rest)
+    on_start = functools.partial(manifest.write, out, claims)
+    model, journal = (task.loss, params, task.frozen), Journal(out, loop.steps, report)
+    rest = evaluator, on_start, task.stages, stop_at
+    params = fit(*model, task.batches(rows), loop, out, journal, shardings, place, *rest)
     if evaluator is None:
         task.save(params)
     wait_for_all(f"{task.folder} is written")
@@ -123,27 +124,12 @@ def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
     return DistillRecipe if model_kind in DISTILLED else DrafterRecipe
 
 
-@contextlib.contextmanager
-def _journal_of(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal]:
-    """The run's journal. Curves are drawn when the run has ended."""
-    with contextlib.closing(Journal(out, train.steps, report)) as journal:
-        yield journal
-    if not is_writer():
-        return
-    try:
-        report(f"wrote {draw_curves(out)}")
-    except ImportError:
-        report("no curves.png is drawn: it needs pip install 'hsd_jax[train]'")
-
-
 def hold_out(rows: data.Rows, config: HeldOut | None, train: LoopConfig) -> tuple[data.Rows, list[np.ndarray]]:
     """The rows to train on, and the beginnings of the held-out last rows, which are the prompts of the evaluation."""
     count = config.prompts if config is not None and config.every else 0
     if len(rows.tokens) < train.batch + (count and count + 1):
-        raise ValueError(
-            f"{len(rows.tokens)} rows of text: fewer than one batch of {train.batch}"
-            + (f" and {count} held-out rows (eval.prompts; eval.every=0 holds out none)" if count else "")
-        )
+        held_out = f" and {count} held-out rows (eval.prompts)" if count else ""
+        raise ValueError(f"{len(rows.tokens)} rows of text: fewer than one batch of {train.batch}{held_out}")
     if config is None or not count:
         return rows, []
     prompts = beginnings(rows.take(slice(-count, None)), min(config.prompt_tokens, train.length))

@@ -72,9 +72,7 @@ def layer_sources(num_layers: int, deeper: int) -> list[int]:
       ValueError: if `deeper` is less than `num_layers`.
     """
     if deeper < num_layers:
-        raise ValueError(
-            f"model.num_layers={deeper}: the model to start from has {num_layers} layers; allowed are as many and more"
-        )
+        raise ValueError(f"model.num_layers={deeper}: the model to start from has {num_layers} layers")
     return [layer * num_layers // deeper for layer in range(deeper)]
 
 
@@ -101,10 +99,7 @@ def cut_config(config: ModelConfig, num_layers: int) -> ModelConfig:
       ValueError: if the model has fewer.
     """
     if num_layers > config.num_layers:
-        raise ValueError(
-            f"model.num_layers={num_layers}: the model to start from has {config.num_layers} layers; allowed are 1 to"
-            f" {config.num_layers}"
-        )
+        raise ValueError(f"model.num_layers={num_layers}: the model to start from has {config.num_layers} layers")
     return dataclasses.replace(config, num_layers=num_layers, layer_types=config.layer_types[:num_layers])
 
 
@@ -135,10 +130,7 @@ def target_states(
         return lax.stop_gradient((output.hidden, output.features))
     states, num = batch["hidden"].astype(jnp.float32), 1 + len(layers)
     if states.shape[-1] != num * config.hidden_size:
-        raise ValueError(
-            f"hidden states of {states.shape[-1]} numbers in the batch: expected the final ones and those of"
-            f" layers {list(layers)}, {num} times {config.hidden_size}"
-        )
+        raise ValueError(f"hidden states of {states.shape[-1]} numbers in the batch for layers {list(layers)}")
     hidden, *features = jnp.split(states, num, -1)
     return hidden, tuple(features)
 

@@ -1,12 +1,11 @@
 """The tasks of a training run: one class for each kind of recipe, with all that differs between kinds of models.
 
 `train` (`run.py`) makes the same steps for every task. Before `initialize` no file is written, so that a refused run
-leaves none. Read next: `drafter.py`, `target.py` and `distill.py` for the losses.
+leaves none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -86,7 +85,7 @@ class Task:
         """Whether a run in `out` has written its first checkpoint."""
         return manifest.has_checkpoints(self.out)
 
-    def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
+    def batches(self, rows: data.Rows) -> Any:
         return data.batches_of(rows, self.recipe.train, self.recipe.data, self.mesh)
 
     def check(self) -> None:
@@ -136,9 +135,7 @@ class TargetTask(Task):
     def initialize(self, rows: data.Rows) -> Weights:
         config, train = self.config, self.recipe.train
         is_sliding = all(config.layer_type(i) == SLIDING for i in range(config.num_layers))
-        remedy = f"use longer rows, or model.sliding_window={train.length} in all layers"
-        window = config.sliding_window if is_sliding else None
-        say_reach(self.report, train.length, window, config.max_position, remedy)
+        say_reach(self.report, train.length, config.sliding_window if is_sliding else None, config.max_position)
         self.loss = target.make_loss(config, train.remat)
         return init_target(jax.random.key(train.seed), config) if self.start is None else self.start
 
@@ -210,14 +207,9 @@ class DrafterTask(TaughtTask):
         self.config = config = drafter.drafter_config(model, self.reads, owner.hash, owner.vocabulary_hash)
         if train.length <= config.num_steps:
             raise ValueError(f"train.length={train.length}: must be greater than model.num_steps={config.num_steps}")
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"{self.folder}: is a file, but the drafter is written as a folder there")
         about: dict[str, Any] = {"target": owner.hash}
         self.start = None
-        if self.is_begun and "start" in (claimed := manifest.claimed(self.out)):
-            # A continued run does not read the drafter it started from, which may be gone.
-            about["start"] = claimed["start"]
-        elif self.start_dir is not None:
+        if self.start_dir is not None:
             self.start_dir = path_of(self.start_dir)
             self.start = drafter_files.read_drafter(self.start_dir)
             drafter_files.check_drafter(self.start[0], owner)
@@ -232,8 +224,7 @@ class DrafterTask(TaughtTask):
             params = begun.weights
             report(f"the trunk starts as the target's last layer; fresh weights: {', '.join(begun.fresh) or 'nothing'}")
         if isinstance(config, TrunkConfig):  # other drafters have no attention
-            remedy = f"with model.window={train.length} long contexts look like those of training"
-            say_reach(report, train.length, config.window, config.max_position, remedy)
+            say_reach(report, train.length, config.window, config.max_position)
         labels, self.hot = rows.tokens[rows.mask], None
         if config.reduced_vocab_size is not None:
             known = None if self.start is None else self.start[1].get("draft_to_target")
@@ -248,7 +239,7 @@ class DrafterTask(TaughtTask):
         self.loss, self.stages = drafter.make_loss(*of_loss), drafter.make_stages(*of_loss)
         return params
 
-    def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
+    def batches(self, rows: data.Rows) -> Any:
         """Batches with the target's states from a cache, if the recipe names one."""
         loss = self.recipe.loss
         cached = self.cached(rows, 0 if loss.sample is None else loss.likeliest)
@@ -299,7 +290,7 @@ class DistillTask(TaughtTask):
         if self.start_dir is None:
             raise ValueError(f"--kind {self.kind}: needs --start, the pretrained model to train")
         if share and (self.mesh is not None or jax.process_count() > 1):
-            raise ValueError(f"on_policy.share={share:g}: the drafter writes its text on one device; leave out --mesh")
+            raise ValueError(f"on_policy.share={share:g}: the drafter writes its text on one device, without --mesh")
         self.start, num = find(self.start_dir), self.recipe.model.num_layers
         config = self.start.config if num is None else target.cut_config(self.start.config, num)
         format_config(config)  # what cannot be written must not be trained
@@ -308,13 +299,11 @@ class DistillTask(TaughtTask):
     def open(self) -> dict[str, Any]:
         model, owner, start = self.recipe.model, self.read_target(), self.start
         own, weights = load_foreign(start, owner, "float32", Placement(self.mesh), True)
-        if own.kind not in (self.kind, distill.PLAIN):
+        if own.kind not in (self.kind, distill.PLAIN) or (own.kind != distill.PLAIN and model.num_layers is not None):
             raise ValueError(
-                f"--start {start}: is of kind {own.kind}; give --kind {own.kind}, or the model that it was trained from"
+                f"--start {start}: is of kind {own.kind}, whose layers cannot be cut; give --kind {own.kind}"
             )
         if model.num_layers is not None:
-            if own.kind != distill.PLAIN:
-                raise ValueError(f"model.num_layers={model.num_layers}: --start {start} is steered; leave it out")
             own, weights = target.cut_config(own, model.num_layers), target.cut(weights, model.num_layers)
         self.config = model.how.config_of(own, self.reads, owner.hash, model.steering_layers, model.steps)
         fresh = model.how.added(jax.random.key(self.recipe.train.seed), self.config)
@@ -322,12 +311,6 @@ class DistillTask(TaughtTask):
         self.learned = {name: weights[name] for name in self.added} if model.frozen else weights
         self.kept = {name: part for name, part in weights.items() if name not in self.learned}
         self.frozen = {"target": self.teacher.target, "drafter": self.kept}
-        was_frozen = manifest.claimed(self.out).get("model", {}).get("frozen", model.frozen)
-        if self.force and was_frozen != model.frozen and self.is_begun:
-            raise ValueError(
-                f"{self.out} holds a run with model.frozen={was_frozen}, whose checkpoints have other weights than one"
-                f" with {model.frozen}: choose another folder"
-            )
         return {"target": owner.hash, "start": start.hash("float32")}
 
     def initialize(self, rows: data.Rows) -> Weights:
@@ -337,13 +320,13 @@ class DistillTask(TaughtTask):
         self.loss = distill.make_loss(self.reads, self.config, self.recipe.loss, self.recipe.train.remat)
         return self.learned
 
-    def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
+    def batches(self, rows: data.Rows) -> Any:
         """Batches with the target's states from a cache, or with rows that the drafter writes, as the recipe says."""
         train, asked = self.recipe.train, self.recipe.on_policy
         if not asked.num_rows(train):
             return data.batches_of(rows, train, self.recipe.data, self.mesh, self.cached(rows))
         seed = self.recipe.data.seed_of(train.seed)
-        return contextlib.closing(MixedBatches(rows, train, seed, asked, self.config, self.words.eos, self.out))
+        return MixedBatches(rows, train, seed, asked, self.config, self.words.eos, self.out)
 
     def scores(self, prompts: list[np.ndarray]) -> Evaluate:
         """Returns a function that measures held-out divergences and decodes the prompts. Stores the first weights'
@@ -392,11 +375,10 @@ TASKS = {
 """The task of each recipe."""
 
 
-def say_reach(report: Report, length: int, window: int | None, max_position: int, remedy: str) -> None:
+def say_reach(report: Report, length: int, window: int | None, max_position: int) -> None:
     """Reports if attention reaches further back in decoding than any row of the training."""
     if min(window or max_position, max_position) > length:
-        reach = f"attention further back is not trained, but contexts may have {max_position} tokens"
-        report(f"rows of {length} tokens: {reach}; {remedy}")
+        report(f"rows of {length} tokens: attention is trained that far; contexts may have {max_position} (a window?)")
 
 
 def _profiles(evaluation: dict[str, Any]) -> dict[str, tuple[float, ...]]:

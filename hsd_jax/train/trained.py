@@ -1,7 +1,4 @@
-"""First weights that are not random: those of a trained drafter, or of the target's last layers.
-
-Read next: `tasks.py`, which starts runs with them.
-"""
+"""First weights that are not random: those of a trained drafter, or of the target's last layers."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ def begun_with_target(
     """
     num = config.num_layers if isinstance(config, TrunkConfig) else 0
     if not 1 <= num <= target_config.num_layers:
-        raise ValueError(
-            f"model.trunk_begins=last_layer: a {config.kind} drafter has {num} trunk layers; allowed are 1 to the"
-            f" target's {target_config.num_layers}"
-        )
+        raise ValueError(f"model.trunk_begins=last_layer: a {config.kind} drafter has {num} trunk layers")
     first = target_config.num_layers - num
     layers = {f"layer_{i}": target[f"layer_{first + i}"] for i in range(num)}
     taken = {"trunk": layers, "output_norm": target["final_norm"]}
@@ -98,11 +92,7 @@ def begun_with_target(
     kernels = [name for name in _by_name(fresh) if name.startswith("['trunk']['layer_")]
     left = [name for name in begun.fresh if name in kernels]
     if all(name in left for name in kernels if "norm" not in name):
-        raise ValueError(
-            f"model.trunk_begins=last_layer: no weight of the target's last layer has the trunk's shapes; set"
-            f" model.num_heads={target_config.num_heads}, num_kv_heads={target_config.num_kv_heads}, head_dim="
-            f"{target_config.head_dim} and intermediate_size={target_config.intermediate_size}, or leave them out"
-        )
+        raise ValueError("model.trunk_begins=last_layer: no weight of the target's last layer has the trunk's shapes")
     return begun._replace(fresh=left)
 
 

@@ -12,8 +12,7 @@ The method is the logQ correction of sampled softmax (Bengio and Senecal 2008; J
 inclusion probabilities in place of proposal probabilities: log(1 / probability) is added to a logit before the softmax.
 The logarithm of the estimate has a bias, which vanishes as the sample grows.
 
-The target's own distribution is not estimated, because its normaliser over the whole vocabulary is known. Read next:
-`losses.py`, which weights the columns, and `drafter.py`, which draws them.
+The target's own distribution is not estimated, because its normaliser over the whole vocabulary is known.
 """
 
 from __future__ import annotations

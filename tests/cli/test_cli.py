@@ -21,7 +21,6 @@ from support.command_line import SHORT, TEXTS, TREE, both, hsd
 
 import hsd_jax
 from hsd_jax.cli import options
-from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.planning import pearl
 from hsd_jax.train import drafter, recipe, target
@@ -29,7 +28,7 @@ from hsd_jax.train import drafter, recipe, target
 folders, own_cache = command_line.folders, command_line.own_cache
 
 COMMANDS = ["generate", "demo", "show", "tune", "plan", "bench", "identity", "info", "generate-data", "compile"]
-COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "ngram", "curves")]
+COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "ngram")]
 
 
 @pytest.mark.parametrize("command", ["", "train", *COMMANDS])
@@ -373,51 +372,12 @@ def test_train_commands_name_a_wrong_key(folders, tmp_path, capsys):
     assert "'stepz'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "paths, message",
-    [
-        ({"datas": "b"}, "target, data, out"),
-        ({"target": "a", "out": "c"}, r"paths\.data: .*--data"),
-    ],
-)
-def test_paths_that_cannot_be(paths, message):
-    given = argparse.Namespace(target=None, data=None, out=None)
-    with pytest.raises(ValueError, match=message):
-        recipe.take_paths({"paths": paths}, given, "target", "data", "out")
-
-
 def test_train_tokenizer(folders, tmp_path, capsys):
     out = tmp_path / "tokenizer"
     assert hsd("train", "tokenizer", "--data", folders.data, "--vocab-size", "280", "--out", out) == 0
     assert (out / "tokenizer.json").is_file()
     assert "tokens" in capsys.readouterr().err
     assert hsd("train", "tokenizer", "--data", tmp_path / "none.txt", "--out", out) == 2
-
-
-def test_train_restrict(folders, tmp_path, capsys):
-    """The new drafter decodes the same text; it is stored without rows of the target's head."""
-    out, data = tmp_path / "hot", tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
-    arguments = ["--target", folders.target, "--drafter", folders.drafter, "--data", data, "--out", out]
-    assert hsd("train", "restrict", *arguments, "--draft-vocab", "0.5") == 0
-    lines = capsys.readouterr().err.splitlines()
-    config, weights = drafter_files.read_drafter(out)
-    num = -(-config.vocab_size // 2)
-    assert config.reduced_vocab_size == num and weights["injector"]["bias"].shape[0] == num and "head" not in weights
-    assert re.search(rf" {num} tokens.* \d+\.\d%", lines[1])
-    small = ["--nodes", "3", "--depth", "2", "--width", "1", "--max-new-tokens", "6", "--json", "the cat"]
-    texts = []
-    for folder in (out, folders.drafter):
-        assert hsd("generate", "--target", folders.target, "--drafter", folder, *small) == 0
-        texts.append(json.loads(capsys.readouterr().out)["tokens"])
-    assert texts[0] == texts[1]
-    assert hsd("train", "restrict", *arguments, "--draft-vocab", "0.5") == 2
-    assert f"{out}" in capsys.readouterr().err
-    data.write_text(json.dumps({"text": " ".join(TEXTS * 40)[:400]}))
-    assert hsd("train", "restrict", *arguments[:-1], tmp_path / "few", "--draft-vocab", "0.5") == 2
-    assert " 257" in capsys.readouterr().err
-    assert hsd("train", "restrict", *arguments, "--draft-vocab", "1.5") == 2
-    assert "'1.5'" in capsys.readouterr().err
 
 
 TRAINED = [kind for kind, one in DRAFTING_METHODS.items() if one.training or one.distilled]
@@ -440,9 +400,7 @@ def test_train_drafter_end_to_end(folders, tmp_path, changes):
     data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
     settings = ["train.steps=2", "train.batch=2", "train.length=32", "model.num_steps=3", "eval.prompts=2", *changes]
     changes = [x for s in settings for x in ("--set", s)]
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps({"paths": {"target": str(folders.target), "data": str(data)}}))
-    assert hsd("train", "drafter", "--config", recipe, "--out", out, *changes) == 0
+    assert hsd("train", "drafter", "--target", folders.target, "--data", data, "--out", out, *changes) == 0
     small = ["--nodes", "3", "--depth", "2", "--width", "1"]
     assert hsd("generate", "--target", folders.target, "--drafter", out / "drafter", *SHORT, *small, "the cat") == 0
 

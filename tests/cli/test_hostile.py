@@ -35,7 +35,7 @@ from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import data, manifest, records, responses, run, tasks
+from hsd_jax.train import data, manifest, records, run, tasks
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -304,7 +304,6 @@ def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
         raise ValueError("not today")
 
     monkeypatch.setattr(run, "fit", refused)
-    monkeypatch.setattr(manifest, "_revision", lambda: "r")
     monkeypatch.setattr(tasks, "init_target", lambda key, config: {})
     (tmp_path / "data.txt").write_text("the cat sat on the mat and the dog ran\n" * 200)
     arguments = [tmp_path / "data.txt"], tmp_path / "out"
@@ -371,8 +370,6 @@ def test_generate_data_into_a_file_that_is_being_written(folders, tmp_path, monk
     with lock.held(lock.beside(out)):
         assert hsd("generate-data", *arguments) == 2
         assert f"process {os.getpid()}" in capsys.readouterr().err
-        with pytest.raises(ValueError, match="process"):
-            responses.generate(None, None, [], out, {}, None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -108,7 +108,7 @@ def test_coverage_is_the_best_there_is():
 def test_a_run_keeps_its_ids(tmp_path):
     """Other labels, as after --force, do not change which token a row of the injector belongs to."""
     config, lines = toy.drafter_config(toy.target_config(), reduced_vocab_size=3), []
-    with pytest.raises(ValueError, match=r"draft_to_target\.json"):
+    with pytest.raises(FileNotFoundError, match=r"draft_to_target\.json"):
         frequent_tokens.of_run(tmp_path, True, np.arange(9), config, [1], lines.append)
     frequent_tokens.of_run(
         tmp_path, False, np.array([8, 9]), config, [1], lambda line: None

@@ -101,16 +101,3 @@ def test_a_stack_over_it_says_what_the_target_says(folder, trained, temperature)
         assert found.text == plain.text and found.stats.tau > 1.2
     if not temperature:  # greedy text repeats itself
         assert found.stats.drafter["tokens of level 1"] > found.stats.drafter["passes of level 1"]
-
-
-def test_a_cut_that_cannot_be_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"model\.num_layers=4: .* 1 to 3"):
-        distil(folder, tmp_path / "out", {"num_layers": 4})
-    with pytest.raises(ValueError, match=r"model\.num_layers.*0"):
-        distil(folder, tmp_path / "out", {"num_layers": 0})
-    assert not (tmp_path / "out").exists()
-
-
-def test_another_number_of_layers_is_another_run(folder, trained):
-    with pytest.raises(ValueError, match=r"model\.num_layers"):
-        distil(folder, trained.parent, {"num_layers": 1}, **VALUES)

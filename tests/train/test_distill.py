@@ -40,10 +40,7 @@ def pair() -> tuple[dict, dict]:
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-SLOW_DIVERGENCES = [pytest.param(name, marks=pytest.mark.slow) for name in ("rkl", "jsd", "tvd")]
-
-
-@pytest.mark.parametrize("divergence", ["fkl", "nll", *SLOW_DIVERGENCES])
+@pytest.mark.parametrize("divergence", ["fkl", "nll"])
 def test_the_loss_is_the_mean_over_labels(divergence):
     """Against loops over rows and positions in float64, one mask; no gradient to the target."""
     frozen, params = pair()
@@ -60,22 +57,13 @@ def test_the_loss_is_the_mean_over_labels(divergence):
     found, overlap = [], []
     for row, at in zip(*np.nonzero(mask[:, 1:]), strict=True):
         one, other = p[row, at], q[row, at]
-        by_name = {"nll": -np.log(other[rows[row, at + 1]]), "jsd": oracle.jensen_shannon(one, other, 0.3)}
-        found.append(by_name[divergence] if divergence in by_name else oracle.divergence(divergence, one, other))
+        nll = -np.log(other[rows[row, at + 1]])
+        found.append(nll if divergence == "nll" else oracle.divergence(divergence, one, other))
         overlap.append(np.minimum(one, other).sum())
     np.testing.assert_allclose(value, np.mean(found), rtol=1e-4)
     np.testing.assert_allclose(metrics["overlap"], np.mean(overlap), rtol=1e-4)
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(to_target))
     assert any(np.asarray(x).any() for x in jax.tree.leaves(to_own))
-
-
-def test_a_batch_without_labels_teaches_nothing():
-    frozen, params = pair()
-    loss = distill.make_loss(TARGET, SMALL, distill.DistillLoss())
-    value, _ = jit(lambda *models: loss(*models, None, None))(
-        params, {"target": frozen, "drafter": {}}, batch_of(random_rows(), some_mask("none"))
-    )
-    assert value == 0.0
 
 
 def test_the_predicted_acceptance_is_the_measured_one():
@@ -172,11 +160,6 @@ def test_a_cache_of_the_targets_states_changes_nothing(folders, tmp_path, monkey
             np.testing.assert_allclose(found[name], want[name], atol=1e-5, err_msg=name)
 
 
-def test_text_of_the_drafter_is_in_no_cache():
-    with pytest.raises(ValueError, match=r"on_policy.share=0.5.*features.cache=there"):
-        distill.DistillRecipe.from_dict(VALUES | {"features": {"cache": "there"}}, "d")
-
-
 @pytest.mark.slow
 def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path):
     """Stopped after step 2 of 4, between two refreshes; the result drafts for its target."""
@@ -227,12 +210,6 @@ def test_a_run_without_judgement(folders, tmp_path, monkeypatch):
     start = hsd_jax.load(target=folders / "target", drafter=folders / "start", precision="exact")
     assert params.drafter_config.kind == "small_lm"
     assert not np.array_equal(params.drafter["embedding"], start.drafter["embedding"])
-
-
-def test_one_key_of_a_section_leaves_the_others_as_they_are():
-    """A trained model is trained on slowly, whatever else of `train` a recipe sets."""
-    for values in ({}, {"train": {"steps": 3}}):
-        assert distill.DistillRecipe.from_dict(values, "d").train.learning_rate == 3e-4
 
 
 def test_runs_that_are_refused_before_the_first_step(folders, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -80,32 +79,6 @@ def test_probabilities_are_those_of_the_oracle(order):
         wanted = [oracle.p(token, known) for token in range(vocab_size)]
         assert sum(wanted) == 1
         np.testing.assert_allclose(row, [float(p) for p in wanted], rtol=1e-5)
-
-
-def test_of_another_context_the_probabilities_are_others():
-    """The check above sees a context that is one token off, and one whose tokens are in the wrong order."""
-    documents = some_documents(0, 4)
-    config, weights = made(documents, 3, 4)
-    oracle = Ngrams(documents, 3, 4)
-    contexts = list(itertools.product(range(4), repeat=2))
-    wanted = np.array([[float(oracle.p(token, context)) for token in range(4)] for context in contexts])
-    np.testing.assert_allclose(probabilities(config, weights, contexts), wanted, rtol=1e-5)
-    for wrong in ([(b, a) for a, b in contexts], [(NO_TOKEN, b) for _, b in contexts], np.roll(contexts, 1, 0)):
-        assert np.abs(probabilities(config, weights, wrong) - wanted).max() > 0.01
-
-
-def test_perplexity_is_that_of_the_oracle():
-    documents, others = some_documents(1, 5), some_documents(2, 5)
-    oracle, (config, weights) = Ngrams(documents, 3, 5), made(documents, 3, 5)
-    logs = [
-        math.log(oracle.p(ids[i], tuple(ids[max(i - 2, 0) : i])))
-        for ids, counted in others
-        for i in range(len(ids))
-        if counted[i]
-    ]
-    arrays = [(np.asarray(ids, np.int32), np.asarray(counted)) for ids, counted in others]
-    assert ngram.perplexity(config, weights, arrays) == pytest.approx(math.exp(-sum(logs) / len(logs)), rel=1e-5)
-    assert math.isnan(ngram.perplexity(config, weights, [(arrays[0][0], np.zeros(len(arrays[0][0]), bool))]))
 
 
 def test_files_hold_what_was_written(tmp_path):

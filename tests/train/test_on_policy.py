@@ -19,7 +19,6 @@ from support.training import (
     ROWS,
     TARGET,
     batch_of,
-    graded,
     jit,
     logits_of_round,
     logits_of_states,
@@ -34,7 +33,6 @@ from hsd_jax.models import draft_vocab
 from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.models.unroll import unroll
 from hsd_jax.train import drafter, heads, on_policy
-from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma"])
@@ -79,30 +77,6 @@ def test_chains_follow_the_drafters_distribution():
             p = np.exp(log_softmax(base[depth] + table[previous]))
             share = np.bincount(drawn, minlength=vocab) / len(drawn)
             assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / len(drawn))).all(), (depth, previous, share, p)
-
-
-def test_without_token_information_depths_are_drawn_apart():
-    """20,000 chains of two: each of 25 pairs as often as the product says, within 5 standard errors."""
-    num, vocab = 20_000, 5
-    base = np.random.default_rng(1).normal(size=(3, vocab)).astype(np.float32)
-    whole = jnp.broadcast_to(jnp.asarray(base), (1, num, 3, vocab))
-    chains = on_policy.sample_chains(jax.random.key(0), whole, jnp.zeros((1, num), jnp.int32), None)
-    share = np.bincount(np.asarray(chains[0] @ jnp.int32([vocab, 1])), minlength=vocab**2) / num
-    p = np.outer(*np.exp([log_softmax(base[depth]) for depth in range(2)])).ravel()
-    assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / num)).all()
-
-
-def test_draws_change_what_heads_are_told_below_the_first_depth_alone():
-    """The same states and another loss; of one depth that counts, the same loss: its label follows the root."""
-    config, weights, frozen = make(**HEADS)
-    batch, key = batch_of(random_rows()), jax.random.key(key_of(0.5, True))
-    sometimes = dataclasses.replace(ALL, on_policy=0.5, on_policy_anchors=LENGTH)
-    for decay, is_same in ((0.7, False), (1e-9, True)):
-        losses = [dataclasses.replace(c, decay=decay) for c in (ALL, sometimes)]
-        of_text, of_draws = (
-            jit(drafter.make_loss(TARGET, config, c))(weights, frozen, batch, key, jnp.int32(0))[0] for c in losses
-        )
-        assert np.allclose(of_text, of_draws, rtol=1e-5) == is_same
 
 
 def test_chains_carry_what_was_read_of_their_path():
@@ -226,48 +200,3 @@ def test_eagle_draws_each_token_from_the_state_over_those_before(monkeypatch, re
         np.testing.assert_allclose(states[row, i], wanted[0], 1e-4, 1e-4)
         greedy = jnp.argmax(logits_of_states(models, config, wanted[0]), -1)
         np.testing.assert_array_equal(chains[row, i], greedy[:-1])
-
-
-@pytest.mark.slow
-def test_other_passes_are_those_without_it():
-    _, weights, frozen = make()
-    batch = batch_of(random_rows(), some_mask("half"))
-    sometimes = dataclasses.replace(ALL, on_policy=0.3, on_policy_anchors=NUM_CHOSEN)
-    (wanted, wanted_metrics), (wanted_grad, _) = graded()(weights, frozen, batch)
-    (found, metrics), (grad, _) = graded(sometimes)(weights, frozen, batch, seed=key_of(0.3, False))
-    assert metrics.pop("on_policy") == 0.0 and metrics.keys() == wanted_metrics.keys()
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grad))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), grad, wanted_grad)
-    # On policy the draws and the anchors come from the key; the share of such passes is the recipe's: 200 passes at
-    # 0.3, within 5 standard errors (0.16).
-    results = [graded(sometimes)(weights, frozen, batch, seed=seed)[0] for seed in range(200)]
-    is_on = [bool(metrics["on_policy"]) for _, metrics in results]
-    assert abs(np.mean(is_on) - 0.3) < 0.16
-    values = [float(value) for (value, _), on in zip(results, is_on, strict=True) if on]
-    assert len(set(values)) > 0.9 * len(values) and np.isfinite(values).all()
-
-
-def test_steps_of_training_with_every_option():
-    """Two passes a step, some on policy, all else switched on too: ten finite steps that draw the states nearer."""
-    config, weights, frozen = make(feature_layers=(0, 1))
-    options = {"divergence": "jsd", "jsd_beta": 0.3, "anneal_steps": 4, "feature_weight": 0.1, "feature_steps": 6}
-    loss_config = drafter.LossConfig(anchors_per_row=5, on_policy=0.5, on_policy_anchors=NUM_CHOSEN, **options)
-    loop_config = LoopConfig(steps=10, batch=ROWS, micro_batch=2, length=LENGTH, warmup=1, learning_rate=1e-2)
-    step = make_train_step(drafter.make_loss(TARGET, config, loss_config), loop_config)
-    opt_state = make_optimizer(loop_config).init(weights)
-    state = {"params": weights, "opt_state": opt_state, "step": jnp.int32(0), "seed": jnp.int32(0)}
-    history = []
-    for _ in range(10):
-        state, metrics = step(state, frozen, batch_of(random_rows(), some_mask("half")))
-        history.append(metrics)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state["params"], history)))
-    assert {float(metrics["on_policy"]) for metrics in history} == {0.0, 0.5, 1.0}
-    distances = [float(metrics["feature_distance"]) for metrics in history]
-    assert np.mean(distances[-3:]) < np.mean(distances[:3])
-
-
-def test_one_depth_has_nothing_to_draw():
-    config, _, _ = make(num_steps=1)
-    with pytest.raises(ValueError, match=r"loss\.on_policy=0\.5: .*model\.num_steps.*2"):
-        drafter.make_loss(TARGET, config, dataclasses.replace(ALL, on_policy=0.5))

@@ -43,8 +43,6 @@ def write(path, content: str):
         ("array.json", PRETTY, "array.json, record 3"),
         ("array.jsonl", json.dumps(SHAREGPT), "array.jsonl, record 3"),
         ("ROWS.JSON.GZ", "\ufeff[" + ",\r\n".join(map(json.dumps, SHAREGPT)) + "]\r\n", "ROWS.JSON.GZ, record 3"),
-        ("framed.json", json.dumps({"version": 1, "data": SHAREGPT}), "framed.json, record 3"),
-        ("framed.json.gz", json.dumps({"data": SHAREGPT}, indent=2), "framed.json.gz, record 3"),
     ],
 )
 def test_json_in_every_form(tmp_path, name, content, third):
@@ -55,12 +53,6 @@ def test_json_in_every_form(tmp_path, name, content, third):
     assert found[2].where == str(tmp_path / third)
     asked = prompts.read_prompts([path], len)
     assert [(p.name, p.text.endswith("Now.\nAssistant:")) for p in asked] == [(f"{i}_0", True) for i in range(3)]
-
-
-@pytest.mark.parametrize("content", [json.dumps(SHAREGPT[0]), json.dumps(SHAREGPT[0], indent=1)])
-def test_one_object_is_one_record(tmp_path, content):
-    """Also one whose turns are its only list of objects."""
-    assert len(text_of(write(tmp_path / "one.json", content))) == 1
 
 
 @pytest.mark.parametrize("speaker", ["gpt", "chatgpt", "bing", "bard", "assistant"])
@@ -79,39 +71,25 @@ def test_text(tmp_path, name):
     assert [(p.text, p.name.rpartition("-")[2]) for p in found] == [("the cat", "1"), ("the dog", "3")]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("a.csv", r"; .*pandas\.read_csv\(.a\.csv.*a\.jsonl.*lines=True"),
-        ("a.PARQUET", r"; .*pandas\.read_parquet\(.a\.PARQUET"),
-        ("a.csv.gz", "; .*read_csv"),
-        ("a.md", "$"),
-        ("a.tsv", "$"),
-        ("a.json.bz2", "$"),
-        ("a.jsonl.1", "$"),
-    ],
-)
-def test_other_endings_are_refused(tmp_path, name, said):
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.PARQUET", "a.json.bz2"])
+def test_other_endings_are_refused(tmp_path, name):
     path = write(tmp_path / name, LINES)
     for read in (text_of, lambda path: prompts.read_prompts([path], len)):
-        with pytest.raises(ValueError, match=rf"{path}: .*\.jsonl, \.json, \.txt .*\.gz{said}"):
+        with pytest.raises(ValueError, match=rf"{path}: .*\.jsonl, \.json, \.txt .*\.gz$"):
             read(path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", json.dumps([SHAREGPT[0], BAD]), r"a\.json, record 2: turn 1 of conversations is .*null"),
-        ("a.json", json.dumps([{"conversations": []}]), r"a\.json, record 1: conversations is \[\]"),
+        ("a.json", json.dumps([SHAREGPT[0], BAD]), r"a\.json, record 2: turn 1 of conversations is .*None"),
         ("a.json", '["a", "b"]', r"a\.json, record 1: .*str.*object"),
         ("a.json", '[{"text": "a"}, {"text": "b \\ud83d"}]', r"a\.json, record 2: .*half of a character"),
         ("a.json", "\ufeff" + PRETTY[:-2] + ",\n]", r"a\.json: not JSON .*line 4[01] "),
-        ("a.json", "{\n" + PRETTY, r"a\.json: not JSON .*line 2 "),
         ("a.json", json.dumps({i: {} for i in range(10**4)}), r"a\.json:1: fields \['0', .{,300}$"),
-        ("a.json", json.dumps({"a": SHAREGPT, "b": SHAREGPT}), r"a\.json:1: fields \['a', 'b'\].*conversations"),
         ("a.json", '[{"instruction": "a", "output": "b"}]', "record 1: fields .*'instruction'.*text.*conversations"),
         ("a.json", '{"text": "a"\n{"text": "b"}\n', r"a\.json:1: not JSON"),
-        ("a.jsonl", "[1]\n[2]\n", r"a\.jsonl:1: .*list.*object"),
+        ("a.jsonl", "1\n2\n", r"a\.jsonl:1: .*int.*object"),
         ("a.json", "[]", r"a\.json: holds no document"),
     ],
 )
@@ -123,10 +101,9 @@ def test_what_is_wrong_and_where(tmp_path, name, content, said):
 
 def test_files_that_are_no_files(tmp_path):
     (tmp_path / "a.json").mkdir()
-    with pytest.raises(ValueError, match=r"a\.json: is a folder"):
-        records.check_file(tmp_path / "a.json")
-    with pytest.raises(FileNotFoundError, match=r"b\.json: no such"):
-        records.check_file(tmp_path / "b.json")
+    for name in ("a.json", "b.json"):
+        with pytest.raises(FileNotFoundError, match=rf"{name}: no such"):
+            records.check_file(tmp_path / name)
 
 
 def test_what_is_skipped_is_counted_and_named(tmp_path):
@@ -159,14 +136,11 @@ def test_what_is_skipped_is_counted_and_named(tmp_path):
 OWN = "--target {target} --drafter {drafter}"
 COMMANDS = [
     "train drafter --target {target} --data {file} --out {out}",
-    "train target --config {root}/recipe.yaml --tokenizer {target} --data {file} --out {out}",
-    f"train restrict {OWN} --data {{file}} --out {{out}}",
     "train ngram --target {target} --data {file} --out {out}",
     "train tokenizer --vocab-size 270 --data {file} --out {out}",
     "generate-data --target {target} --prompts {file} --out {out}.jsonl",
     f"bench {OWN} --prompts {{file}}",
     f"identity {OWN} --prompts {{file}}",
-    f"tune {OWN} --prompts {{file}}",
     "plan --target {target} --models {drafter} --prompts {file}",
     f"bench {OWN} --methods {{root}}/methods.yaml --prompts chat={{file}} --out {{out}}",
 ]
@@ -181,11 +155,8 @@ def test_every_command_refuses_or_skips_a_bad_record(folders, tmp_path, monkeypa
 
     for module, name in ((data, "make_rows"), (data, "encoded"), (prompts, "short_enough"), (responses, "make_plan")):
         monkeypatch.setattr(module, name, stops)
-    (tmp_path / "methods.yaml").write_text("a: {}")
-    sizes = "hidden_size: 8, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 8, intermediate_size: 8"
-    (tmp_path / "recipe.yaml").write_text(f"model: {{{sizes}}}")
     path = write(tmp_path / "a.json", json.dumps([SHAREGPT[0], BAD, SHAREGPT[1]]))
-    given = command.format(**vars(folders) | {"root": tmp_path, "file": path, "out": tmp_path / "out"}).split()
+    given = command.format(**vars(folders) | {"file": path, "out": tmp_path / "out"}).split()
     assert hsd(*given) == 2
     assert f"error: {path}, record 2: " in capsys.readouterr().err
     code, said = hsd(*given, "--skip-bad-lines"), capsys.readouterr().err

@@ -5,10 +5,8 @@ The drafter's loss is `test_drafter_training.py`, divergences are `test_losses.p
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import re
@@ -23,32 +21,27 @@ import numpy as np
 import optax
 import pytest
 import yaml
-from rich.console import Console
 from safetensors import safe_open
 from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
-from tokenizers import Tokenizer
 
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import sharding
-from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.train import (
     checkpoint,
     data,
     drafter,
-    frequent_tokens,
     journal,
     loop,
-    manifest,
     run,
     target,
     tasks,
     trained,
 )
-from hsd_jax.train.rows import _one_document
+from hsd_jax.train.rows import beginnings
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -116,32 +109,12 @@ def finished(files, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("length", "window", "is_said"),
-    [(512, None, True), (2048, None, False), (512, 512, False), (512, 513, True), (2048, 4096, False)],
-)
-def test_attention_that_no_row_trains_is_named(length, window, is_said):
-    lines = []
-    tasks.say_reach(lines.append, length, window, 2048, "do this")
-    assert ["2048" in line and line.endswith("; do this") for line in lines] == [True] * is_said
-
-
 def test_prompts_to_judge_by_are_of_one_document():
     row = np.arange(10)
     cases = {(0,) * 10: [0, 1, 2, 3], (0,) * 3 + (3,) * 7: [3, 4, 5, 6], (0,) * 5 + (5,) * 5: [0, 1, 2, 3]}
     for begins, wanted in cases.items():
-        assert _one_document(row, np.array(begins), 4).tolist() == wanted
-
-
-def test_target_run_leaves_a_folder_that_loads(files):
-    folder = files / "target"
-    config = convert.read_config(folder)
-    assert (config.vocab_size, config.hidden_size) == (300, 16)
-    convert.read_weights(folder, config)
-    assert convert.read_eos(folder) == (1,) and convert.read_bos(folder) == 0
-    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 1}
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("Question").ids
-    assert ids[0] == 0 and max(ids) < 300
+        (found,) = beginnings({"tokens": row[None], "starts": np.array([begins])}, 4)
+        assert found.tolist() == wanted
 
 
 def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
@@ -170,14 +143,14 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
     untimed = lambda entries: [{k: v for k, v in e.items() if k != "tokens_per_s"} for e in entries]  # noqa: E731
     assert untimed(log) == untimed(there)
     assert [("eval" in e, e["step"]) for e in log] == [(0, 1), (0, 2), (1, 2), (0, 3), (0, 4), (1, 4)]
-    assert len(log[0]["acceptance"]) == 3 and (tmp_path / "killed" / "curves.png").stat().st_size > 1000
-    assert list((tmp_path / "killed" / "tensorboard").iterdir())
+    assert len(log[0]["acceptance"]) == 3
     config, _ = drafter_files.read_drafter(resumed)
     target = find(args[0])
     drafter_files.check_drafter(config, DraftedFor(target.config, target.hash(), target.tokenizer))
     assert config.vocabulary_hash == target.tokenizer.vocabulary_hash
 
 
+@pytest.mark.slow
 def test_a_run_of_cheap_steps(files, tmp_path):
     """Stages up to their last step, a sample of the columns, what the target says from a cache, its last layer to begin
     with."""
@@ -220,24 +193,6 @@ def test_a_run_with_a_reduced_vocabulary(files, tmp_path):
     assert drafter_files.read_drafter(again)[1]["draft_to_target"].tolist() == ids, "other text, the same tokens"
 
 
-def test_a_run_keeps_the_draft_vocabulary_it_starts_from(tmp_path):
-    """Where as many tokens are asked for; other text would choose 5, 6 and 7. Another number is chosen anew."""
-
-    def sized(num: int):
-        return types.SimpleNamespace(draft_vocab_size=num, reduced_vocab_size=num, vocab_size=8)
-
-    labels, known = np.array([5, 5, 5, 6, 6, 7, 7, 1]), jnp.array([0, 1, 2])
-    config = sized(3)
-    said: list[str] = []
-    found = frequent_tokens.of_run(tmp_path, False, labels, config, (), said.append, known)
-    assert found.tolist() == [0, 1, 2] == json.loads((tmp_path / frequent_tokens.FILE).read_text())
-    assert "covers 12.5%" in said[0]
-    again = frequent_tokens.of_run(tmp_path, True, labels, config, (), said.append, jnp.array([3, 4, 5]))
-    assert again.tolist() == [0, 1, 2], "a run that has begun keeps its own"
-    fewer = frequent_tokens.of_run(tmp_path, False, labels, sized(2), (), said.append, known)
-    assert fewer.tolist() == [5, 6]
-
-
 def test_the_best_drafter_is_kept(files, tmp_path, monkeypatch):
     """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
     kept, write = [], tasks.drafter_files.save_drafter
@@ -258,7 +213,7 @@ def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path):
         return jnp.where(step == 2, jnp.nan, 1.0) * jnp.sum(params**2), {}
 
     config = loop.LoopConfig(steps=9, batch=2, length=4, warmup=1, log_every=9, checkpoint_every=2)
-    with pytest.raises(FloatingPointError, match=r"nan.*step 3.*batch 2 .*step 2"):
+    with pytest.raises(FloatingPointError, match=r"nan.*step 3 .batch 2, .*checkpoint 2"):
         loop.fit(loss, jnp.ones(2), None, data.Batches(rows, 2, 0), config, tmp_path, quiet_journal(tmp_path))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["2"]
 
@@ -296,24 +251,6 @@ def test_a_run_ends_by_the_clock(tmp_path, monkeypatch):
     assert abs(fitted[0]) < 1 and (tmp_path / "checkpoints" / str(steps[-1]["step"])).is_dir()
 
 
-def test_the_clock_leaves_time_for_the_last_evaluation(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-    deadline, never = loop.Deadline(200.0, 1000), loop.Deadline(None, 1000)
-    assert deadline.place(0) == 0 and deadline.evaluates(1, 500) and not never.evaluates(1, 500)
-    now[0] = 120.0  # the first step has compiled
-    deadline.stepped(), deadline.evaluated(5.0)
-    now[0] = 160.0
-    assert deadline.place(3) == 500 and deadline.place(700) == 700 and never.place(3) == 3
-    assert not deadline.evaluates(2, 2) and never.evaluates(2, 2)
-    now[0] = 181.0
-    assert deadline.evaluates(3, 500) and not deadline.is_near()
-    now[0] = 195.0
-    assert deadline.is_near() and not never.is_near()
-    now[0] = 300.0
-    assert deadline.place(3) == 999
-
-
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
     config = loop.LoopConfig(steps=6, batch=2, length=4, warmup=1, checkpoint_every=2)
@@ -334,7 +271,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
         tmp_path,
         quiet_journal(tmp_path),
     )
-    with pytest.raises(OSError, match=r"step 4.*No space left.*step 2"):
+    with pytest.raises(OSError, match=r"step 4.*No space left"):
         run_it()
     monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", save)
     assert np.isfinite(run_it()).all()
@@ -344,13 +281,13 @@ def test_force_continues_with_another_recipe(files, finished, tmp_path):
     args = files / "target", [files / "text.jsonl"], tmp_path / "run"
     shutil.copytree(finished, tmp_path / "run")
     longer = drafter.DrafterRecipe.from_dict(dict(DRAFTER_VALUES, train=dict(LOOP, steps=6)), "recipe")
-    with pytest.raises(ValueError, match=r"train\.steps.*4.*6.*--force"):
+    with pytest.raises(ValueError, match=r"train\.steps is 4 there and 6"):
         run.train(*args, longer, report=lambda line: None)
     lines = []
     run.train(*args, longer, report=lines.append, force=True)
     assert "resuming at step 4 of 6" in lines
-    note = json.loads((tmp_path / "run" / "checkpoints" / "6" / "note" / "metadata").read_text())
-    assert note["recipe"]["train"]["steps"] == 6 and note["recipe"]["target"] and note["revision"] and note["rows"]
+    stored = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    assert stored["train"]["steps"] == 6 and stored["target"] and stored["versions"]["jax"] == jax.__version__
 
 
 def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path):
@@ -371,9 +308,8 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path):
     assert config.trunk == "parallel" and weights["trunk"].pop("slots").shape == (3, 16)
     given["trunk"].pop("no_token")
     jax.tree.map(np.testing.assert_array_equal, weights, given)
-    lines.clear()
-    run.train(*args, report=lines.append)  # it has begun: where from does not matter any more
-    assert not any("starting from" in line for line in lines)
+    with pytest.raises(ValueError, match="start"):  # without it, it is another run
+        run.train(*args, report=lines.append)
     fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, reduced_vocab_size=3))
     begun = trained.started_from(fresh, given, jnp.array([1, 7, 9])).weights
     np.testing.assert_array_equal(begun["injector"]["bias"], given["injector"]["bias"][np.array([1, 7, 9])])
@@ -389,26 +325,6 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path):
     with pytest.raises(ValueError, match=r"0{12}"):
         run.train(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path / "strange")
     assert not (tmp_path / "other").exists()
-
-
-def test_a_recipe_of_an_older_version_is_continued(tmp_path):
-    """A key it does not know yet has its default; another value of it is another recipe."""
-    values = dict(DRAFTER_VALUES, model=dict(DRAFTER_VALUES["model"], draft_vocab=0.5))
-    plain, changed = (drafter.DrafterRecipe.from_dict(v, "recipe") for v in (DRAFTER_VALUES, values))
-    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    manifest.write(tmp_path, manifest.check(tmp_path, True, plain, kind="drafter"))
-    stored = json.loads((tmp_path / "recipe.json").read_text())
-    del stored["model"]["draft_vocab"]
-    (tmp_path / "recipe.json").write_text(json.dumps(stored))
-    assert manifest.check(tmp_path, False, plain, kind="drafter")["model"]["draft_vocab"] is None
-    with pytest.raises(ValueError, match=r"model\.draft_vocab.*None.*0\.5"):
-        manifest.check(tmp_path, False, changed, kind="drafter")
-    with pytest.raises(ValueError, match=r"kind.*'drafter'.*'target'"):
-        manifest.check(tmp_path, False, plain, kind="target")
-    stored["model"]["gated"] = True
-    (tmp_path / "recipe.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r"model\.gated.*True.*'missing'"):
-        manifest.check(tmp_path, False, plain, kind="drafter")
 
 
 def wait_for(folder: Path) -> None:
@@ -436,7 +352,7 @@ def test_a_folder_with_another_recipe_is_refused(files):
         ({"train": dict(LOOP, length=3)}, r"train\.length=3: .*model\.num_steps=3"),
         ({"train": dict(LOOP, length=4096)}, r"train\.length=4096: .*2048"),
         ({"train": dict(LOOP, length=1024)}, r"fewer than one (batch|row)"),
-        ({"model": {"num_heads": 3, "num_kv_heads": 2}}, r"model\.num_heads=3"),
+        ({"model": {"num_heads": 3, "num_kv_heads": 2}}, r"num_kv_heads=2"),
     ],
 )
 def test_recipes_that_do_not_fit(files, tmp_path, change, message):
@@ -444,14 +360,6 @@ def test_recipes_that_do_not_fit(files, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         run.train(files / "target", [files / "text.jsonl"], tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_target_without_tokenizer_is_refused(files, tmp_path):
-    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((files / "target" / name).read_bytes())
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
-        run.train(tmp_path, [files / "text.jsonl"], tmp_path / "out", recipe)
 
 
 def test_shipped_recipes_are_valid():
@@ -462,28 +370,11 @@ def test_shipped_recipes_are_valid():
     assert drafter.DrafterRecipe.from_dict({}, "-") == drafter.DrafterRecipe()
 
 
-def test_a_terminal_shows_a_bar(tmp_path):
-    """Steps and time left in place of lines; what is reported still appears."""
-    screen, lines = io.StringIO(), []
-    console = Console(file=screen, force_terminal=True, width=120)
-    with contextlib.closing(journal.Journal(tmp_path, 8, lines.append, console)) as shown:
-        shown.resume(2)
-        for step in (3, 4):
-            shown.advance(step)
-        shown.step(4, 400, 100.0, {"loss": 1.5})
-        shown.log_evaluation(4, 400, {"tau": 2.5}, True)
-    text = screen.getvalue()
-    assert "step 4/8" in text and "left, loss 1.500, 100 tokens/s" in text and "━" in text
-    assert lines == ["resuming at step 2 of 8", "held out at step 4: tau 2.500 (best so far)"]
-    assert [record["step"] for record in journal.read_metrics(tmp_path)] == [4, 4]
-
-
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
         pytest.param("data=2,model=2", {}, marks=pytest.mark.slow),
-        pytest.param("data=8", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
         pytest.param("data=4,model=2", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
     ],
     ids=str,

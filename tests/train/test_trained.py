@@ -77,9 +77,9 @@ def test_a_trunk_of_other_sizes_begins_with_what_fits():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 3}, r"hidden.* 3 .*1 to .* 2"),
+        ({"num_layers": 3}, r"hidden.* 3 "),
         ({"kind": "medusa", "rank": 128}, r"medusa.* 0 "),
-        ({"head_dim": 4}, r"model\.num_heads=4, num_kv_heads=2"),
+        ({"head_dim": 4}, "shapes"),
     ],
     ids=str,
 )
