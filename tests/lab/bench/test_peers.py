@@ -68,6 +68,7 @@ def test_what_is_asked_of_quantized_weights(tmp_path):
         ["--target", str(own), "--llama-cpp", "--llama-dtypes", "bfloat16", "Q8_0", "Q4_1", "--llama-lookup", "5"]
     )
     folder = tmp_path / "files"
+    folder.mkdir()
     methods = peers.llama_methods(args, str(folder), str(own))
     assert names(methods) == [f"llama.cpp {k} {d}" for d in args.llama_dtypes for k in ("plain", "lookup 5")]
     assert [m["path"] for m in methods[::2]] == [str(folder / "bfloat16.gguf"), str(folder / "Q8_0.gguf"), str(own)]
