@@ -425,8 +425,9 @@ def test_what_is_not_installed_is_named(monkeypatch, module, worker, package):
 def test_what_llama_cpp_cannot_run_is_refused_before_anything_runs(folders, tmp_path, capsys):
     config = toy.target_config(model_type="llama", qkv_bias=True, output_bias=True, activation="gelu_pytorch_tanh")
     convert.save_target(tmp_path, config, toy.make_target(config))
-    assert peers.main(["--target", str(tmp_path), "--llama-cpp"]) == 2
-    assert "ModelConfig.activation='gelu_pytorch_tanh'" in capsys.readouterr().err
+    args = peers.build_parser().parse_args(["--target", str(tmp_path), "--llama-cpp"])
+    with pytest.raises(ValueError, match="gelu_pytorch_tanh"):
+        peers.write_gguf(args, str(tmp_path), str(tmp_path))
     assert peers.main(["--target", folders.target, "--llama-cpp", "--assistant", folders.target]) == 2
     assert "--assistant" in capsys.readouterr().err
 
