@@ -57,6 +57,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf_writer import architecture, save_gguf
 
 import hsd_jax
 from hsd_jax.cli import options
@@ -66,10 +67,8 @@ from hsd_jax.lab.bench import tables
 from hsd_jax.lab.bench.experiment import repeated_ngram_share
 from hsd_jax.lab.bench.identity import first_difference
 from hsd_jax.lab.bench.prompts import BenchPrompt, short_enough, spec_bench
-from hsd_jax.models import gguf_layout
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.gguf_header import Header
-from hsd_jax.models.gguf_writer import save_gguf
 from hsd_jax.planning import measure
 from hsd_jax.planning.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.tokenizer import Tokenizer
@@ -194,7 +193,7 @@ def write_gguf(args: argparse.Namespace, target: str, folder: str) -> None:
     checkpoint = find(target)
     config = as_llama_cpp_has_it(checkpoint.config)
     wanted = {m["path"]: m["dtype"] for m in llama_methods(args, folder, target) if m["path"] != target}
-    weights = checkpoint.weights(jnp.float32) if wanted and target.endswith(".gguf") else target
+    weights = checkpoint.weights(jnp.float32) if wanted else {}
     for path, dtype in wanted.items():
         options.say(f"writing {path}")
         save_gguf(path, config, weights, dtype)
@@ -608,7 +607,7 @@ def run(args: argparse.Namespace) -> int:
     drafter = args.drafter or (None if checkpoint.drafter is None else str(checkpoint.drafter))
     max_len = config.max_position
     if args.llama_cpp:
-        gguf_layout.describe(as_llama_cpp_has_it(config))  # raises if the target cannot be written as GGUF
+        architecture(as_llama_cpp_has_it(config))  # raises if the target cannot be written as GGUF
         if args.assistant and not args.same_methods:
             raise ValueError("--assistant: llama.cpp is measured without one; use --same-methods to give it to ours")
         if config.sliding_window is not None and config.model_type == "mistral":

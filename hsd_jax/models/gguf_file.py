@@ -1,8 +1,7 @@
 """A target in one GGUF file: its configuration, weights, hash, special tokens and tokenizer.
 
 Weights are dequantized to float32, one block of rows at a time, and then rounded to the dtype in which they are held.
-They equal the weights of a Hugging Face folder in that dtype exactly. Read next: `gguf_layout.py` for the names and the
-layout, and `gguf_tokenizer.py` for the tokenizer.
+They equal the weights of a Hugging Face folder in that dtype exactly. `gguf_layout.py` has the names and the layout.
 """
 
 from __future__ import annotations
@@ -112,11 +111,8 @@ class GgufTensor(StoredTensor):
 class GgufFile:
     """A GGUF file of a model that this library runs.
 
-    The constructor reads only the header, which takes milliseconds. The rest is read when it is needed.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: naming the file, if it is not a complete GGUF file.
+    The constructor reads only the header, which takes milliseconds. The rest is read when it is needed. A file that is
+    incomplete, or that this library cannot run, is a ValueError that names the file and the key or tensor.
     """
 
     def __init__(self, path: str | Path):
@@ -125,11 +121,7 @@ class GgufFile:
 
     @functools.cached_property
     def config(self) -> ModelConfig:
-        """The architecture.
-
-        Raises:
-          ValueError: if this library cannot run the model. It names the key or tensor, its value and the allowed ones.
-        """
+        """The architecture."""
         return gguf_layout.parse(self._header.get, self._shapes, self._rope_factors(), str(self.path))
 
     @functools.cached_property
@@ -149,9 +141,6 @@ class GgufFile:
           dtype: None: `self.dtype`.
           placement: the devices of the weights. Each device receives its own slices, one tensor at a time.
           vocab_size: as in `convert.read_weights`.
-        Raises:
-          ValueError: as `config`. Also if a tensor is missing, unexpected or misshapen, has a type that cannot be read,
-            or holds NaN or infinity; it names the tensor. Also for too little memory, before anything is read.
         """
         dtype, heads = checked_dtype(self.dtype if dtype is None else dtype), sharding.heads_of(self.config)
         tensors = self._tensors()  # first, because it checks the number of layers
@@ -159,11 +148,7 @@ class GgufFile:
         return load_tree(*tensors, dtype, self.path, _METADATA, **rest)
 
     def hash(self, dtype: Any = None) -> str:
-        """`convert.weights_hash` of the weights in this dtype, from a few megabytes of the file.
-
-        Raises:
-          ValueError: as `weights`, except for NaN and infinity: only a sample of the numbers is read.
-        """
+        """`convert.weights_hash` of the weights in this dtype, from a few megabytes of the file."""
         stored, wanted, shapes = self._tensors()
         check_tensors(stored, wanted, shapes, self.path, _METADATA)
         return sampled_hash(

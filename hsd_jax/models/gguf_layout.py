@@ -1,8 +1,7 @@
-"""GGUF's names for the sizes and weights of a model, and its layout of weights. Readers and writers use one table.
+"""GGUF's names for the sizes and weights of a model, and its layout of weights.
 
 Apart from names, GGUF differs from our layout in three points. In the architecture "llama" the rows of q and k have
-another order. Gemma's norms have 1 added. Llama 3's rotary scaling is one factor per frequency. Read first:
-`gguf_file.py`.
+another order. Gemma's norms have 1 added. Llama 3's rotary scaling is one factor per frequency.
 """
 
 from __future__ import annotations
@@ -108,26 +107,15 @@ def parse(
       shapes: shapes of the tensors by GGUF's names.
       rope_factors: the numbers of ROPE_FACTORS, or None without that tensor.
       where: the name of the file in errors.
-    Raises:
-      ValueError: if this library cannot run the model. It names the key or tensor, its value and the allowed ones.
     """
     name = get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(
-            f"{where}: general.architecture={shown(name)}: allowed are {', '.join(ARCHITECTURES)}; other models"
-            " are read from Hugging Face folders"
-        )
+        raise ValueError(f"{where}: general.architecture={shown(name)}: allowed are {', '.join(ARCHITECTURES)}")
     if get("split.count") not in (None, 0, 1):
-        raise ValueError(
-            f"{where}: split.count={shown(get('split.count'))}: only models in one file are read; join the parts by"
-            " llama-gguf-split --merge"
-        )
+        raise ValueError(f"{where}: split.count={shown(get('split.count'))}: only models in one file are read")
     for key, allowed in _ONLY.items():
         if get(f"{name}.{key}") not in (None, *allowed):
-            found = f"{name}.{key}={shown(get(f'{name}.{key}'))}"
-            raise ValueError(
-                f"{where}: {found}: allowed are {', '.join(map(str, allowed))}; this model is not supported"
-            )
+            raise ValueError(f"{where}: {name}.{key}={shown(get(f'{name}.{key}'))}: allowed are {allowed}")
 
     def number(key: str, *default: Any) -> Any:
         value = get(f"{name}.{key}")
@@ -136,20 +124,20 @@ def parse(
         if value is None and default:
             return default[0]
         if type(value) not in (int, float):
-            raise ValueError(f"{where}: {name}.{key}={shown(value)}: expected a number, the same for every layer")
+            raise ValueError(f"{where}: {name}.{key}={shown(value)}: expected one number")
         return value
 
     if len(shapes.get(EMBEDDING, ())) != 2:
-        raise ValueError(f"{where}: no matrix {EMBEDDING!r}; expected a complete language model")
+        raise ValueError(f"{where}: no matrix {EMBEDDING!r}")
     values = {own: number(key) for key, own in _SIZES.items()}
     heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
     head_dim = number("attention.key_length", hidden_size // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
-            raise ValueError(f"{where}: {name}.{key}={number(key)}: only the size of a head, {head_dim}, is supported")
+            raise ValueError(f"{where}: {name}.{key}={number(key)}: allowed is the size of a head, {head_dim}")
     window = number("attention.sliding_window", 0) or None
     if window is not None and name != "gemma3":
-        raise ValueError(f"{where}: {name}.attention.sliding_window={window}: only gemma3 has one in a GGUF file")
+        raise ValueError(f"{where}: {name}.attention.sliding_window={window}: only gemma3 may have one")
     values |= {
         "model_type": ARCHITECTURES[name],
         "vocab_size": shapes[EMBEDDING][0],
@@ -178,9 +166,7 @@ def parse(
     if rope_factors is None:
         return config
     if values["rope_scaling"] is not None:
-        raise ValueError(
-            f"{where}: tensor {ROPE_FACTORS!r} beside {name}.rope.scaling.*; only one scaling is supported"
-        )
+        raise ValueError(f"{where}: two scalings, tensor {ROPE_FACTORS!r} and {name}.rope.scaling")
     return dataclasses.replace(config, rope=_llama3(rope_factors, config, where))
 
 
@@ -189,17 +175,9 @@ def _linear(get: Callable[[str], Any], name: str, number: Callable[..., Any], wh
     key = f"{name}.rope.scaling.type"
     kind = get(key)
     if kind not in (None, "none", "linear"):
-        raise ValueError(f"{where}: {key}={shown(kind)}: allowed are none, linear, and Llama 3's {ROPE_FACTORS!r}")
+        raise ValueError(f"{where}: {key}={shown(kind)}: allowed are none, linear")
     factor = number("rope.scaling.factor", number("rope.scale_linear", 0))
     return None if kind == "none" or factor in (0, 1) else {"rope_type": "linear", "factor": factor}
-
-
-def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """The divisors of the frequencies in Llama 3's scaling, float32 [head_dim / 2]: llama.cpp's ROPE_FACTORS."""
-    turns = rope.original_max_position * rope_frequencies(RopeConfig(rope.theta), head_dim).astype(np.float64)
-    smooth = (turns / (2 * np.pi) - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    smooth = np.clip(smooth, 0, 1)
-    return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
 def _llama3(factors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:
@@ -219,57 +197,4 @@ def _llama3(factors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:
             rope = RopeConfig(theta, "llama3", largest, _LOW, _HIGH, min(max(length, 1), MOST))
             if np.allclose(plain / rope_frequencies(rope, head_dim), factors, rtol=1e-5, atol=0):
                 return rope
-    raise ValueError(
-        f"{where}: tensor {ROPE_FACTORS!r}: its {factors.size} factors, from {factors.min(initial=np.inf):g} to"
-        f" {factors.max(initial=0):g}, are not those of Llama 3's scaling of {head_dim // 2} frequencies with"
-        f" low_freq_factor={_LOW:g} and high_freq_factor={_HIGH:g}; read this model from a Hugging Face folder"
-    )
-
-
-def describe(config: ModelConfig) -> tuple[dict[str, Any], np.ndarray | None]:
-    """The metadata of a configuration, and the numbers of ROPE_FACTORS or None. This is the inverse of `parse`.
-
-    Raises:
-      ValueError: naming the field that a GGUF file cannot express.
-    """
-    by_type = {own: name for name, own in ARCHITECTURES.items()}
-    name = by_type.get(config.model_type)
-    if name is None:
-        raise ValueError(f"ModelConfig.model_type={config.model_type!r}: allowed in GGUF are {', '.join(by_type)}")
-    values: dict[str, Any] = {
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_layers,
-        "feed_forward_length": config.intermediate_size,
-        "context_length": config.max_position,
-        "vocab_size": config.vocab_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "rope.dimension_count": config.head_dim,
-        "rope.freq_base": float(config.rope.theta),
-    }
-    if config.rope.kind == "linear":
-        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope.factor)}
-    if config.sliding_window is not None:
-        values["attention.sliding_window"] = config.sliding_window
-    if config.logit_softcap is not None:
-        values["final_logit_softcapping"] = float(config.logit_softcap)
-    factors = llama3_factors(config.rope, config.head_dim) if config.rope.kind == "llama3" else None
-    metadata = {"general.architecture": name} | {f"{name}.{key}": value for key, value in values.items()}
-
-    def get(key: str) -> Any:
-        value = metadata.get(key)
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    telling = {"head": not config.tie_embeddings, "layer_0.attn.q.bias": config.qkv_bias}
-    telling["layer_0.mlp.gate.bias"] = config.mlp_bias
-    shapes |= {tensor_name(path): () for path, is_there in telling.items() if is_there}
-    again = parse(get, shapes, factors, "the GGUF file as written")
-    for field in dataclasses.fields(config):
-        wanted, found = getattr(config, field.name), getattr(again, field.name)
-        if wanted != found:
-            raise ValueError(f"ModelConfig.{field.name}={wanted!r}: a GGUF file of {name} can only store {found!r}")
-    return metadata, factors
+    raise ValueError(f"{where}: tensor {ROPE_FACTORS!r} does not hold the factors of Llama 3's scaling")

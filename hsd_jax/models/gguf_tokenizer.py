@@ -1,8 +1,7 @@
 """The tokenizer in a GGUF file. Only byte-level BPE with a known splitting of text is supported.
 
 A GGUF file has the tokens and the merges. For the splitting of text before merging it has only a name
-(`tokenizer.ggml.pre`). llama.cpp maps the name to regular expressions, which this module repeats. Read next:
-`hsd_jax/tokenizer.py`.
+(`tokenizer.ggml.pre`). llama.cpp maps the name to regular expressions, which this module repeats.
 """
 
 from __future__ import annotations
@@ -53,16 +52,12 @@ _SPLITTINGS = {
 
 
 def bos(header: Header) -> int | None:
-    """The start token, None if the file names none. Raises a ValueError if it is not a token id."""
+    """The start token, None if the file names none."""
     return _token(header, _KEY + "bos_token_id")
 
 
 def adds_bos(header: Header) -> bool:
-    """Whether a text begins with the start token, by the file, else by its kind of splitting.
-
-    Raises:
-      ValueError: if the file's value is not a bool.
-    """
+    """Whether a text begins with the start token, by the file, else by its kind of splitting."""
     found = header.get(_KEY + "add_bos_token")
     if found is None:
         splitting = _SPLITTINGS.get(str(header.get(_KEY + "pre")))
@@ -71,11 +66,7 @@ def adds_bos(header: Header) -> bool:
 
 
 def eos(header: Header) -> tuple[int, ...]:
-    """The distinct end tokens of a text, of a turn and of a message, in this order.
-
-    Raises:
-      ValueError: naming the key whose value is not a token id.
-    """
+    """The distinct end tokens of a text, of a turn and of a message, in this order."""
     found = [_token(header, _KEY + "eos_token_id")]
     more = header.get(_KEY + "eos_token_ids")
     found += [] if more is None else [_checked(header, _KEY + "eos_token_ids", token) for token in _list(more)]
@@ -84,28 +75,23 @@ def eos(header: Header) -> tuple[int, ...]:
 
 
 def chat_template(header: Header) -> str | None:
-    """The text of the template, None if the file has none. Raises a ValueError if it is not a text."""
+    """The text of the template, None if the file has none."""
     return take(str | None, header.get("tokenizer.chat_template"), f"{header.path}: tokenizer.chat_template")
 
 
 def build(header: Header) -> tokenizers.Tokenizer:
-    """The tokenizer of the file, with its control and user-defined tokens as added tokens.
-
-    Raises:
-      ValueError: naming the key, for a tokenizer of another kind, an unknown splitting of text, or lists that do not
-        belong together.
-    """
+    """The tokenizer of the file, with its control and user-defined tokens as added tokens."""
     splitting, path = _splitting(header), header.path
     tokens, merges = (_texts(header, _KEY + name) for name in ("tokens", "merges"))
     kinds = header.get(_KEY + "token_type", [_NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise ValueError(f"{path}: {_KEY}token_type: expected a number for each of {len(tokens)} tokens")
+        raise ValueError(f"{path}: {_KEY}token_type: expected {len(tokens)} numbers")
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
     pairs = []
     for merge in merges:
         first, _, second = merge.partition(" ")
         if not first or not second or " " in second:
-            raise ValueError(f"{path}: {_KEY}merges: {merge!r}: expected two parts with a space between them")
+            raise ValueError(f"{path}: {_KEY}merges: {merge!r}: expected two parts")
         pairs.append((first, second))
     try:
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignores_merges))
@@ -136,11 +122,7 @@ def build(header: Header) -> tokenizers.Tokenizer:
 
 
 def wrapped(header: Header) -> Tokenizer:
-    """The tokenizer of the file as a `Tokenizer`. Two are equal if their files hold the same tokenizer.
-
-    Raises:
-      ValueError: as `build`, `bos`, `eos` and `chat_template`.
-    """
+    """The tokenizer of the file as a `Tokenizer`. Two are equal if their files hold the same tokenizer."""
     inner = build(header)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: _token(header, f"{_KEY}{key}_token_id") for name, key in names.items()}
@@ -149,14 +131,12 @@ def wrapped(header: Header) -> Tokenizer:
 
 
 def _splitting(header: Header) -> _Splitting:
-    instead = "; give the name or folder of another tokenizer with tokenizer= (--tokenizer)"
     kind, pre = header.get(_KEY + "model"), header.get(_KEY + "pre")
     if kind != "gpt2":
-        raise ValueError(
-            f"{header.path}: {_KEY}model={shown(kind)}: only byte-level BPE, 'gpt2', is read from a GGUF file{instead}"
-        )
+        raise ValueError(f"{header.path}: {_KEY}model={shown(kind)}: only 'gpt2' is read; use another --tokenizer")
     if not isinstance(pre, str) or pre not in _SPLITTINGS:
-        raise ValueError(f"{header.path}: {_KEY}pre={shown(pre)}: known are {', '.join(_SPLITTINGS)}{instead}")
+        known = ", ".join(_SPLITTINGS)
+        raise ValueError(f"{header.path}: {_KEY}pre={shown(pre)}: known are {known}; use another --tokenizer")
     return _SPLITTINGS[pre]
 
 

@@ -155,11 +155,6 @@ def _read(
     return out
 
 
-def read_whole(tensor: StoredTensor, dtype: np.dtype) -> np.ndarray:
-    """All numbers of a tensor on the host, rounded to `dtype`."""
-    return _read(tensor, (slice(None),) * len(tensor.shape), dtype, dtype, tensor.shape)
-
-
 def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
     if not is_finite:
         raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}, expected finite numbers; the file is damaged"

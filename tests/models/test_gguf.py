@@ -1,7 +1,7 @@
 """GGUF files: what is read is what a Hugging Face folder of the same weights gives; layout, types and bad input.
 
 The files are laid out here in plain NumPy by the names, keys and formulas of llama.cpp (the names are in its package
-`gguf`), so that reader and writer cannot be wrong in the same way.
+`gguf`), so that our reader and the writer of `benchmarks/` cannot be wrong in the same way.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from gguf import GGMLQuantizationType as Kind
 from gguf import Keys
+from gguf_writer import TYPES, save_gguf
 from safetensors.numpy import load_file
 from support import toy
 
@@ -31,7 +32,6 @@ from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
 from hsd_jax.host import sharding
 from hsd_jax.models import convert, gguf_file, gguf_layout, placement, tensor_files
 from hsd_jax.models.gguf_file import GgufFile, GgufTensor
-from hsd_jax.models.gguf_writer import TYPES, save_gguf
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 
@@ -192,43 +192,19 @@ def test_a_file_is_read_as_a_folder_of_the_same_weights(name, tmp_path):
 
 
 @FAMILIES
-@pytest.mark.parametrize("from_folder", [False, True])
-def test_a_file_is_written_as_llama_cpp_writes_it(name, from_folder, tmp_path):
+def test_a_file_is_written_as_llama_cpp_writes_it(name, tmp_path):
     config, ours = CONFIGS[name], tmp_path / "ours.gguf"
-    theirs = by_hand(config, tmp_path)
-    save_gguf(ours, config, tmp_path / "folder" if from_folder else random_weights(config))
-    ours, theirs = gguf.GGUFReader(ours), gguf.GGUFReader(theirs)
+    theirs = gguf.GGUFReader(by_hand(config, tmp_path))
+    save_gguf(ours, config, random_weights(config))
+    ours = gguf.GGUFReader(ours)
     for key in theirs.fields.keys() - {"GGUF.kv_count"}:
         assert ours.fields[key].contents() == theirs.fields[key].contents(), key
     found = {tensor.name: tensor for tensor in ours.tensors}
     assert found.keys() == {tensor.name for tensor in theirs.tensors}
     for tensor in theirs.tensors:
-        assert (found[tensor.name].tensor_type, list(found[tensor.name].shape)) == (
-            tensor.tensor_type,
-            list(tensor.shape),
-        )
-        np.testing.assert_allclose(found[tensor.name].data, tensor.data, 1e-6 * (tensor.name == "rope_freqs.weight"))
-
-
-@FAMILIES
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "Q8_0"])
-def test_what_is_written_reads_back(name, dtype, tmp_path):
-    config = dataclasses.replace(CONFIGS[name], intermediate_size=64)
-    config = dataclasses.replace(config, head_dim=16) if dtype == "Q8_0" else config
-    weights, path = random_weights(config), tmp_path / "target.gguf"
-    save_gguf(path, config, weights, dtype)
-    file = GgufFile(path)
-    assert file.config == config
-    assert file.dtype == ("float32" if dtype == "float16" else "bfloat16")
-    found = file.weights("float32")
-    if dtype == "Q8_0":
-        found, weights = flatten_dict(found, sep="."), flatten_dict(weights, sep=".")
-        for path, array in weights.items():
-            np.testing.assert_allclose(found[path], array, atol=np.abs(array).max() / 200 * (array.ndim > 1))
-        return
-    half = jax.tree.map(lambda w: w.astype(dtype).astype(np.float32) if w.ndim > 1 else w, weights)
-    assert_same(found, half)
-    assert file.hash("float32") == convert.weights_hash(found)
+        own = found[tensor.name]
+        assert (own.tensor_type, list(own.shape)) == (tensor.tensor_type, list(tensor.shape))
+        np.testing.assert_allclose(own.data, tensor.data, 1e-6 * (tensor.name == "rope_freqs.weight"))
 
 
 def test_a_bfloat16_file_has_the_hash_of_a_bfloat16_folder(tmp_path):
@@ -397,7 +373,6 @@ def test_settings_of_gemma3(metadata, fields, tmp_path):
 def test_llama3_scaling_is_found_in_its_factors(rope, head_dim, tmp_path):
     config = toy.target_config(head_dim=head_dim, rope=rope)
     factors = factors_of_llama_cpp(rope, head_dim)
-    np.testing.assert_allclose(gguf_layout.llama3_factors(rope, head_dim), factors, 1e-5)
     assert gguf_layout._llama3(factors, config, "here") == rope
     other = factors.copy()
     other[(factors > 1) & (factors < rope.factor)] *= 1.001
@@ -410,8 +385,8 @@ def test_llama3_scaling_is_found_in_its_factors(rope, head_dim, tmp_path):
 
 EXPERTS = np.zeros((2, 4, 32), np.float32)
 BAD = {
-    "other architecture": ({}, {}, "mamba", "general.architecture='mamba': .*llama, qwen2, qwen3, gemma3"),
-    "experts": ({"expert_count": 8}, {}, "", r"llama.expert_count=8: .*0"),
+    "other architecture": ({}, {}, "mamba", "architecture='mamba'"),
+    "experts": ({"expert_count": 8}, {}, "", "expert_count=8"),
     "tensors of experts": ({}, {"blk.0.ffn_gate_exps.weight": EXPERTS}, "", "'blk.0.ffn_gate_exps.weight'"),
     "missing tensor": ({}, {"blk.1.ffn_up.weight": None}, "", r"'blk.1.ffn_up.weight'"),
     "no embedding": ({}, {"token_embd.weight": None}, "", "'token_embd.weight'"),
@@ -424,9 +399,9 @@ BAD = {
     "heads by layer": ({"attention.head_count_kv": [2, 1]}, {}, "", r"llama.attention.head_count_kv="),
     "no heads": ({"attention.head_count": 0}, {}, "", "num_attention_heads=0"),
     "far too deep": ({"block_count": 9999}, {}, "", "9999 layers.* 21 "),
-    "part of a head": ({"rope.dimension_count": 8}, {}, "", "llama.rope.dimension_count=8: .*16"),
-    "yarn": ({"rope.scaling.type": "yarn"}, {}, "", "llama.rope.scaling.type='yarn': .*none, linear"),
-    "a window": ({"attention.sliding_window": 8}, {}, "", "llama.attention.sliding_window=8: .*gemma3"),
+    "part of a head": ({"rope.dimension_count": 8}, {}, "", "rope.dimension_count=8"),
+    "yarn": ({"rope.scaling.type": "yarn"}, {}, "", "rope.scaling.type='yarn'"),
+    "a window": ({"attention.sliding_window": 8}, {}, "", "sliding_window=8"),
     "two scalings": (
         {"rope.scaling.factor": 2.0},
         {"rope_freqs.weight": np.ones(8, np.float32)},
@@ -437,7 +412,7 @@ BAD = {
         {},
         {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)},
         "",
-        "'rope_freqs.weight': .*1 to 8",
+        "'rope_freqs.weight'",
     ),
     "factors in a matrix": (
         {},
@@ -462,7 +437,7 @@ def test_what_is_not_run_is_named(case, tmp_path):
 
 def test_parts_of_a_model_are_not_read(tmp_path):
     path = write(tmp_path / "part.gguf", "llama", {"split.count": 2}, {"token_embd.weight": EXPERTS[0]})
-    with pytest.raises(ValueError, match=r"part.gguf: split.count=2: .*--merge"):
+    with pytest.raises(ValueError, match=r"part\.gguf: split\.count=2"):
         _ = GgufFile(path).config
 
 
@@ -482,12 +457,12 @@ TENSOR = pack_text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0)
     ("content", "message"),
     [
         (b"", "b''"),
-        (b"version https://git-lfs", "b'vers'.*b'GGUF'.*LFS"),
-        (header(ARCH, 1, version=1), "GGUF version 1: .*2, 3"),
-        (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian"),
+        (b"version https://git-lfs", "b'vers'"),
+        (header(ARCH, 1, version=1), "GGUF version 1"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(16), "GGUF version"),
         (header(ARCH * 2, 2), "general.architecture twice"),
         (header(ARCH, 1, TENSOR * 2, 2) + bytes(999), "'token_embd.weight' twice"),
-        (header(pack_text("a") + struct.pack("<I", 13), 1), "kind 13: .*0 to 12"),
+        (header(pack_text("a") + struct.pack("<I", 13), 1), "kind 13"),
         (header(pack_text("a") + struct.pack("<IIQ", 9, 9, 1), 1), "kind 9"),
         (header(pack_text("a") + struct.pack("<IIQ", 9, 0, 2**63), 1), "cut short: the list a"),
         (header(pack_text("a") + struct.pack("<IIQ", 9, 8, 2**63), 1), "cut short: the list a"),
@@ -495,8 +470,8 @@ TENSOR = pack_text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0)
         (header(ARCH, 2**63), "cut short"),
         (header(pack_text("é").replace("é".encode(), b"\xff"), 1), "cut short|not UTF-8"),
         (header(b"", 0, pack_text("t") + struct.pack("<I", 5), 1), "'t'.* 5 "),
-        (header(b"", 0, pack_text("t") + struct.pack("<IQIQ", 1, 33, 3, 0), 1), "'t'.* 33 .*Q4_1"),
-        (header(b"", 0, TENSOR, 1), "'token_embd.weight'.* 608.* 81"),
+        (header(b"", 0, pack_text("t") + struct.pack("<IQIQ", 1, 33, 3, 0), 1), "'t' of Q4_1"),
+        (header(b"", 0, TENSOR, 1), "cut short: .*'token_embd.weight'"),
     ],
     ids=range(16),
 )
@@ -548,33 +523,11 @@ def test_an_unknown_type_is_named(tmp_path):
         GgufFile(path).weights()
 
 
-@pytest.mark.parametrize(
-    ("changes", "dtype", "message"),
-    [
-        ({"model_type": "mistral"}, "float32", "model_type='mistral': .*llama, qwen2"),
-        ({"activation": "gelu_pytorch_tanh"}, "float32", "activation='gelu_pytorch_tanh': .*'silu'"),
-        ({"rope": dataclasses.replace(LLAMA3, low_freq_factor=2.0)}, "float32", "rope_freqs"),
-        ({}, "int8", "dtype 'int8': .*float32, bfloat16, float16, Q4_0"),
-        ({"intermediate_size": 48}, "Q8_0", "'layer_0.mlp.down.kernel'.* 48 .*Q8_0.* 32"),
-    ],
-)
-def test_what_cannot_be_written(changes, dtype, message, tmp_path):
-    config = dataclasses.replace(CONFIGS["llama"], **changes)
-    with pytest.raises(ValueError, match=message):
-        save_gguf(tmp_path / "x.gguf", config, random_weights(config), dtype)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_weights_that_are_not_finite_are_not_written(tmp_path):
-    config = CONFIGS["llama"]
-    weights = random_weights(config)
-    weights["embedding"][0, 0] = 1e5
-    with pytest.raises(ValueError, match=r"'embedding': .*float16"):
-        save_gguf(tmp_path / "x.gguf", config, weights, "float16")
-    del weights["embedding"]
-    with pytest.raises(ValueError, match="'embedding'"):
-        save_gguf(tmp_path / "x.gguf", config, weights)
-    assert list(tmp_path.iterdir()) == []
+def test_what_gguf_cannot_express_is_not_written(tmp_path):
+    for changes in ({"model_type": "mistral"}, {"rope": dataclasses.replace(LLAMA3, low_freq_factor=2.0)}):
+        config = dataclasses.replace(CONFIGS["llama"], **changes)
+        with pytest.raises(ValueError, match=r"model_type|rope_freqs"):
+            save_gguf(tmp_path / "x.gguf", config, random_weights(config))
 
 
 def test_types_of_the_writer_are_read():

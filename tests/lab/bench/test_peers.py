@@ -55,6 +55,7 @@ def test_what_is_asked_of_quantized_weights(tmp_path):
     peers.save_gguf(own, config, toy.make_target(config), "Q4_1")
     dtypes = ["bfloat16", "Q8_0", "Q4_1"]
     args = parse(["--target", str(own), "--llama-cpp", "--llama-dtypes", *dtypes, "--llama-lookup", "5"])
+    folder.mkdir()
     methods = peers.llama_methods(args, str(folder), str(own))
     assert names(methods) == [f"llama.cpp {k} {d}" for d in dtypes for k in ("plain", "lookup 5")]
     assert [m["path"] for m in methods[::2]] == [str(folder / "bfloat16.gguf"), str(folder / "Q8_0.gguf"), str(own)]
@@ -328,12 +329,15 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(folders, tmp_pa
     convert.save_target(tmp_path, config, toy.make_target(config))
     demo = str(DEMO / "target")
     for argv, message in (
-        (["--target", str(tmp_path), "--llama-cpp"], "ModelConfig.activation='gelu_pytorch_tanh'"),
         (["--demo", "--llama-cpp", "--max-new-tokens", "511"], " 512"),
         (["--target", folders.target, "--assistant", demo], f"--assistant {demo}"),
     ):
         assert peers.main(argv) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="gelu_pytorch_tanh"):
+        peers.write_gguf(
+            peers.build_parser().parse_args(["--target", str(tmp_path), "--llama-cpp"]), str(tmp_path), str(tmp_path)
+        )
     vocab_size = peers.find(folders.target).config.vocab_size
     peers.check_assistant(folders.target, vocab_size, peers.Tokenizer.find(folders.target))
 
