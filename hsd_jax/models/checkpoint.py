@@ -222,19 +222,19 @@ Source = str | Path | Checkpoint
 """How a model is given: a name, a folder, a file, or a `Checkpoint`."""
 
 
-def find(source: Source, revision: str | None = None, tokenizer: Source | None = None) -> Checkpoint:
-    """The checkpoint of a name, a folder or a file.
+def find(
+    source: Source, revision: str | None = None, tokenizer: Source | None = None, weights: bool = True
+) -> Checkpoint:
+    """The checkpoint of a name, a folder or a file. If nothing has the name, the error lists what was tried.
 
     A name is looked up in BUNDLED, then as a path, then as ORG/NAME on the hub.
 
     Args:
       revision: branch, tag or commit on the hub. None: the main branch.
       tokenizer: a checkpoint whose tokenizer and chat template replace its own.
-    Raises:
-      FileNotFoundError: listing the places that were tried.
-      ValueError: for a file of an unknown kind, and for a revision of a model that is not on the hub.
+      weights: whether a repository's weights are fetched.
     """
-    words = None if tokenizer is None else find(tokenizer)._words
+    words = None if tokenizer is None else find(tokenizer, weights=False)._words
     if isinstance(source, Checkpoint):
         _refuse_revision(str(source), revision)
         return source if words is None else Checkpoint(source.name, source._files, words, source.drafter)
@@ -242,15 +242,13 @@ def find(source: Source, revision: str | None = None, tokenizer: Source | None =
         _refuse_revision(source, revision)
         bundled = BUNDLED[source]
         return Checkpoint(source, files_of(bundled.target()), words, bundled.default)
-    return Checkpoint(str(source), files_of(path_of(source, revision)), words)
+    return Checkpoint(str(source), files_of(path_of(source, revision, weights)), words)
 
 
-def path_of(source: str | Path, revision: str | None = None) -> Path:
+def path_of(source: str | Path, revision: str | None = None, weights: bool = True) -> Path:
     """The path with this name, or the local folder of the hub's repository with this name, which is fetched.
 
-    Raises:
-      FileNotFoundError: listing the places that were tried.
-      ValueError: for a revision of a local path.
+    Without `weights` only its settings and its tokenizer are fetched.
     """
     if not str(source):
         raise ValueError("an empty name: expected a name, a folder or a file")
@@ -262,9 +260,9 @@ def path_of(source: str | Path, revision: str | None = None) -> Path:
     tried.append(f"no such path ({path.absolute()})")
     if isinstance(source, str) and hub.is_repo_name(source):
         try:
-            return hub.fetch(source, revision)
-        except (OSError, ValueError) as error:
-            tried.append(f"nor from the hub: {getattr(error, 'reason', error)}")
+            return hub.fetch(source, revision, weights)
+        except ValueError as error:
+            tried.append(f"nor from the hub: {error}")
             raise FileNotFoundError(f"{source}: {'; '.join(tried)}") from error
     if isinstance(source, str) and path.suffix != ".gguf":
         tried.append("nor a name on the hub, which is ORG/NAME")
@@ -277,11 +275,7 @@ def _refuse_revision(source: str | Path, revision: str | None) -> None:
 
 
 def files_of(path: Path) -> Files:
-    """The files at a path, a Hugging Face folder or a GGUF file. Nothing is read from a folder yet.
-
-    Raises:
-      ValueError: for a file of another kind.
-    """
+    """The files at a path, a Hugging Face folder or a GGUF file. Nothing is read from a folder yet."""
     if path.is_dir():
         return Folder(path)
     if path.suffix != ".gguf":

@@ -24,7 +24,6 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.host import sharding
 from hsd_jax.host.files import sha256, write_json
 from hsd_jax.models.hf_config import format_config, read_config, read_json
-from hsd_jax.models.hub import INDEX_FILE, PICKLES, WEIGHTS_FILE
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
@@ -56,6 +55,8 @@ __all__ = [
     "weights_hash",
 ]
 
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PREFIXES = ("model.", "language_model.")
 _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """The starts of the names of the text model's tensors, without prefixes. Tensors of a vision tower have other names and

@@ -88,11 +88,14 @@ def test_a_path_comes_before_the_hub(folder, monkeypatch):
 
 def test_a_name_on_the_hub_is_fetched_at_its_revision(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(checkpoint.hub, "fetch", lambda name, revision: asked.append((name, revision)) or folder)
+    monkeypatch.setattr(checkpoint.hub, "fetch", lambda *call: asked.append(call) or folder)
     assert find("org/name", "v2").path == folder and str(find("org/name")) == "org/name"
     params = hsd_jax.load("org/name", revision="abc", drafter="org/small")
     assert params.drafter_config.kind == "small_lm"
-    assert asked == [("org/name", "v2"), ("org/name", None), ("org/name", "abc"), ("org/small", None)]
+    calls = [("org/name", "v2"), ("org/name", None), ("org/name", "abc"), ("org/small", None)]
+    assert asked == [(*call, True) for call in calls]
+    find(folder, tokenizer="org/words")
+    assert asked[-1] == ("org/words", None, False)
 
 
 def test_what_was_tried_is_listed(monkeypatch, tmp_path):
