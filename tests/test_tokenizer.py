@@ -200,7 +200,7 @@ def test_a_folder_without_the_file_is_read_by_transformers(tmp_path):
     find(folder).save_tokenizer(tmp_path / "copy")
     assert Tokenizer.find(tmp_path / "copy").encode("In 2024 it's") == tokenizer.encode("In 2024 it's")
     (folder / "merges.txt").write_text("#version: 0.2\nzz zz\n")
-    with pytest.raises(ValueError, match=f"{folder.name}: the tokenizer cannot be read .*tokenizer.json.*--tokenizer"):
+    with pytest.raises(ValueError, match=f"{folder.name}: the tokenizer cannot be read"):
         Tokenizer.find(folder)
 
 

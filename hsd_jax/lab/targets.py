@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.models.hf_config import parse_config, read_config, read_json
+from hsd_jax.host.files import read_object
+from hsd_jax.models.hf_config import parse_config, read_config
 from hsd_jax.settings import shown
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
@@ -31,7 +32,7 @@ def read_target(name: str, revision: str | None = None) -> ModelConfig:
     if name in known_targets():
         return read_config(CONFIGS / name)
     if path.is_file() and path.suffix == ".json":
-        return parse_config(read_json(path), str(path))
+        return parse_config(read_object(path), str(path))
     from hsd_jax.models.checkpoint import find
 
     try:

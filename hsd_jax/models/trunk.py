@@ -254,19 +254,13 @@ def base_logits(
     """Logits of all states through the target's LM head, in one product.
 
     With a reduced draft vocabulary, the rows that `draft_vocab.attach` copied from the target's head replace the head.
-
-    Raises:
-      ValueError: if these rows were not attached.
     """
     norm = weights["output_norm"]["weight"]
     normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
     if config.reduced_vocab_size is None:
         return lm_head(target_weights, target_config, normed)
     if "head" not in weights:
-        raise ValueError(
-            "a drafter with a reduced draft vocabulary lacks its rows of the target's head: models.draft_vocab.attach"
-            " them"
-        )
+        raise ValueError("a drafter with a reduced draft vocabulary lacks its rows of the target's head (`attach`)")
     return logits_of_rows(weights["head"], target_config, normed)
 
 

@@ -153,7 +153,6 @@ def run(
         check_file(path)
     settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
     check_settings(out, settings)
-    lock.check_free(lock.beside(out))
     checkpoint = find(source)
     positions = checkpoint.config.max_position
     tokenizer, bos, _ = data.read_tokenizer(checkpoint)
