@@ -1,7 +1,7 @@
 """Several processes as one run: how they find each other, and how they exchange values.
 
 Every process runs the same program with the same arguments. `jax.distributed` joins their devices into one list. Only
-the first process writes files (`files.set_writer`). Read next: `host/sharding.py`, which says what each device holds.
+the first process writes files (`files.set_writer`).
 """
 
 from __future__ import annotations

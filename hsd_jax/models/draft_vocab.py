@@ -2,8 +2,7 @@
 
 It restricts only the last product of the drafter, to C hot tokens out of V: the rows of the target's LM head and
 `injector/bias`. Previous tokens, features and trees use the full vocabulary. A cold token is never drafted. If the
-target draws one, the draft is rejected and the round emits the target's token, so the text does not change. Read next:
-`train/frequent_tokens.py`, which chooses the hot tokens.
+target draws one, the draft is rejected and the round emits the target's token, so the text does not change.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It reads the target's features of committed positions and gives K states. A recurrent trunk maps a state that predicts
 position t to one that predicts t + 1 (Lyanna, arXiv:2602.21224). It reads no token, or in EAGLE the embedding of a
 drafted token. A parallel trunk gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
-1.4). Read next: the packages that use it, `drafters/hidden/` and `drafters/eagle/`.
+1.4).
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import forward, forward_sequence, init_target
 
 REPOSITORY = Path(__file__).parents[2]
-REAL = Path(__file__).parents[3] / "shared" / "models" / "tinystories-656k"
 NUM_TOKENS = 24
 
 SIZES = {
@@ -247,23 +246,6 @@ def test_saved_target_loads_in_transformers(torch_checkpoint, tmp_path, case):
     convert.save_target(tmp_path, config, convert.read_weights(folder, config))
     assert convert.read_config(tmp_path) == config
     np.testing.assert_array_equal(torch_logits(tmp_path, tokens), expected)
-
-
-@pytest.mark.hf
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"no {REAL}")
-def test_real_checkpoint_equals_transformers():
-    pytest.importorskip("torch")
-    tokens = random_tokens(2048)
-    check_parity(REAL, tokens, torch_logits(REAL, tokens))
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"no {REAL}")
-def test_real_checkpoint_reads_from_its_alias():
-    config = convert.read_config(REAL)
-    weights = convert.read_weights(REAL, config, "bfloat16")
-    assert "head" not in weights and weights["embedding"].shape == (2048, 128)
-    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
-    assert convert.read_eos(REAL) == (2,) and convert.read_bos(REAL) == 1
 
 
 def test_shards_give_the_weights_of_one_file(saved, weights):
@@ -620,15 +602,6 @@ def test_hash_sees_weights_and_not_their_dtype(weights):
 def test_hash_is_stable_across_versions():
     tree = {"a": {"b": np.arange(10_000, dtype=np.float32).reshape(100, 100)}, "c": np.ones(3, ml_dtypes.bfloat16)}
     assert convert.weights_hash(tree) == "62effc5afa5614dc3ff4a294ef9df66f96c82b8de6a0a0772b9296ba34e3f427"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafter_round_trip(tmp_path, dtype):
-    weights = jax.tree.map(lambda x: np.asarray(x).astype(dtype), random_weights(init_drafter, DRAFTER))
-    drafter_files.save_drafter(tmp_path / "drafter", DRAFTER, weights, dtype)
-    config, read = drafter_files.read_drafter(tmp_path / "drafter", dtype)
-    assert config == DRAFTER and same_tree(read, weights)
-    assert sorted(p.name for p in (tmp_path / "drafter").iterdir()) == ["drafter.safetensors", "drafter_config.json"]
 
 
 def test_bad_drafter_files(tmp_path):
