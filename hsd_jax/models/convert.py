@@ -147,7 +147,7 @@ def _tensors(
     if head is not None:
         stored.setdefault(_EMBEDDING, head)
     if not config.tie_embeddings and _HEAD not in stored and _EMBEDDING in stored:
-        raise ValueError(f"{folder}: no tensor {_HEAD!r}, though config.json has tie_word_embeddings=false")
+        raise ValueError(f"{folder}: no tensor {_HEAD!r}, though tie_word_embeddings is not true in config.json")
     check_tensors(stored, wanted, shapes, folder, "config.json")
     if head is not None:
         _check_tied(stored[_EMBEDDING], head)
