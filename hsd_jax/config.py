@@ -1,7 +1,6 @@
 """Frozen, hashable configurations, which are static in every compiled function.
 
-This module uses no arrays. The annotation of a field gives its allowed values (`settings.py`). Read next:
-`models/target.py`, where the fields of `ModelConfig` take effect.
+This module uses no arrays. The annotation of a field gives its allowed values (`settings.py`).
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class RopeConfig:
 
 def _check_heads(config: Any, section: str) -> None:
     if config.num_heads % config.num_kv_heads:
-        kv_heads = f"{section}.num_kv_heads={config.num_kv_heads}"
-        raise ValueError(f"{kv_heads}: must divide num_heads={config.num_heads}")
+        raise ValueError(f"{section}.num_kv_heads={config.num_kv_heads}: must divide num_heads={config.num_heads}")
     if config.head_dim % 2:
         raise ValueError(f"{section}.head_dim={config.head_dim}: must be even for rotary embedding")
 
@@ -159,14 +157,9 @@ class DrafterConfig:
 
     def __post_init__(self):
         if not self.are_layers(self.feature_layers):
-            raise ValueError(
-                f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"
-            )
+            raise ValueError(f"DrafterConfig.feature_layers={self.feature_layers!r}: expected ascending layer numbers")
         if self.reduced_vocab_size is not None and self.reduced_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"DrafterConfig.reduced_vocab_size={self.reduced_vocab_size!r}: allowed are 1 to"
-                f" {self.vocab_size} (the vocabulary size), and None for all tokens"
-            )
+            raise ValueError(f"reduced_vocab_size={self.reduced_vocab_size}: allowed are 1 to {self.vocab_size}")
 
     @property
     def draft_vocab_size(self) -> int:
@@ -181,9 +174,7 @@ class DrafterConfig:
     def check_feature_layers(self, num_layers: int) -> None:
         """Raises a ValueError if the drafter reads a layer that a target of `num_layers` does not have."""
         if self.feature_layers and self.feature_layers[-1] >= num_layers:
-            raise ValueError(
-                f"feature_layers={list(self.feature_layers)}: this target has layers 0 to {num_layers - 1}"
-            )
+            raise ValueError(f"feature_layers={list(self.feature_layers)}: the target has layers 0 to {num_layers - 1}")
 
 
 @settings.dataclass
@@ -215,10 +206,7 @@ class TrunkConfig(DrafterConfig):
 def check_window(window: int | None, num_steps: int, where: str) -> None:
     """Raises a ValueError for a window so small that a round would not see all states it reads and computes."""
     if window is not None and window < 2 * num_steps:
-        raise ValueError(
-            f"{where}.window={window!r}: allowed are 2 * num_steps = {2 * num_steps} and more, so that a round sees"
-            " all states it reads and computes, and null for no window"
-        )
+        raise ValueError(f"{where}.window={window}: allowed are 2 * num_steps = {2 * num_steps} and more, or null")
 
 
 _FILLED_IN: Any = None
@@ -251,24 +239,15 @@ class TreeConfig:
         else:
             shape = shape_of_branching(self.branching)
             if given and given != shape:  # a record stores all four fields
-                raise ValueError(
-                    f"TreeConfig({', '.join(f'{name}={value!r}' for name, value in given.items())}) with"
-                    f" branching={self.branching!r}: leave out nodes, depth and width, or branching"
-                )
+                raise ValueError(f"TreeConfig: branching={self.branching} gives {shape}, not {given}")
             self._fill_in(shape)
         if self.depth > self.nodes - 1:
-            raise ValueError(
-                f"TreeConfig.depth={self.depth}: allowed are 1 to nodes - 1 = {self.nodes - 1}; a deeper path"
-                " cannot fit into the tree"
-            )
+            raise ValueError(f"TreeConfig.depth={self.depth}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
         if self.width > self.nodes - 1:
             raise ValueError(f"TreeConfig.width={self.width}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
         available = most_nodes(self.depth, self.width)
         if self.branching is None and available < self.nodes:
-            raise ValueError(
-                f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): depth and width give at"
-                f" most {available - 1} draft nodes; lower nodes to {available} or raise width"
-            )
+            raise ValueError(f"TreeConfig.nodes={self.nodes}: depth and width allow at most {available}")
 
     def _fill_in(self, shape: dict[str, int]) -> None:
         for name, value in shape.items():
@@ -308,17 +287,12 @@ class TreeConfig:
 
         These are drawn trees and trees with a `branching`. Without `branching` each level has at least one node, and
         the remaining nodes widen the first levels, because most rounds reach those.
-
-        Raises:
-          ValueError: if `depth` levels of `width` nodes do not use up `nodes`.
         """
         if self.branching is not None:
             return tuple(math.prod(self.branching[: level + 1]) for level in range(self.depth))
         if self.nodes - 1 > self.depth * self.width:
-            raise ValueError(
-                f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): a drawn tree has at most"
-                f" width nodes per level; lower nodes to {self.depth * self.width + 1} or raise width"
-            )
+            most = self.depth * self.width + 1
+            raise ValueError(f"TreeConfig.nodes={self.nodes}: a drawn tree of this depth and width has at most {most}")
         spare, widths = self.nodes - 1 - self.depth, []
         for _ in range(self.depth):
             extra = min(spare, self.width - 1)
@@ -328,20 +302,13 @@ class TreeConfig:
 
 
 def shape_of_branching(branching: tuple[int, ...]) -> dict[str, int]:
-    """Nodes, depth and width of a tree of `TreeConfig.branching`.
-
-    Raises:
-      ValueError: if it gives more nodes than a tree may have.
-    """
+    """Nodes, depth and width of a tree of `TreeConfig.branching`."""
     nodes = level = 1
     for count in branching:
         level *= count
         nodes += level
         if nodes > LARGEST_TREE:
-            raise ValueError(
-                f"TreeConfig.branching={settings.shown(branching)}: allowed are at most {LARGEST_TREE} nodes, the root"
-                " included"
-            )
+            raise ValueError(f"TreeConfig.branching={settings.shown(branching)}: more than {LARGEST_TREE} nodes")
     return {"nodes": nodes, "depth": len(branching), "width": max(branching)}
 
 
@@ -372,19 +339,13 @@ class ReuseConfig:
 
     @classmethod
     def parse(cls, text: str) -> ReuseConfig:
-        """From "none", "sum", ..., "skip" or "skip:2".
-
-        Raises:
-          ValueError: for any other text, or if a form other than SKIP has a number.
-        """
+        """From "none", "sum", ..., "skip" or "skip:2"."""
         form, colon, number = text.partition(":") if isinstance(text, str) else (text, "", "")
         settings.take(Reuse, form, "reuse")
         if not colon:
             return cls(form)
         if not number.isdecimal() or not 1 <= int(number[:11]) <= settings.MOST:
-            raise ValueError(
-                f"reuse={settings.shown(text)}: expected a number of spare states from 1 on, as in {SKIP}:2"
-            )
+            raise ValueError(f"reuse={settings.shown(text)}: expected a number from 1 on, as in {SKIP}:2")
         return cls(form, int(number))
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 The annotation of a field gives its allowed values: `steps: Count = 1000`, `trunk: Annotated[str, OneOf(TRUNKS)]`. A
 class of settings is a `dataclass` of this module, and its fields are checked when an instance is made. `read` makes one
 from the contents of a file. `take` checks an argument that is not a field. `__post_init__` checks only conditions on
-two or more fields. This module defines no particular setting and does not import jax. Read next: `config.py`.
+two or more fields. This module defines no particular setting and does not import jax.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _CONFIG = ConfigDict(
     use_attribute_docstrings=True,  # the help of recipes
 )
 Kind = TypeVar("Kind", bound=type)
-_NUMBER = re.compile(r"[+-]?\d+e[+-]?\d+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +98,6 @@ def read(kind: type, values: Any, where: str, section: str = "") -> Any:
       values: an object of JSON or YAML. Lists become tuples.
       where: the file or recipe, for error messages.
       section: the place in that file, for error messages.
-    Raises:
-      ValueError: for an unknown or missing key, with the valid keys; for a value that the annotation does not allow,
-        with the allowed values; or from the dataclass's own `__post_init__`. It names the place in the file.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML reads some texts as dates
@@ -116,13 +112,11 @@ def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
 
     Args:
       limits: bounds of a number: `ge`, `gt`, `le` and `lt`, as in pydantic's `Field`.
-    Raises:
-      ValueError: naming the argument, its value and the allowed ones.
     """
     try:
         return _adapter(hint, **limits).validate_python(value)
     except ValidationError as error:
-        raise ValueError(_text(error, Annotated[hint, Field(**limits)] if limits else hint, name)) from None
+        raise ValueError(_text(error, hint, name)) from None
 
 
 def parse(hint: Any, text: str, name: str = "") -> Any:
@@ -148,12 +142,8 @@ def _adapter(hint: Any, **limits: Any) -> TypeAdapter[Any]:
     return TypeAdapter(limited if limits else hint, config=None if dataclasses.is_dataclass(hint) else _CONFIG)
 
 
-_BOUND_TYPES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-_BOUND_WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
-
-
 def _text(error: ValidationError, hint: Any, place: str) -> str:
-    """One line about the first error. An unknown key comes before all other errors.
+    """One line about the first error, in pydantic's words. An unknown key comes before all other errors.
 
     Args:
       hint: the annotation or the dataclass that the value was checked against.
@@ -163,22 +153,16 @@ def _text(error: ValidationError, hint: Any, place: str) -> str:
     wrong = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
     if wrong["type"] == "value_error":  # raised by a `__post_init__`, whose message names the place
         return str(wrong["ctx"]["error"])
-    keys = _keys(wrong["loc"])
+    keys, value = _keys(wrong["loc"]), wrong["input"]
     if wrong["type"] in ("unexpected_keyword_argument", "missing"):
         key, above = str(wrong["loc"][-1]), _keys(wrong["loc"][:-1])
         what = f"missing key {key!r}"
         if wrong["type"] != "missing":
-            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(_hint_at(hint, above))))}"
+            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(hint, above)))}"
         return ": ".join(filter(None, [".".join(filter(None, [place, *above])), what]))
-    at, value = ".".join(filter(None, [place, *keys])), wrong["input"]
+    at = ".".join(filter(None, [place, *keys]))
     allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one["loc"]) == keys)
-    wanted = _hint_at(hint, keys)
-    bounds = _bounds(wanted)
-    if wrong["type"] in _BOUND_TYPES and len(bounds) == 2:
-        allowed = {f"should be {' and '.join(bounds)}": None}
-    if _takes_none(wanted):
-        allowed["None"] = None
-    is_number = wrong["type"] in ("int_type", "float_type") and isinstance(value, str) and _NUMBER.fullmatch(value)
+    is_number = wrong["type"] == "float_type" and isinstance(value, str) and re.fullmatch(r"[+-]?\d+e[+-]?\d+", value)
     note = " (YAML reads 2e-3 as text: write 2.0e-3)" if is_number else ""
     return f"{at}{'=' if at else ''}{shown(value)}: {' or '.join(allowed)}{note}"
 
@@ -189,40 +173,10 @@ def _keys(place: tuple[int | str, ...]) -> list[str]:
     return [key for key in keys if key not in ("bool", "int", "float", "str")]
 
 
-def _hint_at(hint: Any, keys: list[str]) -> Any:
-    """The annotation at a place in a hint, or pydantic's record of the field. That of a container also stands for its
-    items."""
-    for key in keys:
-        hint = _fields(hint).get(key, hint)
-    return hint
-
-
-def _bounds(hint: Any) -> list[str]:
-    """The bounds of a number, in words, the lower one first."""
-    constraints = [*getattr(hint, "metadata", ()), *getattr(hint, "__metadata__", ())]
-    constraints += [one for part in constraints for one in getattr(part, "metadata", ())]
-    found = [
-        f"{word} {shown(getattr(one, name))}"
-        for name, word in _BOUND_WORDS.items()
-        for one in constraints
-        if getattr(one, name, None) is not None
-    ]
-    inner = [hint.annotation] if hasattr(hint, "annotation") else typing.get_args(hint)
-    return found or next(filter(None, map(_bounds, inner)), [])
-
-
-def _takes_none(hint: Any) -> bool:
-    hint = getattr(hint, "annotation", hint)
-    parts = typing.get_args(hint)
-    return type(None) in parts or any(_takes_none(part) for part in parts if typing.get_origin(hint) is Annotated)
-
-
-def _fields(hint: Any) -> dict[str, Any]:
-    """The fields of the dataclass in a hint. Empty if there is none."""
-    return getattr(_dataclass_in(hint), "__pydantic_fields__", {})
-
-
-def _dataclass_in(hint: Any) -> Any:
-    hint = getattr(hint, "annotation", hint)
-    found = (_dataclass_in(part) for part in typing.get_args(hint))
-    return hint if dataclasses.is_dataclass(hint) else next(filter(None, found), None)
+def _fields(hint: Any, keys: list[str]) -> dict[str, Any]:
+    """The fields of the dataclass at a place in a hint. Those of a container also stand for its items."""
+    for part in (hint, *typing.get_args(hint)):
+        if fields := getattr(part, "__pydantic_fields__", {}) or (part is not hint and _fields(part, [])):
+            inner = getattr(fields.get(keys[0]), "annotation", hint) if keys else None
+            return _fields(inner, keys[1:]) if keys else fields
+    return {}

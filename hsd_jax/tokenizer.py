@@ -2,7 +2,7 @@
 
 The ids are those of the library `tokenizers` for the folder's `tokenizer.json`, in decoding and in training. A
 checkpoint without a tokenizer works with token ids. Only this module checks and renders conversations. It never imports
-torch. Read next: `arguments.py`, which encodes the prompts of a call.
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 
 from hsd_jax.host.deadline import within
-from hsd_jax.host.files import read_json, sha256, write_json, write_text
+from hsd_jax.host.files import read_object, sha256, write_json, write_text
 from hsd_jax.settings import shown
 
 Tokens = Sequence[int] | np.ndarray
@@ -52,11 +52,7 @@ def hash_of(vocabulary: Mapping[str, int]) -> str:
 
 
 def read_template(folder: Path) -> str | None:
-    """The chat template of a checkpoint folder, None if it has none.
-
-    Raises:
-      ValueError: naming the file, if it cannot be read or its template is no text.
-    """
+    """The chat template of a checkpoint folder, None if it has none."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -72,11 +68,7 @@ def read_template(folder: Path) -> str | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} if there is no such file."""
-    found = read_json(path) if path.is_file() else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
-    return found
+    return read_object(path) if path.is_file() else {}
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
@@ -91,39 +83,23 @@ def check_messages(messages: Messages, where: str) -> None:
 
     Args:
       where: the start of the error message, as in "prompt 0".
-    Raises:
-      ValueError: naming the message, the wrong value and the allowed ones.
     """
     if not messages:
-        raise ValueError(f"{where} is a conversation without messages: give at least the user's")
+        raise ValueError(f"{where} is a conversation without messages")
     for index, message in enumerate(messages):
-        _check_message(message, f"{where}, message {index}", is_first=index == 0)
+        _check_message(message, f"{where}, message {index}", ROLES if index == 0 else ROLES[1:])
     if (role := messages[-1]["role"]) != "user":
-        raise ValueError(
-            f"{where}, message {len(messages) - 1}: role {role!r} is last: allowed is 'user', because the assistant"
-            " answers the user"
-        )
+        raise ValueError(f"{where}, message {len(messages) - 1}: role {role!r} is last: allowed is 'user'")
 
 
-def _check_message(message: Any, where: str, is_first: bool) -> None:
+def _check_message(message: Any, where: str, roles: tuple[str, ...]) -> None:
     if not isinstance(message, Mapping):
-        raise ValueError(
-            f"{where} is {shown(message)}: expected a mapping with role and content, because a list that holds a"
-            " mapping is a conversation"
-        )
-    for key in MESSAGE_KEYS:
-        if key not in message:
-            raise ValueError(f"{where}: {key!r} is missing; its keys are {shown(sorted(map(str, message)))}")
-    for key in message:
-        if key not in MESSAGE_KEYS:
-            raise ValueError(f"{where}: unknown key {shown(key)}; allowed are 'role' and 'content'")
+        raise ValueError(f"{where} is {shown(message)}: expected a mapping with role and content")
+    if set(message) != {"role", "content"}:
+        raise ValueError(f"{where} has the keys {shown(sorted(map(str, message)))}: expected 'role' and 'content'")
     role, content = message["role"], message["content"]
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"{where}: role {shown(role)}; allowed are {', '.join(map(repr, ROLES))}")
-    if role == "system" and not is_first:
-        raise ValueError(f"{where}: role 'system' is allowed only in message 0; allowed here are 'user', 'assistant'")
-    if isinstance(content, (list, tuple)):
-        raise ValueError(f"{where}: content is a list of {len(content)} parts: expected one text that joins them")
+    if role not in roles:
+        raise ValueError(f"{where}: role {shown(role)}: allowed are {', '.join(map(repr, roles))}")
     if not isinstance(content, str):
         raise ValueError(f"{where}: content is {shown(content)}: expected a text")
     check_unicode(content, f"{where}: content")
@@ -173,9 +149,6 @@ class Tokenizer:
         `tokenizer.json` is read as it is, because it is the one file that holds the whole tokenizer. The class that
         `tokenizer_config.json` names does not count: it means different rules in different versions of transformers.
         Only a folder without `tokenizer.json` is read by transformers.
-
-        Raises:
-          ValueError: if the folder has tokenizer files that cannot be read.
         """
         folder = Path(folder)
         if not any((folder / name).exists() for name in (TOKENIZER_JSON, "tokenizer.model", "vocab.json")):
@@ -189,10 +162,7 @@ class Tokenizer:
                 raw, special = inner.backend_tokenizer, {**inner.special_tokens_map, **special}
         except Exception as error:  # both libraries raise many kinds of error for a file that they cannot read
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(
-                f"{folder}: the tokenizer cannot be read ({reason}); restore {TOKENIZER_JSON}, or name another"
-                " tokenizer with tokenizer= (--tokenizer)"
-            ) from error
+            raise ValueError(f"{folder}: the tokenizer cannot be read ({reason})") from error
         return cls(raw, _fingerprint(folder), special, read_template(folder))
 
     def save(self, folder: str | Path) -> None:
@@ -268,14 +238,9 @@ class Tokenizer:
 
         Args:
           is_open: whether the text ends where the assistant's answer begins.
-        Raises:
-          ValueError: if the checkpoint has no chat template, or if the template fails or exceeds TEMPLATE_SECONDS.
         """
         if not self.has_chat_template:
-            raise ValueError(
-                "this checkpoint has no chat template: give the prompt as text, or use a checkpoint with a template"
-                " (chat_template in tokenizer_config.json, or chat_template.jinja)"
-            )
+            raise ValueError("this checkpoint has no chat template: give the prompt as text")
         plain = [dict(message) for message in messages]
         try:
             return within(TEMPLATE_SECONDS, lambda: _render(plain, self.template, is_open, self.special))
@@ -292,9 +257,6 @@ class Tokenizer:
 
         Control tokens that a message spells out are read as text, unless `parse_special`. So no message can end its
         own turn and begin another one.
-
-        Raises:
-          ValueError: as `check_messages` and `render`. The message begins with `where`.
         """
         check_messages(messages, where)
         try:
@@ -310,9 +272,6 @@ class Tokenizer:
 
         A template may look for control tokens in what the assistant has said, as for the end of its reasoning. Then
         they are left there.
-
-        Raises:
-          ValueError: if the template writes something else because the control tokens of other messages are swapped.
         """
         wanted = self.render(messages)
         for trusted in ((), ("assistant",)):
@@ -323,10 +282,7 @@ class Tokenizer:
             text = self.render(hidden)
             if self._control.shown(text) == wanted:
                 return text
-        raise ValueError(
-            "the chat template reads the control tokens that a message spells out: leave them out, or load with"
-            " parse_special=True"
-        )
+        raise ValueError("the chat template reads control tokens that a message spells out (see parse_special)")
 
     @functools.cached_property
     def _control(self) -> _ControlTokens:

@@ -148,7 +148,7 @@ def test_the_host_holds_little_besides_the_weights(tmp_path):
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folders, monkeypatch):
     monkeypatch.setattr(tensor_files, "_read", lambda *_, **__: pytest.fail("read"))
     monkeypatch.setattr(placement, "_free_on_host", lambda: 1000)
-    with pytest.raises(ValueError, match=r"target: .*\d+ bytes.*1000 bytes"):
+    with pytest.raises(ValueError, match=r"target: .* GB are free"):
         hsd_jax.load(target=folders / "target")
     with pytest.raises(ValueError, match=r'dtype="bfloat16", quantize="int8"'):
         load(folders, quantize="int8")
@@ -167,7 +167,7 @@ def test_the_room_of_a_device_is_for_its_own_slices(folders, monkeypatch):
     )
     devices = [device]
     monkeypatch.setattr(placement, "_devices", lambda _: devices)
-    with pytest.raises(ValueError, match=rf"\({total} bytes\) on each of 1 devices.*mesh=.model=N"):
+    with pytest.raises(ValueError, match=r"on each of 1 devices.*mesh=.model=N"):
         Placement().check_room(floats, (8, 4), "here")
     devices *= 8
     Placement(sharding.make_mesh("model=8")).check_room(floats, (8, 4), "here")

@@ -427,7 +427,7 @@ def test_wrong_settings_of_a_session(plain, how, message):
 def test_a_session_that_cannot_fit_is_refused(plain, monkeypatch):
     monkeypatch.setattr(placement, "_free_on_host", lambda: 10_000_000)
     Session(plain, slots=8).close()
-    with pytest.raises(ValueError, match=r" 900 slots.* 96 tokens.*\(10000000 bytes\)"):
+    with pytest.raises(ValueError, match=r" 900 slots.* 96 tokens"):
         Session(plain, slots=900)
 
 

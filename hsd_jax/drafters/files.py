@@ -14,10 +14,9 @@ from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.host import sharding
-from hsd_jax.host.files import write_json
+from hsd_jax.host.files import read_object, write_json
 from hsd_jax.models.convert import check_num_layers, shapes_of
 from hsd_jax.models.draft_vocab import checked_ids, restrict
-from hsd_jax.models.hf_config import read_json
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import checked_dtype, load_tree, open_all, store_tree
 from hsd_jax.settings import OneOf
@@ -45,7 +44,7 @@ def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dt
 def read_drafter_config(folder: str | Path) -> DrafterConfig:
     """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
     path = Path(folder) / DRAFTER_CONFIG
-    values = read_json(path)
+    values = read_object(path)
     kind = values.pop("kind", None)
     trained = {name: method.config for name, method in DRAFTING_METHODS.items() if method.training is not None}
     settings.take(Annotated[str, OneOf(tuple(trained))], kind, f"{path}: kind")

@@ -14,12 +14,9 @@ Result = TypeVar("Result")
 def within(seconds: float, work: Callable[[], Result]) -> Result:
     """Runs `work` in a thread of its own, and returns or raises what it does.
 
-    Work that takes longer is ended: SystemExit is raised in its thread, at the next line of Python that it runs. A
-    template that never ends would otherwise take its share of the interpreter from everything that the process does
-    later. Work that waits inside a library, such as for a socket, ends when that wait does.
-
-    Raises:
-      TimeoutError: if the work takes longer than `seconds`.
+    Work that takes longer raises a TimeoutError and is ended: SystemExit is raised in its thread, at the next line of
+    Python that it runs. A template that never ends would otherwise take its share of the interpreter from everything
+    that the process does later.
     """
     done: Future[Result] = Future()
 

@@ -1,15 +1,15 @@
 """Several processes as one run: how they find each other, and how they exchange values.
 
 Every process runs the same program with the same arguments. `jax.distributed` joins their devices into one list. Only
-the first process writes files (`files.set_writer`). Read next: `host/sharding.py`, which says what each device holds.
+the first process writes files (`files.set_writer`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
-import time
 from typing import Any
 
 import jax
@@ -47,9 +47,8 @@ def initialize(
     set either, jax looks for a cluster: SLURM, TPU pods, GKE or Open MPI. A single process needs no arguments, and
     nothing changes for it.
 
-    After this call a process that dies or ends with an error also ends the others: within 30 seconds, or within a
-    minute after an error of XLA itself. jax aborts them and names the failed process on stderr by its number. It calls
-    process 0 the leader.
+    After this call a process that dies or ends with an error also ends the others, within 30 seconds. jax names the
+    first one on stderr by its number, and process 0 as the leader.
 
     Args:
       coordinator: "HOST:PORT" of process 0, as the others reach it. The port must be free there.
@@ -79,69 +78,43 @@ def _end_with_the_others() -> None:
 
     def excepthook(kind, error, trace):
         plain(kind, error, trace)
-        fail(error)
+        fail()
 
     sys.excepthook = excepthook
 
 
-def fail(error: BaseException) -> None:
+def fail() -> None:
     """Ends this process, and with it the others. The caller has shown the error. Returns if there are no others."""
-    if not _is_one_of_several:
-        return
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError) and "Gloo" not in str(cause):
-        cause = cause.__cause__ or cause.__context__
-    if cause is not None:  # a collective operation failed: jax will soon name the dead process, and end this one
-        time.sleep(1.5 * HEARTBEAT_SECONDS)
-    os._exit(FAILED)
+    if _is_one_of_several:
+        os._exit(FAILED)
 
 
 def _connect(given: dict[str, Any], timeout_seconds: int) -> None:
     # With this service jax would catch SIGTERM, and the process would not end.
     jax.config.update("jax_enable_preemption_service", False)
-    where = given["coordinator"] or "the cluster's coordinator"
+    times = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
     try:
-        jax.distributed.initialize(
-            given["coordinator"],
-            given["num_processes"],
-            given["process_id"],
-            initialization_timeout=timeout_seconds,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"no cluster was found ({error}): give coordinator, num_processes and process_id, or {_names()}"
-        ) from error
+        jax.distributed.initialize(*given.values(), **times)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).split("\n")[0]
-        raise ConnectionError(f"{where}: not all processes joined within {timeout_seconds} s ({reason})") from error
-    except RuntimeError as error:  # jax.distributed must be initialized before jax is used
-        raise ValueError(f"initialize() was called after jax had been used; call it first ({error})") from error
-
-
-def _names() -> str:
-    *first, last = VARIABLES.values()
-    return f"{', '.join(first)} and {last}"
+        raise ConnectionError(f"not all processes joined within {timeout_seconds} s ({reason})") from error
+    except (ValueError, RuntimeError) as error:  # no cluster was found, or jax has been used before
+        raise ValueError(f"{error} Found {given}; {', '.join(VARIABLES.values())} set them") from error
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments, with missing ones taken from the environment: all three or none."""
-    names = {name: name for name in VARIABLES}
     for name, variable in VARIABLES.items():
         if given[name] is None and (text := os.environ.get(variable)):
-            names[name] = variable
             given[name] = int(text) if name != "coordinator" and text.isdecimal() else text
-    missing = [f"{name} ({VARIABLES[name]})" for name, value in given.items() if value is None]
-    there = [names[name] for name, value in given.items() if value is not None]
     coordinator, num, index = given.values()
-    if coordinator is not None:
-        host, _, port = str(coordinator).rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ValueError(f"{names['coordinator']}={shown(coordinator)}: expected HOST:PORT, as in 10.0.0.1:8476")
-    take(Count | None, num, names["num_processes"])
-    take(int | None, index, names["process_id"], ge=0, lt=MOST if num is None else num)
-    if there and missing and num != 1:
-        raise ValueError(f"{' and '.join(there)} without {' and '.join(missing)}: give all three, or none on a cluster")
+    if coordinator is not None and not re.fullmatch(r".+:\d{1,5}", str(coordinator)):
+        raise ValueError(f"coordinator={shown(coordinator)}: expected HOST:PORT, as in 10.0.0.1:8476")
+    take(Count | None, num, "num_processes")
+    take(int | None, index, "process_id", ge=0, lt=MOST if num is None else num)
+    missing = [f"{name} ({VARIABLES[name]})" for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given) and num != 1:
+        raise ValueError(f"{' and '.join(missing)} is missing: give all of {', '.join(VARIABLES)}, or none")
     return given
 
 
@@ -196,11 +169,7 @@ def wait_for_all(name: str) -> None:
 
 
 def check_same(what: str, value: str) -> None:
-    """Stops all processes if one of them has a different `value`. Otherwise they would wait for each other for ever.
-
-    Raises:
-      ValueError: naming the processes that differ from process 0.
-    """
+    """Stops all processes if one of them has a different `value`. Otherwise they would wait for each other for ever."""
     if jax.process_count() == 1:
         return
     own = np.frombuffer(hashlib.sha256(value.encode()).digest()[:8], np.uint32)
@@ -214,9 +183,6 @@ def join(command: str) -> None:
     """`initialize` for a command of `hsd`.
 
     Afterwards only process 0 writes to stdout. What Gloo prints goes to stderr.
-
-    Raises:
-      ValueError, ConnectionError: as `initialize`, and if the command runs in one process only.
     """
     if command not in COMMANDS:
         raise ValueError(f"hsd {command} runs in one process; several are for {', '.join(COMMANDS)}")

@@ -1,8 +1,7 @@
 """Reading and writing files. Readers expect any content; a written file appears completely or not at all.
 
 A result is written to a temporary file in the same folder, which is then renamed. So after a full disk or a kill the
-old file is still there. This module does not know what the files mean, and it imports no jax. Read next:
-`host/lock.py`.
+old file is still there. This module does not know what the files mean, and it imports no jax.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ def sha256(*parts: str | bytes) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Parses a JSON text.
-
-    Raises:
-      ValueError: naming `where`, if the text is no JSON, is no UTF-8 or is nested deeper than Python can read.
-    """
+    """Parses a JSON text. A ValueError names `where`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -56,11 +51,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parses a YAML text.
-
-    Raises:
-      ValueError: naming `where`, if the text is no YAML or is nested deeper than Python can read.
-    """
+    """Parses a YAML text. A ValueError names `where`."""
     import yaml
 
     try:
@@ -70,12 +61,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The content of a file.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      OSError: naming the file, if it cannot be read.
-    """
+    """The content of a file. An OSError names it."""
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
@@ -85,12 +71,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file, without the byte order mark that some editors write.
-
-    Raises:
-      FileNotFoundError, OSError: as `read_bytes`.
-      ValueError: naming the byte, if the file is no UTF-8.
-    """
+    """The text of a file, without the byte order mark that some editors write."""
     return decoded(read_bytes(path), str(path))
 
 
@@ -108,12 +89,20 @@ def with_unix_lines(text: str) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file; raises as `read_text` and `parse_json`."""
+    """The content of a JSON file."""
     return parse_json(read_text(path), str(path))
 
 
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return values
+
+
 def read_yaml(path: str | Path) -> Any:
-    """The content of a YAML file; raises as `read_text` and `parse_yaml`."""
+    """The content of a YAML file."""
     return parse_yaml(read_text(path), str(path))
 
 
@@ -123,9 +112,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
     If `path` is a device or a FIFO, for example /dev/stdout, the block gets `path` itself. A process that is no writer
     gets a path in a temporary folder, which is removed.
-
-    Raises:
-      OSError: of the kind that the block raised, naming `path`, if it cannot be written.
     """
     path = Path(path)
     if not is_writer():
@@ -180,12 +166,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def check_new_file(path: str | Path) -> Path:
-    """Checks, before the work starts, that a file can be written, and returns its path.
-
-    Raises:
-      FileNotFoundError: if its folder is missing.
-      OSError, ValueError: if the folder is not writable, or the path is a folder.
-    """
+    """Checks, before the work starts, that a file can be written, and returns its path."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path}: is a folder; name a file")
@@ -199,11 +180,7 @@ def check_new_file(path: str | Path) -> Path:
 
 
 def check_new_folder(path: str | Path) -> Path:
-    """Checks that files can be written into a folder, and returns its path. The folder need not exist yet.
-
-    Raises:
-      ValueError, OSError: if the path, or the nearest one above it that exists, is a file or is not writable.
-    """
+    """Checks that files can be written into a folder, and returns its path. The folder need not exist yet."""
     path = Path(path)
     there = path.resolve()
     while not there.exists() and there != there.parent:
@@ -243,11 +220,7 @@ def kept_file(variable: str, name: str, *about: str) -> Path | None:
 
 
 def home_cache() -> Path:
-    """The folder in this user's home directory. It may be missing or read-only.
-
-    Raises:
-      FileNotFoundError: if this user has no home directory.
-    """
+    """The folder in this user's home directory. It may be missing or read-only."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
     except RuntimeError as error:  # HOME is not set, and the user database has no entry
@@ -258,9 +231,6 @@ def user_cache() -> Path:
     """This user's folder for files that can be made again: compiled programs and kernels, and records of `tune`.
 
     It can be written. It is `home_cache`, or else, as in a container without a home, `own_temporary_folder`.
-
-    Raises:
-      OSError: as `own_temporary_folder`.
     """
     with contextlib.suppress(OSError):
         folder = home_cache()
@@ -271,11 +241,7 @@ def user_cache() -> Path:
 
 
 def own_temporary_folder() -> Path:
-    """A temporary folder that no other user can write, because what is in it may be executed.
-
-    Raises:
-      OSError: if there is no place for temporary files.
-    """
+    """A temporary folder that no other user can write, because what is in it may be executed."""
     return _own_folder_in(tempfile.gettempdir())
 
 

@@ -20,7 +20,4 @@ def check_jax_settings() -> None:
     """Raises a ValueError if jax has a setting of REFUSED. It names the setting and how to change it."""
     for name, (refused, why, allowed) in REFUSED.items():
         if getattr(jax.config, name) == refused:
-            raise ValueError(
-                f"{name}={refused!r}: {why}; set it to {allowed!r} with jax.config.update({name!r}, {allowed!r}) or the"
-                f" environment variable {name.upper()}"
-            )
+            raise ValueError(f"{name}={refused!r}: {why}; set it, or {name.upper()}, to {allowed!r}")

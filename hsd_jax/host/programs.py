@@ -60,12 +60,7 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
 
 
 def use_setting() -> None:
-    """Keeps compiled programs in the folder that HSD_CACHE names, so that the second `hsd demo` does not compile.
-
-    Raises:
-      ValueError: if HSD_CACHE is no folder.
-      OSError: if the folder is not writable.
-    """
+    """Keeps compiled programs in the folder that HSD_CACHE names, so that the second `hsd demo` does not compile."""
     setting = os.environ.get("HSD_CACHE", "")
     if is_off(setting):
         return
@@ -80,11 +75,7 @@ def use_setting() -> None:
 
 
 def cache_folder(setting: str = "") -> Path:
-    """The folder for this kind of CPU. Machines with different instruction sets may share a home directory.
-
-    Raises:
-      RuntimeError: if the folder is given by "~", and the user has no home directory.
-    """
+    """The folder for this kind of CPU. Machines with different instruction sets may share a home directory."""
     root = Path(setting).expanduser() if setting else user_cache()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

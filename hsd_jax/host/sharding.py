@@ -66,8 +66,6 @@ def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mes
 
     Args:
       axes: the axes that the mesh may have; TRAINING_AXES in training.
-    Raises:
-      ValueError: naming the wrong part, the allowed axes, or the number of devices.
     """
     if spec is None:
         return None
@@ -90,8 +88,6 @@ def mesh_sizes(spec: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
 
     Args:
       axes: as in `make_mesh`.
-    Raises:
-      ValueError: naming the wrong part and the allowed axes.
     """
     allowed = ", ".join(f"{name}=N" for name in axes)
     if not isinstance(spec, str):
@@ -177,17 +173,10 @@ def placed(shapes: Any, shardings: Any) -> Any:
 
 
 def check_rows(mesh: Mesh, num_rows: int) -> None:
-    """Checks that the mesh divides the number of rows of a training pass.
-
-    Raises:
-      ValueError: naming the axes and the number of rows.
-    """
+    """Checks that the mesh divides the number of rows of a training pass."""
     if num_rows % (multiple := rows_multiple(mesh)):
         axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name in SPLITS["rows"] and size > 1)
-        raise ValueError(
-            f"a pass has {num_rows} rows; mesh axis {axes} needs a multiple of {multiple} (train.batch,"
-            " train.micro_batch)"
-        )
+        raise ValueError(f"a pass has {num_rows} rows (train.batch); mesh axis {axes} needs a multiple of {multiple}")
 
 
 def rows_here(mesh: Mesh | None) -> tuple[int, int]:

@@ -2,8 +2,7 @@
 
 A pass of a model reads the cache and returns `NewKV`. Only `commit` writes to the cache, so the entries of rejected
 drafts never reach it. The index of a slot is the absolute position. In a ring, which serves a layer with a sliding
-window, it is the position modulo the number of slots. This module knows nothing about trees or acceptance. Read next:
-`infer/step.py`, which commits.
+window, it is the position modulo the number of slots. This module knows nothing about trees or acceptance.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Finds the files of a model by a name, a folder or a file, and gives its configuration, weights and tokenizer.
 
 `find` resolves the `target` that a user gives and returns a `Checkpoint`. The rest of the package takes a `Checkpoint`,
-or anything that `find` takes. Files are read only when they are needed, and only weights are read twice. Read next:
-`convert.py` and `gguf_file.py` for the two kinds of files, and `hub.py`, which fetches folders by name.
+or anything that `find` takes. Files are read only when they are needed, and only weights are read twice.
 """
 
 from __future__ import annotations
@@ -43,34 +42,23 @@ class Bundled(NamedTuple):
     """Its drafter unless another one is given."""
 
 
-def _demo() -> Path:
-    needed = "target/config.json", "drafter/drafter_config.json"
-    if not all((DEMO / name).is_file() for name in needed):
-        raise FileNotFoundError(
-            f"{DEMO}: the bundled demo models are missing from this installation; reinstall hsd_jax from a"
-            " complete checkout, or load(target=..., drafter=...)"
-        )
-    return DEMO / "target"
-
-
 def _smollm2() -> Path:
     """The GGUF file in the package. The package is not imported, because it imports llama.cpp."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"smollm2: its weights are a package that is not installed: {SMOLLM2_COMMAND}")
+    folders = (spec and spec.submodule_search_locations) or ()
+    files = [path for folder in folders for path in Path(folder).glob("*.gguf")]
     try:
         version = importlib.metadata.version(SMOLLM2_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:  # a folder or a copy with this name
-        version = "unknown"
-    files = sorted(path for folder in spec.submodule_search_locations for path in Path(folder).glob("*.gguf"))
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
     if version != SMOLLM2_VERSION or len(files) != 1:
-        found = f"version {version} with {len(files)} GGUF files"
-        raise FileNotFoundError(f"smollm2: found {SMOLLM2_PACKAGE} {found}; install the right one: {SMOLLM2_COMMAND}")
+        found = f"its weights are a package, found version {version}"
+        raise FileNotFoundError(f"smollm2: {found}: {SMOLLM2_COMMAND}")
     return files[0]
 
 
 BUNDLED = {
-    "demo": Bundled(_demo, DEMO / "drafter", DEMO / "drafter"),
+    "demo": Bundled(lambda: DEMO / "target", DEMO / "drafter", DEMO / "drafter"),
     "smollm2": Bundled(_smollm2, ASSETS / "smollm2" / "drafter", "smollm2+lookup"),
 }
 
@@ -142,12 +130,7 @@ class Checkpoint:
 
     @property
     def config(self) -> ModelConfig:
-        """The architecture.
-
-        Raises:
-          FileNotFoundError, ValueError: if the checkpoint has no configuration, or if this library cannot run the
-            model.
-        """
+        """The architecture."""
         return self._files.config
 
     @property
@@ -156,8 +139,7 @@ class Checkpoint:
         return self._files.dtype
 
     def weights(self, dtype: Any = None, placement: Placement = HERE, vocab_size: int | None = None) -> Weights:
-        """The weights in the tree of `models.target.init_target`. Arguments and errors are those of
-        `convert.read_weights`."""
+        """The weights in the tree of `models.target.init_target`. The arguments are those of `convert.read_weights`."""
         return self._files.weights(dtype, placement, vocab_size)
 
     def hash(self, dtype: Any = None) -> str:
@@ -166,11 +148,7 @@ class Checkpoint:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer. None if the checkpoint has none; it then works only with token ids.
-
-        Raises:
-          ValueError: if the tokenizer cannot be read.
-        """
+        """The tokenizer. None if the checkpoint has none; it then works only with token ids."""
         return self._words.tokenizer()
 
     @property
@@ -198,17 +176,13 @@ class Checkpoint:
         return self._words.has_chat_template
 
     def render(self, messages: Messages, is_open: bool = True) -> str:
-        """Renders a conversation with the chat template. Raises errors as `Tokenizer.render` does."""
+        """Renders a conversation with the chat template."""
         if self.tokenizer is None:
             raise ValueError(f"{self}: has no tokenizer, and so no chat template")
         return self.tokenizer.render(messages, is_open)
 
     def raw_tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the library `tokenizers`, with which training reads texts.
-
-        Raises:
-          FileNotFoundError, ValueError: if the checkpoint has no tokenizer, or if it cannot be read.
-        """
+        """The tokenizer of the library `tokenizers`, with which training reads texts."""
         if self.tokenizer is None:
             raise FileNotFoundError(f"{self}: has no tokenizer.json, and training needs the target's tokenizer")
         return self.tokenizer.raw
@@ -222,19 +196,19 @@ Source = str | Path | Checkpoint
 """How a model is given: a name, a folder, a file, or a `Checkpoint`."""
 
 
-def find(source: Source, revision: str | None = None, tokenizer: Source | None = None) -> Checkpoint:
-    """The checkpoint of a name, a folder or a file.
+def find(
+    source: Source, revision: str | None = None, tokenizer: Source | None = None, weights: bool = True
+) -> Checkpoint:
+    """The checkpoint of a name, a folder or a file. If nothing has the name, the error lists what was tried.
 
     A name is looked up in BUNDLED, then as a path, then as ORG/NAME on the hub.
 
     Args:
       revision: branch, tag or commit on the hub. None: the main branch.
       tokenizer: a checkpoint whose tokenizer and chat template replace its own.
-    Raises:
-      FileNotFoundError: listing the places that were tried.
-      ValueError: for a file of an unknown kind, and for a revision of a model that is not on the hub.
+      weights: whether a repository's weights are fetched.
     """
-    words = None if tokenizer is None else find(tokenizer)._words
+    words = None if tokenizer is None else find(tokenizer, weights=False)._words
     if isinstance(source, Checkpoint):
         _refuse_revision(str(source), revision)
         return source if words is None else Checkpoint(source.name, source._files, words, source.drafter)
@@ -242,15 +216,13 @@ def find(source: Source, revision: str | None = None, tokenizer: Source | None =
         _refuse_revision(source, revision)
         bundled = BUNDLED[source]
         return Checkpoint(source, files_of(bundled.target()), words, bundled.default)
-    return Checkpoint(str(source), files_of(path_of(source, revision)), words)
+    return Checkpoint(str(source), files_of(path_of(source, revision, weights)), words)
 
 
-def path_of(source: str | Path, revision: str | None = None) -> Path:
+def path_of(source: str | Path, revision: str | None = None, weights: bool = True) -> Path:
     """The path with this name, or the local folder of the hub's repository with this name, which is fetched.
 
-    Raises:
-      FileNotFoundError: listing the places that were tried.
-      ValueError: for a revision of a local path.
+    Without `weights` only its settings and its tokenizer are fetched.
     """
     if not str(source):
         raise ValueError("an empty name: expected a name, a folder or a file")
@@ -262,9 +234,9 @@ def path_of(source: str | Path, revision: str | None = None) -> Path:
     tried.append(f"no such path ({path.absolute()})")
     if isinstance(source, str) and hub.is_repo_name(source):
         try:
-            return hub.fetch(source, revision)
-        except (OSError, ValueError) as error:
-            tried.append(f"nor from the hub: {getattr(error, 'reason', error)}")
+            return hub.fetch(source, revision, weights)
+        except ValueError as error:
+            tried.append(f"nor from the hub: {error}")
             raise FileNotFoundError(f"{source}: {'; '.join(tried)}") from error
     if isinstance(source, str) and path.suffix != ".gguf":
         tried.append("nor a name on the hub, which is ORG/NAME")
@@ -277,11 +249,7 @@ def _refuse_revision(source: str | Path, revision: str | None) -> None:
 
 
 def files_of(path: Path) -> Files:
-    """The files at a path, a Hugging Face folder or a GGUF file. Nothing is read from a folder yet.
-
-    Raises:
-      ValueError: for a file of another kind.
-    """
+    """The files at a path, a Hugging Face folder or a GGUF file. Nothing is read from a folder yet."""
     if path.is_dir():
         return Folder(path)
     if path.suffix != ".gguf":

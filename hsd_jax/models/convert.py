@@ -1,8 +1,7 @@
 """Reads and writes the weights of targets as safetensors in Hugging Face folders. Drafters: `drafters/files.py`.
 
 Every file is checked against the configuration before anything compiles. Pickles are never opened. Kernels keep the
-[out, in] layout of the files, so reading only renames tensors. Read next: `hf_config.py` for `config.json`, and
-`tensor_files.py` for the files themselves.
+[out, in] layout of the files, so reading only renames tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from jax.experimental import multihost_utils
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.host import sharding
-from hsd_jax.host.files import sha256, write_json
-from hsd_jax.models.hf_config import format_config, read_config, read_json
-from hsd_jax.models.hub import INDEX_FILE, PICKLES, WEIGHTS_FILE
+from hsd_jax.host.files import read_object, sha256, write_json
+from hsd_jax.models.hf_config import format_config, read_config
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
@@ -56,6 +54,7 @@ __all__ = [
     "weights_hash",
 ]
 
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PREFIXES = ("model.", "language_model.")
 _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """The starts of the names of the text model's tensors, without prefixes. Tensors of a vision tower have other names and
@@ -84,11 +83,7 @@ _POST_NORMS = {  # in Gemma the name post_attention_layernorm means a different 
 
 
 def weights_dtype(folder: str | Path) -> str:
-    """The dtype of a checkpoint's weights, "bfloat16" or "float32". float32 also holds float16 exactly.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_weights`.
-    """
+    """The dtype of a checkpoint's weights, "bfloat16" or "float32". float32 also holds float16 exactly."""
     return stored_dtype(open_all(_weight_files(Path(folder))))
 
 
@@ -108,10 +103,6 @@ def read_weights(
       placement: the devices of the weights. Each device receives its own slices, one tensor at a time.
       vocab_size: the number of rows that embedding and LM head get, the first ones, or all and rows of zeros. None:
         those of the files.
-    Raises:
-      FileNotFoundError: if the folder or one of its weight files is missing.
-      ValueError: for a damaged file, pickles, a missing, unexpected or misshapen tensor, a dtype that is not a float,
-        NaN or infinity; it names the file and the tensor. Also for too little memory, before anything is read.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
     stored, wanted, shapes = _tensors(folder, config)
@@ -120,7 +111,7 @@ def read_weights(
 
 
 def stored_weights(folder: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors of a target by our paths, with checked shapes but unread. Raises errors as `read_weights` does."""
+    """The tensors of a target by our paths, with checked shapes but unread."""
     stored, wanted, _ = _tensors(Path(folder), config)
     return {path: stored[name] for path, name in wanted.items()}
 
@@ -129,9 +120,6 @@ def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32")
     """`weights_hash` of the weights that `read_weights` reads in this dtype.
 
     It does not depend on their devices or on quantization. It reads a sample of a few megabytes from the files.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_weights`, except for NaN and infinity.
     """
     return sampled_hash(stored_weights(folder, config), dtype)
 
@@ -158,7 +146,8 @@ def _tensors(
     head = stored.pop(_HEAD, None) if config.tie_embeddings else None
     if head is not None:
         stored.setdefault(_EMBEDDING, head)
-    _check_complete(stored, wanted.values(), folder)
+    if not config.tie_embeddings and _HEAD not in stored and _EMBEDDING in stored:
+        raise ValueError(f"{folder}: no tensor {_HEAD!r}, though tie_word_embeddings is not true in config.json")
     check_tensors(stored, wanted, shapes, folder, "config.json")
     if head is not None:
         _check_tied(stored[_EMBEDDING], head)
@@ -173,28 +162,9 @@ def _open(folder: Path) -> dict[str, StoredTensor]:
         if not name.startswith(_TEXT) or name.endswith("rotary_emb.inv_freq"):
             continue
         if name in stored:
-            raise ValueError(f"{tensor}: also stored as {stored[name]}; one of them must go")
+            raise ValueError(f"{tensor}: also stored as {stored[name].name!r}")
         stored[name] = tensor
     return stored
-
-
-def _check_complete(stored: dict[str, StoredTensor], wanted: Collection[str], folder: Path) -> None:
-    """Raises a ValueError if a tensor is missing. It names the file that should hold it, or the index that lacks it."""
-    missing = sorted(set(wanted) - set(stored))
-    if not missing:
-        return
-    name, others = missing[0], [tensor for bare, tensor in stored.items() if bare != _HEAD]
-    if name != _HEAD:
-        name = (others[0].name.removesuffix(_bare_name(others[0].name)) if others else "model.") + name
-    where = folder / WEIGHTS_FILE
-    if not where.is_file():
-        where = folder / read_json(folder / INDEX_FILE)["weight_map"].get(name, INDEX_FILE)
-    found = ", ".join(tensor.name for tensor in list(stored.values())[:3]) or "none"
-    remedy = f"found {found}. A part of the files is missing, or config.json belongs to another model"
-    if missing == [_HEAD]:
-        remedy = "if the embedding is also the LM head, set tie_word_embeddings to true in config.json"
-    count = f"{len(missing)} of {len(wanted)} missing"
-    raise ValueError(f"{where}: missing tensor {name!r} ({count}) that config.json needs; {remedy}")
 
 
 def save_target(
@@ -211,8 +181,6 @@ def save_target(
     Args:
       dtype: dtype of the file. `weights` may have another.
       bos, eos: special tokens for `config.json`. A missing one is written as null, so that readers use no default.
-    Raises:
-      ValueError: if the family cannot express `config`, or a weight is missing, unexpected, misshapen or not finite.
     """
     dtype, folder, eos = checked_dtype(dtype), Path(folder), [int(token) for token in eos]
     values = format_config(config) | {"torch_dtype": dtype.name, "bos_token_id": bos}
@@ -226,25 +194,20 @@ def save_target(
     write_json(folder / "config.json", values)
 
 
-def read_eos(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
+def read_eos(folder: str | Path) -> tuple[int, ...]:
     """End tokens of a checkpoint, from `generation_config.json`, else `config.json`, else `tokenizer_config.json`.
 
-    Args:
-      tokenizer: converts the name in `tokenizer_config.json` to an id, by `token_to_id` or `convert_tokens_to_ids`.
-        Without it, the name is searched among the added tokens in the tokenizer's own files.
-    Returns:
-      The ids. Empty if the folder names none.
+    Empty if the folder names none.
     """
-    return _special_tokens(Path(folder), "eos_token", tokenizer)
+    return _special_tokens(Path(folder), "eos_token")
 
 
-def read_bos(folder: str | Path, tokenizer: Any = None) -> int | None:
+def read_bos(folder: str | Path) -> int | None:
     """The start token of a checkpoint, found in the same files as by `read_eos`. None if the folder names none.
 
     Prompts do not always begin with a start token that a configuration names: the tokenizer decides.
     """
-    found = _special_tokens(Path(folder), "bos_token", tokenizer)
-    return found[0] if found else None
+    return next(iter(_special_tokens(Path(folder), "bos_token")), None)
 
 
 def weights_hash(weights: Weights) -> str:
@@ -286,10 +249,7 @@ def check_num_layers(num_layers: int, stored: dict[str, StoredTensor], folder: P
     Without this check every layer would be traced to find the missing tensors.
     """
     if 0 < len(stored) < num_layers:
-        raise ValueError(
-            f"{folder}: {config} has {num_layers} layers, but there are only {len(stored)} tensors; the two belong to"
-            " different models"
-        )
+        raise ValueError(f"{folder}: {config} has {num_layers} layers, but there are only {len(stored)} tensors")
 
 
 def held_shapes(config: ModelConfig, vocab_size: int | None) -> dict[str, tuple[int, ...]]:
@@ -329,59 +289,43 @@ def _bare_name(name: str) -> str:
 def _weight_files(folder: Path) -> list[Path]:
     """`model.safetensors`, or the shards that its index names."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; give a local folder with a checkpoint")
+        raise FileNotFoundError(f"{folder}: no such folder")
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-        if pickles:
-            raise ValueError(
-                f"{folder}: holds {pickles[0]} but no {WEIGHTS_FILE}; pickles are never loaded, because they can run"
-                " code. Convert the checkpoint to safetensors (in transformers: save_pretrained)"
-            )
-        raise FileNotFoundError(f"{folder}: no checkpoint; expected {WEIGHTS_FILE} or {INDEX_FILE}")
-    weight_map = read_json(index).get("weight_map")
+        raise FileNotFoundError(f"{folder}: no {WEIGHTS_FILE} or {INDEX_FILE} (pickles are never loaded)")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: no weight_map; fetch the file again")
+        raise ValueError(f"{index}: no weight_map")
     files = sorted(set(map(str, weight_map.values())))
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"{index}: weight_map names {name!r}: expected a file of this folder")
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name}: no such file, though {INDEX_FILE} names it; fetch all shards")
+            raise FileNotFoundError(f"{folder / name}: no such file, though {INDEX_FILE} names it")
     return [folder / name for name in files]
 
 
 def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
     """Raises a ValueError if the head of a tied checkpoint is stored and is not its embedding."""
     if embedding is not head and (head.dtype not in head.readable or not are_equal(embedding, head)):
-        raise ValueError(
-            f"{head}: differs from {embedding.name!r}, though the model is tied; set tie_word_embeddings to false in"
-            " config.json"
-        )
+        raise ValueError(f"{head}: differs from {embedding.name!r}, though config.json has tie_word_embeddings=true")
 
 
-def _special_tokens(folder: Path, name: str, tokenizer: Any) -> tuple[int, ...]:
+def _special_tokens(folder: Path, name: str) -> tuple[int, ...]:
     for file in ("generation_config.json", "config.json"):
         path = folder / file
-        values = read_json(path) if path.exists() else {}
+        values = read_object(path) if path.exists() else {}
         for part in (values, values.get("text_config") or {}):
             ids = part.get(f"{name}_id") if isinstance(part, dict) else None
-            if ids is None:
-                continue
-            ids = tuple(ids) if isinstance(ids, list) else (ids,)
-            return take(tuple[Whole, ...], ids, f"{path}: {name}_id")
+            if ids is not None:
+                ids = tuple(ids) if isinstance(ids, list) else (ids,)
+                return take(tuple[Whole, ...], ids, f"{path}: {name}_id")
     path = folder / "tokenizer_config.json"
-    values = read_json(path) if path.exists() else {}
+    values = read_object(path) if path.exists() else {}
     token = values.get(name)
     token = take(str | None, token.get("content") if isinstance(token, dict) else token, f"{path}: {name}")
-    if token is None:
-        return ()
-    if tokenizer is not None:
-        look_up = getattr(tokenizer, "token_to_id", None) or tokenizer.convert_tokens_to_ids
-        found = look_up(token)
-        return () if found is None else (found,)
     return tuple(i for i, content in _added_tokens(folder, path, values) if content == token)[:1]
 
 
@@ -391,7 +335,7 @@ def _added_tokens(folder: Path, path: Path, values: dict[str, Any]) -> list[tupl
         added = [(int(i), str(t["content"])) for i, t in values.get("added_tokens_decoder", {}).items()]
         path = folder / "tokenizer.json"
         if path.exists():
-            added += [(int(t["id"]), str(t["content"])) for t in read_json(path).get("added_tokens", [])]
+            added += [(int(t["id"]), str(t["content"])) for t in read_object(path).get("added_tokens", [])]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: its added tokens cannot be read ({error!r}); fetch the file again") from error
+        raise ValueError(f"{path}: its added tokens cannot be read ({error!r})") from error
     return added

@@ -2,8 +2,7 @@
 
 It restricts only the last product of the drafter, to C hot tokens out of V: the rows of the target's LM head and
 `injector/bias`. Previous tokens, features and trees use the full vocabulary. A cold token is never drafted. If the
-target draws one, the draft is rejected and the round emits the target's token, so the text does not change. Read next:
-`train/frequent_tokens.py`, which chooses the hot tokens.
+target draws one, the draft is rejected and the round emits the target's token, so the text does not change.
 """
 
 from __future__ import annotations
@@ -101,11 +100,7 @@ def take_columns(weights: Weights, columns: Int[Array, "S"]) -> Weights:
 def checked_ids(
     draft_to_target: Sequence[int] | np.ndarray | Array, vocab_size: int, where: str = "draft_to_target"
 ) -> np.ndarray:
-    """The ids as int32 [C].
-
-    Raises:
-      ValueError: with `where` in the message, if they are not integers of the vocabulary in ascending order.
-    """
+    """The ids as int32 [C]."""
     ids = np.asarray(draft_to_target)
     if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{where} has shape {list(ids.shape)} and dtype {ids.dtype}: expected a list of token ids")
@@ -125,18 +120,12 @@ def restrict(
     """Restricts a trained drafter to a reduced draft vocabulary. The result lacks the rows of the head (`attach`).
 
     Its distribution is the old one, renormalised over the hot tokens. Nothing is trained again.
-
-    Raises:
-      ValueError: for ids that `checked_ids` refuses, or a token that is already cold.
     """
     ids = checked_ids(draft_to_target, config.vocab_size)
     old_ids = weights.get("draft_to_target")
     columns, is_hot = to_columns(old_ids, jnp.asarray(ids))
     if not bool(is_hot.all()):
         cold = ids[~np.asarray(is_hot)][0]
-        raise ValueError(
-            f"draft_to_target holds token {cold}, which is not among the drafter's {config.reduced_vocab_size} hot"
-            " tokens"
-        )
+        raise ValueError(f"draft_to_target holds token {cold}, which the drafter of {config.kind!r} cannot draft")
     kept = take_columns({name: part for name, part in weights.items() if name != "head"}, columns)
     return dataclasses.replace(config, reduced_vocab_size=len(ids)), {**kept, "draft_to_target": jnp.asarray(ids)}

@@ -23,7 +23,7 @@ from hsd_jax.config import (
     RopeConfig,
     Theta,
 )
-from hsd_jax.host import files
+from hsd_jax.host.files import read_object
 from hsd_jax.settings import Count, OneOf, Positive, PositiveShare, Whole
 
 _EVERYWHERE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10_000.0}
@@ -128,32 +128,10 @@ def _read_keys(kind: type, values: dict[str, Any], where: str, section: str = ""
     return settings.read(kind, {key: value for key, value in values.items() if key in names}, where, section)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-      FileNotFoundError: if the folder or the file is missing.
-      ValueError: if the file does not hold a JSON object.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent}: no such folder; give a local folder with a checkpoint")
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; a checkpoint folder holds {path.name}")
-    values = files.read_json(path)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values
-
-
 def read_config(folder: str | Path) -> ModelConfig:
-    """The architecture in a folder's `config.json`.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if this library cannot run the model. It names the key, its value and the allowed ones.
-    """
+    """The architecture in a folder's `config.json`. A ValueError names the key, its value and the allowed ones."""
     path = Path(folder) / "config.json"
-    return parse_config(read_json(path), str(path))
+    return parse_config(read_object(path), str(path))
 
 
 def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
@@ -173,10 +151,6 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
     num_heads = keys.num_attention_heads
     num_kv_heads = keys.num_key_value_heads or num_heads
     head_dim = keys.head_dim or keys.hidden_size // num_heads
-    if num_heads % num_kv_heads:
-        raise ValueError(f"{where}: num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
-    if head_dim % 2 or not head_dim:
-        raise ValueError(f"{where}: head_dim={head_dim}: must be even for rotary embedding")
     if is_gemma and keys.query_pre_attn_scalar is None:
         raise ValueError(f"{where}: query_pre_attn_scalar=None: allowed are finite numbers above 0")
     window, layer_types = _sliding(keys, family, where)
@@ -220,8 +194,7 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
 def format_config(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` object of a configuration, without special tokens and the dtype of the weights.
 
-    Raises:
-      ValueError: if the family `config.model_type` cannot express the configuration.
+    A ValueError names what the family `config.model_type` cannot express.
     """
     family = config.model_type
     if family not in _FAMILIES:

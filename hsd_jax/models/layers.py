@@ -1,7 +1,6 @@
 """The linen layers that target and drafter share: products, norms, rotary embedding, attention, MLP, block.
 
 Weights are stored [out, in] as in Hugging Face files. `kernels/ops.py` chooses the implementation of each operation.
-Read next: `target.py`.
 """
 
 from __future__ import annotations

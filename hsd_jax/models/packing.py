@@ -2,7 +2,7 @@
 
 A packed kernel groups queries, keys and values by key/value head, so that a mesh splits it in the same way as heads.
 The layers (`layers.py`) read both forms. Training and the CPU kernels, which take several kernels per call, use
-unpacked weights. Read next: `host/sharding.py`, which has a row for each packed weight.
+unpacked weights.
 """
 
 from __future__ import annotations

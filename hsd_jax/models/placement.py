@@ -1,7 +1,6 @@
 """Decides how weights are held: the device of each slice, the dtype, quantization, and whether they fit into memory.
 
-A tensor is assembled from the slices of its devices, so no device ever holds more than its own slice. Read next:
-`tensor_files.py`, which reads the slices.
+A tensor is assembled from the slices of its devices, so no device ever holds more than its own slice.
 """
 
 from __future__ import annotations
@@ -76,8 +75,6 @@ class Placement:
           floats: shapes and dtypes of the weights before quantization.
           heads: as in `shardings`.
           what: the start of the error message.
-        Raises:
-          ValueError: with the bytes needed and free on a device, or on the host if the host holds them.
         """
         shardings, largest, needed = self.shardings(floats, heads), 0, 0
         weights: dict[str, Any] = flatten_dict(floats, sep=".")
@@ -102,8 +99,6 @@ def check_free(mesh: Mesh | None, needed: int, what: str, advice: str) -> None:
     Args:
       needed: bytes on each device.
       what, advice: start and end of the error message.
-    Raises:
-      ValueError: with the bytes needed and free on a device, or on the host if its devices are CPUs.
     """
     devices = _devices(mesh)
     on_host = devices[0].platform == "cpu"
@@ -111,10 +106,7 @@ def check_free(mesh: Mesh | None, needed: int, what: str, advice: str) -> None:
     free = _free_on_host() if on_host else _free_on_devices(devices)
     if free is not None and needed > free:
         where = "this machine" if on_host else f"each of {len(devices)} devices"
-        raise ValueError(
-            f"{what} {needed / 1e9:.2f} GB ({needed} bytes) on {where}, where {free / 1e9:.2f} GB ({free} bytes) are"
-            f" free. {advice}"
-        )
+        raise ValueError(f"{what} {needed / 1e9:.2f} GB on {where}, where {free / 1e9:.2f} GB are free. {advice}")
 
 
 def assemble(

@@ -3,7 +3,7 @@
     g = LayerNorm(W_mix [h; m; l]),   a -> W_down((W_up a + W_steer g) * act(W_gate a))
 
 W_mix is initialised to the sum of the states and W_steer to zeros, so untrained steering does not change the model
-(Berdoz et al., arXiv:2511.09844). Read next: `drafters/steered`.
+(Berdoz et al., arXiv:2511.09844).
 """
 
 from __future__ import annotations

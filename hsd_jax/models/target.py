@@ -2,7 +2,7 @@
 
 The fields of `ModelConfig` make it a Llama 2/3, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3. A pass computes N nodes per
 row, which see the committed cache and each other under any mask: a causal mask in prefill and training, the ancestor
-mask in verification. A pass never writes to the cache (`cache.py`). Read next: `infer/step.py`.
+mask in verification. A pass never writes to the cache (`cache.py`).
 """
 
 from __future__ import annotations

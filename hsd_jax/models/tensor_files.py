@@ -99,17 +99,14 @@ def open_all(files: list[Path]) -> list[StoredTensor]:
     for file in files:
         size = file.stat().st_size
         if size == 0:  # an empty file cannot be mapped
-            raise ValueError(f"{file}: empty; fetch the file again")
+            raise ValueError(f"{file}: empty")
         try:
             with safe_open(file, framework="np") as handle:
                 for name in handle.keys():  # noqa: SIM118
                     facts = handle.get_slice(name)
                     tensors.append(Safetensor(file, name, tuple(facts.get_shape()), facts.get_dtype()))
         except SafetensorError as error:
-            raise ValueError(
-                f"{file}: not a complete safetensors file ({error}; {size} bytes found). It may be a truncated download"
-                " or a Git LFS pointer. Fetch it again"
-            ) from error
+            raise ValueError(f"{file}: not a complete safetensors file ({error}; {size} bytes found)") from error
     return tensors
 
 
@@ -157,8 +154,7 @@ def _read(
 
 def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
     if not is_finite:
-        raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}, expected finite numbers; the file is damaged"
-                         " or its numbers need a wider dtype")  # fmt: skip
+        raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}")
 
 
 @functools.lru_cache(maxsize=64)
@@ -179,24 +175,14 @@ def sample(tensor: StoredTensor, stride: int, dtype: np.dtype) -> np.ndarray:
 def _check_names(found: Iterable[str], expected: Iterable[str], where: str, config: str) -> None:
     found, expected = set(found), set(expected)
     missing, extra = sorted(expected - found), sorted(found - expected)
-    if missing:
-        raise ValueError(
-            f"{where}: missing tensor {missing[0]!r} ({len(missing)} of {len(expected)} missing) that {config} needs;"
-            f" found {', '.join(sorted(found)[:3]) or 'none'}. The files or {config} belong to another model"
-        )
-    if extra:
-        raise ValueError(
-            f"{where}: tensor {extra[0]!r} ({len(extra)} in all) is not part of the model of {config}, which has"
-            f" {len(expected)} tensors; {config} belongs to another model"
-        )
+    if missing or extra:
+        fault, names = ("missing", missing) if missing else ("unexpected", extra)
+        raise ValueError(f"{where}: {fault} tensor {names[0]!r} ({len(names)} in all) for the model of {config}")
 
 
 def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: str, config: str) -> None:
     if tuple(found) != expected:
-        raise ValueError(
-            f"{where}: found shape {list(found)}, expected {list(expected)} from {config}; the two belong to"
-            " different models"
-        )
+        raise ValueError(f"{where}: found shape {list(found)}, expected {list(expected)} from {config}")
 
 
 def check_tensors(
@@ -243,8 +229,6 @@ def load_tree(
       heads: numbers of query heads and of key/value heads, which a mesh never splits.
       held_shapes: the shape of the result for each of our paths. It may have fewer rows than the file, or further rows,
         which are zeros. None: `shapes`.
-    Raises:
-      ValueError: as `check_tensors`. Also for too little memory, and for NaN or infinity.
     """
     check_tensors(stored, wanted, shapes, where, config, ids)
     held, shapes = placement.held_dtype(dtype), held_shapes or shapes
@@ -298,9 +282,6 @@ def store_tree(
     Args:
       name: converts our path of a weight to its name in the file.
       ids: as in `load_tree`.
-    Raises:
-      ValueError: if a weight is missing, unexpected, misshapen or not finite.
-      OSError: naming the file, if it cannot be written.
     """
     flat, tensors = checked_weights(weights, shapes), {}
     for key, array in flat.items():

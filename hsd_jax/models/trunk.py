@@ -3,7 +3,7 @@
 It reads the target's features of committed positions and gives K states. A recurrent trunk maps a state that predicts
 position t to one that predicts t + 1 (Lyanna, arXiv:2602.21224). It reads no token, or in EAGLE the embedding of a
 drafted token. A parallel trunk gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
-1.4). Read next: the packages that use it, `drafters/hidden/` and `drafters/eagle/`.
+1.4).
 """
 
 from __future__ import annotations
@@ -254,19 +254,13 @@ def base_logits(
     """Logits of all states through the target's LM head, in one product.
 
     With a reduced draft vocabulary, the rows that `draft_vocab.attach` copied from the target's head replace the head.
-
-    Raises:
-      ValueError: if these rows were not attached.
     """
     norm = weights["output_norm"]["weight"]
     normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
     if config.reduced_vocab_size is None:
         return lm_head(target_weights, target_config, normed)
     if "head" not in weights:
-        raise ValueError(
-            "a drafter with a reduced draft vocabulary lacks its rows of the target's head: models.draft_vocab.attach"
-            " them"
-        )
+        raise ValueError("a drafter with a reduced draft vocabulary lacks its rows of the target's head (`attach`)")
     return logits_of_rows(weights["head"], target_config, normed)
 
 

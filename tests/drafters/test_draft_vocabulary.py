@@ -184,7 +184,7 @@ def test_a_reduced_vocabulary_can_be_cut_down_further():
     assert config.reduced_vocab_size == len(HOT[::2]) and weights["draft_to_target"].tolist() == HOT[::2].tolist()
     np.testing.assert_array_equal(weights["injector"]["bias"], full["injector"]["bias"][HOT[::2]])
     assert "head" not in weights
-    with pytest.raises(ValueError, match=rf"token {COLD[0]}.* {len(HOT)} "):
+    with pytest.raises(ValueError, match=f"token {COLD[0]}"):
         draft_vocab.restrict(setup.drafter_config, setup.models["drafter"], np.array([0, COLD[0]]))
 
 

@@ -202,6 +202,6 @@ def test_another_vocabulary_is_refused(tmp_path):
         hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small")
     with pytest.raises(ValueError, match=r"TreeConfig\.branching=\(25,\): .*1 to .*24"):
         small_lm_drafter(config, SmallLMConfig(**vars(config)), TreeConfig(branching=(25,)))
-    with pytest.raises(ValueError, match=r"nodes=12, depth=3, width=3"):
+    with pytest.raises(ValueError, match="nodes=12"):
         tree, scheme = TreeConfig(nodes=12, depth=3, width=3), DrawScheme.WITHOUT_REPLACEMENT
         small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=scheme)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from concurrent.futures import Future
 
 import pytest
 
@@ -34,30 +33,3 @@ def test_what_takes_longer_is_named_and_ended():
     assert running.is_set()
     threads[0].join(10)
     assert not threads[0].is_alive()
-
-
-def test_what_waits_outside_of_python_ends_with_its_wait():
-    end, threads = threading.Event(), []
-
-    def waits():
-        threads.append(threading.current_thread())
-        end.wait()
-
-    with pytest.raises(TimeoutError, match=r"0\.05 seconds"):
-        deadline.within(0.05, waits)
-    assert threads[0].is_alive()
-    end.set()
-    threads[0].join(10)
-    assert not threads[0].is_alive()
-
-
-def test_what_ends_as_the_time_does_is_not_lost(monkeypatch):
-    class Late(Future):
-        def result(self, timeout=None):
-            if timeout is None:
-                return super().result()
-            super().result()
-            raise TimeoutError
-
-    monkeypatch.setattr(deadline, "Future", Late)
-    assert deadline.within(0.05, lambda: 3) == 3

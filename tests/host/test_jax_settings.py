@@ -23,7 +23,7 @@ def setting(request):
 
 def test_load_and_train_refuse_it(setting, tmp_path):
     for call in (lambda: hsd_jax.load("demo"), lambda: run.train(None, [], tmp_path / "run", None)):
-        with pytest.raises(ValueError, match=f"{setting}=.*{REFUSED[setting][2]!r}.*{setting.upper()}"):
+        with pytest.raises(ValueError, match=f"{setting}=.*{setting.upper()}.*{REFUSED[setting][2]!r}"):
             call()
     assert not (tmp_path / "run").exists()
 

@@ -56,24 +56,6 @@ def test_what_is_no_program_does_not_drop_programs_at_every_call(process):
         assert process.num_cleared == wanted
 
 
-def test_without_a_new_program_nothing_is_read(process):
-    process.maps(10)
-    programs.make_room()
-    programs.MAPS.unlink()
-    process.maps(99)
-    programs.make_room()
-    assert process.num_cleared == 0
-    compile_one()
-    programs.make_room()
-    assert process.num_cleared == 1
-
-
-def test_where_the_system_has_no_such_files_programs_stay(process):
-    programs.MOST_MAPS.unlink()
-    programs.make_room()
-    assert process.num_cleared == 0
-
-
 def test_a_call_and_a_session_make_room_first(process):
     compile_one()
     process.maps(51)

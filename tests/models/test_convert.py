@@ -9,10 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +28,10 @@ from hsd_jax.drafters.table import init_drafter
 from hsd_jax.kernels import native
 from hsd_jax.models import convert
 from hsd_jax.models.cache import commit, empty_cache
-from hsd_jax.models.hf_config import format_config, parse_config
+from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import forward, forward_sequence, init_target
 
 REPOSITORY = Path(__file__).parents[2]
-REAL = Path(__file__).parents[3] / "shared" / "models" / "tinystories-656k"
 NUM_TOKENS = 24
 
 SIZES = {
@@ -253,35 +248,6 @@ def test_saved_target_loads_in_transformers(torch_checkpoint, tmp_path, case):
     np.testing.assert_array_equal(torch_logits(tmp_path, tokens), expected)
 
 
-@pytest.mark.hf
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"no {REAL}")
-def test_real_checkpoint_equals_transformers():
-    pytest.importorskip("torch")
-    tokens = random_tokens(2048)
-    check_parity(REAL, tokens, torch_logits(REAL, tokens))
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"no {REAL}")
-def test_real_checkpoint_reads_from_its_alias():
-    config = convert.read_config(REAL)
-    weights = convert.read_weights(REAL, config, "bfloat16")
-    assert "head" not in weights and weights["embedding"].shape == (2048, 128)
-    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
-    assert convert.read_eos(REAL) == (2,) and convert.read_bos(REAL) == 1
-
-
-@pytest.mark.hf
-def test_sharded_checkpoint_equals_single_file(torch_checkpoint, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    folder, _, _ = torch_checkpoint("gemma2")
-    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1 and not (tmp_path / "model.safetensors").exists()
-    config = convert.read_config(folder)
-    assert convert.read_config(tmp_path) == config
-    assert same_tree(convert.read_weights(folder, config), convert.read_weights(tmp_path, config))
-
-
 def test_shards_give_the_weights_of_one_file(saved, weights):
     """Three files and an index, in the order of the names or not."""
     tensors = load_file(saved / "model.safetensors")
@@ -293,27 +259,6 @@ def test_shards_give_the_weights_of_one_file(saved, weights):
     (saved / "model.safetensors.index.json").write_text(json.dumps(index))
     assert same_tree(convert.read_weights(saved, MODEL), weights)
     assert convert.stored_hash(saved, MODEL) == convert.weights_hash(weights)
-
-
-@pytest.mark.slow  # the other tests run where torch is not installed
-def test_loads_where_torch_cannot_be_imported(saved, weights):
-    code = f"""
-import sys
-sys.modules["torch"] = None
-import jax, numpy as np
-from hsd_jax.models.convert import read_config, read_weights
-from hsd_jax.models.target import forward_sequence
-config = read_config({str(saved)!r})
-weights = read_weights({str(saved)!r}, config, "bfloat16")
-run = jax.jit(forward_sequence, static_argnums=1, compiler_options={QUICK})
-logits = run(weights, config, np.ones((1, 2), np.int32)).logits
-assert logits.shape == (1, 2, 61) and np.isfinite(logits).all()
-print("loaded")
-"""
-    convert.save_target(saved, MODEL, weights, "bfloat16")
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "loaded", done.stderr
 
 
 # Configurations
@@ -445,18 +390,16 @@ def test_config_agrees_with_transformers(tmp_path, name, style):
     [
         ({"model_type": "mamba"}, "'mamba'.*llama, mistral"),
         ({"model_type": "gemma3"}, "text_config"),
-        ({"hidden_size": "64"}, "hidden_size='64': .*integer"),
+        ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"vocab_size": "drop"}, "'vocab_size'"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7"),
-        ({"hidden_act": "relu"}, "'relu'.*'silu'.*'gelu_pytorch_tanh'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'default', 'linear'.*'llama3'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+        ({"hidden_act": "relu"}, "'relu'.*'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'llama3'"),
         ({"rope_scaling": {"type": "linear"}}, "factor=None"),
         ({"rope_parameters": {FULL: {"rope_type": "linear"}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"model_type": "gemma2", "layer_types": [FULL, "chunked_attention"] * 4}, "'chunked_attention'"),
-        ({"model_type": "gemma2", "layer_types": [SLIDING]}, " 1 "),
+        ({"model_type": "gemma2", "layer_types": [SLIDING]}, "layer_types"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
@@ -471,8 +414,6 @@ def test_bad_config_is_named(tmp_path, changes, message):
 
 
 def test_config_file_missing_or_damaged(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"meta-llama|nowhere"):
-        convert.read_config(tmp_path / "meta-llama")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         convert.read_config(tmp_path)
     for text in ("{", "[1]", "\xff", "[" * 100_000):
@@ -481,9 +422,7 @@ def test_config_file_missing_or_damaged(tmp_path):
             convert.read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"qk_norm": True}, {"model_type": "gpt2"}, {"output_bias": True}, {"model_type": "gemma2"}]
-)
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"model_type": "gpt2"}])
 def test_inexpressible_config_is_not_saved(tmp_path, weights, changes):
     with pytest.raises(ValueError, match=r"ModelConfig\."):
         convert.save_target(tmp_path, dataclasses.replace(MODEL, **changes), weights)
@@ -538,31 +477,26 @@ def test_storage_dtypes(tmp_path, weights):
 # Weights: bad input
 
 
-def nan_in(name):
-    return lambda t: t[name].__setitem__((0, 0), np.nan)
-
-
 NORM, KEY = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(KEY), r"model\.safetensors: .*'model.layers.1.self_attn.k_proj.weight'"),
+        (lambda t: t.pop(KEY), "'layers.1.self_attn.k_proj.weight'"),
         (lambda t: t.update({KEY: t[KEY].T.copy()}), r"k_proj.*\[32, 16\].*\[16, 32\]"),
         (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[KEY]}), r"layers\.2\.mlp"),
         (lambda t: t.update({"layers.1.self_attn.k_proj.weight": t[KEY].copy()}), "k_proj"),
         (lambda t: t.update({KEY: t[KEY].astype(np.int8)}), "k_proj.*I8"),
-        (nan_in(KEY), "k_proj.*NaN"),
         (lambda t: t[NORM].__setitem__(0, np.inf), "input_layernorm.*infinity"),
-        (lambda t: t.pop("lm_head.weight"), r"model\.safetensors: .*'lm_head.weight'.*tie_word_embeddings to true"),
-        (lambda t: t.clear(), "none"),
+        (lambda t: t.pop("lm_head.weight"), "'lm_head.weight'.*tie_word_embeddings"),
+        (lambda t: t.clear(), "missing"),
     ],
 )
 def test_bad_tensor_is_named(saved, change, message):
     edit_tensors(saved / "model.safetensors", change)
     reads = [convert.read_weights]
-    if not message.endswith(("NaN", "infinity")):  # a sample of the numbers is hashed
+    if not message.endswith("infinity"):  # a sample of the numbers is hashed
         reads.append(convert.stored_hash)
     for read in reads:
         with pytest.raises(ValueError, match=message) as raised:
@@ -573,52 +507,37 @@ def test_bad_tensor_is_named(saved, change, message):
 def test_damaged_files(saved):
     path = saved / "model.safetensors"
     whole = path.read_bytes()
-    for data, message in [
-        (whole[:-100], "safetensors"),
-        (whole[:20], "safetensors"),
-        (b"", "empty"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        (struct.pack("<Q", 2) + b"[]", "safetensors"),
-    ]:
+    for data in (whole[:-100], whole[:20], b"", b"version https://git-lfs.github.com/spec/v1\n"):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=message) as raised:
+        with pytest.raises(ValueError, match=r"model\.safetensors: "):
             convert.read_weights(saved, MODEL)
-        assert str(path) in str(raised.value)
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"meta-llama|nowhere"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         convert.read_weights(tmp_path / "nowhere", MODEL)
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
-        convert.read_weights(tmp_path, MODEL)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="pickle"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors .*pickles"):
         convert.read_weights(tmp_path, MODEL)
 
 
-def test_bad_index(saved, weights):
-    index = saved / "model.safetensors.index.json"
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        ({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}, FileNotFoundError, r"b\.safetensors"),
+        ({"weight_map": {"x": "../a.safetensors"}}, ValueError, r"\.\./a\.safetensors"),
+        ({}, ValueError, "weight_map"),
+    ],
+)
+def test_bad_index(saved, content, kind, message):
     (saved / "model.safetensors").rename(saved / "a.safetensors")
-    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    assert same_tree(convert.read_weights(saved, MODEL), weights)
-    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"b\.safetensors"):
-        convert.read_weights(saved, MODEL)
-    index.write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
-    with pytest.raises(ValueError, match=r"\.\./a\.safetensors"):
-        convert.read_weights(saved, MODEL)
-    edit_tensors(saved / "a.safetensors", lambda t: t.pop(KEY))
-    for weight_map, where in (({"x": "a.safetensors"}, index.name), ({KEY: "a.safetensors"}, r"/a\.safetensors")):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(ValueError, match=rf"{where}: .*'{KEY}'"):
-            convert.stored_hash(saved, MODEL)
-    index.write_text("{}")
-    with pytest.raises(ValueError, match="weight_map"):
+    (saved / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(kind, match=message):
         convert.read_weights(saved, MODEL)
 
 
 def test_bad_dtype_and_overflow(saved, weights):
-    for dtype in ("int8", "float64", "half-ish", None):
+    for dtype in ("int8", "float64", None):
         with pytest.raises(ValueError, match="float32, bfloat16, float16"):
             convert.read_weights(saved, MODEL, dtype)
     large = dict(weights, head=weights["head"].at[0, 0].set(1e30))
@@ -650,12 +569,6 @@ def test_special_tokens_by_precedence(tmp_path):
     assert convert.read_eos(tmp_path) == ()
     write("tokenizer.json", added_tokens=[{"id": 5, "content": "<s>"}, {"id": 6, "content": "</s>"}])
     assert convert.read_eos(tmp_path) == (6,) and convert.read_bos(tmp_path) == 5
-
-    class Tokenizer:
-        def token_to_id(self, token):
-            return {"</s>": 8}.get(token)
-
-    assert convert.read_eos(tmp_path, Tokenizer()) == (8,) and convert.read_bos(tmp_path, Tokenizer()) is None
     write("config.json", model_type="gemma3", text_config={"eos_token_id": 1}, bos_token_id=2)
     assert convert.read_eos(tmp_path) == (1,) and convert.read_bos(tmp_path) == 2
     write("generation_config.json", eos_token_id=[1, 106])
@@ -691,15 +604,6 @@ def test_hash_is_stable_across_versions():
     assert convert.weights_hash(tree) == "62effc5afa5614dc3ff4a294ef9df66f96c82b8de6a0a0772b9296ba34e3f427"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafter_round_trip(tmp_path, dtype):
-    weights = jax.tree.map(lambda x: np.asarray(x).astype(dtype), random_weights(init_drafter, DRAFTER))
-    drafter_files.save_drafter(tmp_path / "drafter", DRAFTER, weights, dtype)
-    config, read = drafter_files.read_drafter(tmp_path / "drafter", dtype)
-    assert config == DRAFTER and same_tree(read, weights)
-    assert sorted(p.name for p in (tmp_path / "drafter").iterdir()) == ["drafter.safetensors", "drafter_config.json"]
-
-
 def test_bad_drafter_files(tmp_path):
     drafter_files.save_drafter(tmp_path, DRAFTER, random_weights(init_drafter, DRAFTER))
     config, file = tmp_path / "drafter_config.json", tmp_path / "drafter.safetensors"
@@ -713,10 +617,6 @@ def test_bad_drafter_files(tmp_path):
 
     file.write_bytes(whole[:-10])
     expect(r"drafter\.safetensors")
-    edit_tensors(file, lambda t: t.pop("injector.bias"))
-    expect(r"drafter\.safetensors: .*'injector.bias'")
-    edit_tensors(file, lambda t: t["injector.bias"].__setitem__((0, 0), np.nan))
-    expect("injector.bias.*NaN")
     edit_json(config, rank=16)
     expect(r"injector.*\[61, 8\].*\[61, 16\]")
     edit_json(config, rank="8")
@@ -724,13 +624,9 @@ def test_bad_drafter_files(tmp_path):
     edit_json(config, colour=1)
     expect("'colour'")
     edit_json(config, kind="drop")
-    expect("kind=None: .*'hidden'")
-    edit_json(config, hidden_size="drop")
-    expect("'hidden_size'")
+    expect("kind=None")
     file.unlink()
     expect(r"drafter\.safetensors", FileNotFoundError)
-    config.unlink()
-    expect(r"drafter_config\.json", FileNotFoundError)
 
 
 def test_drafter_of_another_target():
@@ -754,15 +650,8 @@ def test_drafter_of_another_target():
     assert "could not be compared" not in str(found[0].message)
     with pytest.warns(UserWarning, match="could not be compared"):
         check(DRAFTER, False, vocabulary="a" * 64)
-    with pytest.warns(UserWarning, match="no tokenizer"):
+    with pytest.warns(UserWarning, match="could not be compared"):
         check(knows, False)
     with pytest.raises(ValueError, match=r"a{12}.*b{12}"):
         check(knows, False, vocabulary="b" * 64)
     assert repr(knows) == repr(DRAFTER), "by which records of `tune` know a drafter"
-
-
-def test_parse_config_leaves_its_input_alone():
-    values = {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2}
-    before = json.dumps(values)
-    parse_config(values, "here")
-    assert json.dumps(values) == before

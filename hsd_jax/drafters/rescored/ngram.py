@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax import settings
 from hsd_jax.drafters.rescored.config import NgramConfig
-from hsd_jax.host.files import write_json
-from hsd_jax.models.hf_config import read_json
+from hsd_jax.host.files import read_object, write_json
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import load_tree, open_all, store_tree
 from hsd_jax.types import Weights
@@ -47,7 +46,7 @@ def save_ngram(folder: str | Path, config: NgramConfig, weights: Weights) -> Non
 def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramConfig, Weights]:
     """Reads what `save_ngram` wrote."""
     folder = Path(folder)
-    config = settings.read(NgramConfig, read_json(folder / NGRAM_CONFIG), str(folder / NGRAM_CONFIG))
+    config = settings.read(NgramConfig, read_object(folder / NGRAM_CONFIG), str(folder / NGRAM_CONFIG))
     file = folder / NGRAM_FILE
     stored = {tensor.name: tensor for tensor in open_all([file])}
     names, dtype = {name: name for name in _shapes(config)}, np.dtype(np.float32)

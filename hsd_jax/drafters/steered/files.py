@@ -14,10 +14,9 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.small_lm import drafting_model
 from hsd_jax.drafters.steered.config import Layer, SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
-from hsd_jax.host.files import write_json
+from hsd_jax.host.files import read_object, write_json
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.convert import shapes_of
-from hsd_jax.models.hf_config import read_json
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import load_tree, open_all, store_tree
 from hsd_jax.settings import Count
@@ -48,7 +47,7 @@ def read_stored(folder: Path) -> SteeringFields | None:
     """The steering configuration in a folder; None if the model there is not steered."""
     if not any((folder / name).is_file() for name in (STEERING_CONFIG, STEERING_FILE)):
         return None
-    return settings.read(SteeringFields, read_json(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
+    return settings.read(SteeringFields, read_object(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
 
 
 def load_steered(
