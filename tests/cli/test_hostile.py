@@ -353,7 +353,8 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, ca
     assert not path.exists()
 
 
-def test_a_file_that_is_being_written(tmp_path):
+def test_a_file_that_is_being_written(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(options, "load_params", None)
     out = tmp_path / "own.jsonl"
     arguments = ["--target", folders / "target", "--prompts", folders / "text.txt", "--out", out]
     with lock.held(lock.beside(out)):
