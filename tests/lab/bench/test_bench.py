@@ -255,7 +255,7 @@ def test_spec_bench_is_asked_through_the_chat_template(tmp_path, tokenizer):
     [
         ({"category": "poetry", "turns": ["a"]}, ":1: category 'poetry'"),
         ({"category": "qa"}, ":1: turns.*None"),
-        ({"category": "qa", "turns": []}, r":1: turns.*\[\]"),
+        ({"category": "qa", "turns": []}, r":1: turns"),
         (None, "no prompt"),
     ],
 )
