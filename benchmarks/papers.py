@@ -367,7 +367,7 @@ def main() -> None:
         measured = speeds({name: folders[0] for name, folders in found.items()}, arms, comparison, args)
         tables += report.tables_of(measured)
         foot += report.footer(measured, report.NOTE)
-    report.write_pages(tables, foot, args.out / "table.md")
+    report.show(tables, foot, args.out / "table.md")
 
 
 if __name__ == "__main__":

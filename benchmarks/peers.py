@@ -620,7 +620,7 @@ def run(args: argparse.Namespace) -> int:
         options.refuse(args, "--spec-bench: it says what is asked", "prompts", "half", "skip_bad_lines")
         room = max_len - args.max_new_tokens
         by_task = spec_bench(args.spec_bench, args.limit or 20, tokenizer)
-        by_task = {task: short_enough(own, tokenizer, room, options.say) for task, own in by_task.items()}
+        by_task = {task: short_enough(own, tokenizer, room) for task, own in by_task.items()}
         sizes = {task: len(own) for task, own in by_task.items()}
         found = [prompt for own in by_task.values() for prompt in own]
     else:

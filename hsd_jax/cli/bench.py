@@ -96,9 +96,7 @@ def run(args: argparse.Namespace) -> int:
         run = experiment.Experiment(work, modes, tasks, args.temperatures, args.batch, named, args.stages)
         record = run.run(None if args.out is None else args.out / "bench.json")
         tables, foot = report.tables_of(record), report.footer(record, report.NOTE)
-        if args.out is None:
-            report.show(tables, foot)
-        else:
-            report.write_pages(tables, foot, args.out / "bench.md")
+        report.show(tables, foot, args.out and args.out / "bench.md")
+        if args.out is not None:
             report.plot(record, args.out / "bench.png")
     return experiment.status(record)

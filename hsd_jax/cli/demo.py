@@ -23,9 +23,8 @@ def add_parser(commands) -> None:
         run,
         "answer a few prompts with plain and with speculative decoding",
         "Answer six questions with SmolLM2 and its drafter, each with plain and with speculative decoding. The\n"
-        "texts are streamed. A table then shows tau, the speeds and the time of each stage of a round. If SmolLM2\n"
-        "is not installed, or with --target demo, the bundled pair continues a dozen dialogues and maths\n"
-        "problems.",
+        "texts are streamed. A table then shows tau and the speeds. If SmolLM2 is not installed, or with --target\n"
+        "demo, the bundled pair continues a dozen dialogues and maths problems.",
         """
 hsd demo
 hsd demo --target demo --max-new-tokens 64
@@ -37,7 +36,6 @@ hsd demo --precision exact --temperature 0.8
     add_value(parser, "--drafter NAME", str, "the drafter, as hsd generate takes it", without="the target's own")
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
     add_value(parser, "--temperature T", options.TEMPERATURE, "0 is greedy", 0.0)
-    add_value(parser, "--repeats R", COUNT, "timed runs; only the first is shown", 1)
     add_value(parser, "--limit N", COUNT, "first N prompts only", without=f"{SHOWN} for a chat model, else all")
     options.add_dtype_argument(parser)
     options.add_precision_argument(parser)
@@ -48,10 +46,8 @@ hsd demo --precision exact --temperature 0.8
 
 def run(args: argparse.Namespace) -> int:
     """Answers all prompts with plain and with speculative decoding, and prints the table."""
-    from hsd_jax.lab.bench import demo, profile, prompts
+    from hsd_jax.lab.bench import demo, prompts
     from hsd_jax.lab.bench.machine import model_record
-    from hsd_jax.planning.measure import Mode
-    from hsd_jax.request import Speculation
 
     start = time.perf_counter()
     if args.target is None:
@@ -69,15 +65,9 @@ def run(args: argparse.Namespace) -> int:
         f" {shape}; compiling (the first time takes a while)"
     )
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "tree": tree}
-    rows = [demo.answer_prompt(params, prompt, settings, args.repeats, prompt is found[0]) for prompt in found]
-    chosen = rows[-1]["plan"].tree
-    stages = None
-    if chosen is not None:
-        first, mode = found[0].tokens(params.tokenizer), Mode("demo", params, Speculation(chosen))
-        options.say(f"timing the stages of tree {chosen.name}")
-        stages = profile.profile_mode(mode, first, args.max_new_tokens, args.temperature)
+    rows = [demo.answer_prompt(params, prompt, settings, prompt is found[0]) for prompt in found]
     print()
-    demo.print_demo(rows, stages)
+    demo.print_demo(rows)
     options.say(f"done in {time.perf_counter() - start:.0f} s")
     return 0
 

@@ -178,7 +178,7 @@ def test_ctrl_c_ends_with_130(folders, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_demo_compares_sampled_text_with_that_of_plain_decoding(capsys):
-    short = ["--limit", "1", "--repeats", "1", "--max-new-tokens", "24", "--temperature", "1", "--precision", "exact"]
+    short = ["--limit", "1", "--max-new-tokens", "24", "--temperature", "1", "--precision", "exact"]
     assert hsd("demo", "--target", "demo", *short) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "restaurant" in line and "│" in line)
     assert "yes" in row

@@ -7,9 +7,8 @@ import json
 
 import pytest
 from support import command_line
-from support.command_line import both, hsd
+from support.command_line import hsd
 
-import hsd_jax
 from hsd_jax.lab.bench import prompts
 from hsd_jax.train import data, documents, records, responses
 
@@ -162,15 +161,6 @@ def test_every_command_refuses_or_skips_a_bad_record(folders, tmp_path, monkeypa
     code, said = hsd(*given, "--skip-bad-lines"), capsys.readouterr().err
     assert f"skipped {path}, record 2: " in said and " 1 of 3 " in said
     assert code == 0 if "tokenizer --v" in command else code == 2 and "error: all is read" in said
-
-
-def test_files_are_refused_before_models_are_read(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hsd_jax, "load", lambda *args, **kwargs: pytest.fail("read a model"))
-    path = write(tmp_path / "a.csv", "prompt\nhi\n")
-    (tmp_path / "methods.yaml").write_text("a: {}")
-    for named in (path, f"chat={path}"):
-        assert hsd("bench", *both(folders), "--prompts", named) == 2
-        assert f"error: {path}: " in capsys.readouterr().err
 
 
 def test_absent_values_of_a_converted_table(tmp_path):

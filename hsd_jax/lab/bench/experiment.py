@@ -60,8 +60,6 @@ class Experiment:
 
         Args:
           path: the record is written there after each setting, so that an interrupted run keeps its figures.
-        Raises:
-          ValueError: if a batch is larger than a task.
         """
         fewest = min(map(len, self.tasks.values()))
         if max(self.batches) > fewest:

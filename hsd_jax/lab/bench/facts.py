@@ -15,11 +15,7 @@ from hsd_jax.params import describe_arithmetic
 
 
 def facts_of(source: Source) -> dict[str, Any]:
-    """The facts of a model or a drafter, given in any form that `models/checkpoint.py` takes.
-
-    Raises:
-      FileNotFoundError, ValueError: naming what is missing or wrong.
-    """
+    """The facts of a model or a drafter, given in any form that `models/checkpoint.py` takes."""
     checkpoint = find(source)
     folder = checkpoint.path
     if (folder / drafter_files.DRAFTER_CONFIG).is_file():

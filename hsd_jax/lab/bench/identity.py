@@ -137,11 +137,7 @@ def compare(
 
 
 def isas_here(params) -> list[str]:
-    """The available instruction sets of the CPU kernels, the most capable first, and OFF.
-
-    Raises:
-      ValueError: if no CPU kernels run for these models on this machine.
-    """
+    """The available instruction sets of the CPU kernels, the most capable first, and OFF."""
     isas = [isa for isa in reversed(native.cpu_isas()) if _runs(isa)]
     if params.mesh is not None or not isas:
         where = f"{native.traced_platform()}, mesh {params.mesh and dict(params.mesh.shape)}"
@@ -228,7 +224,6 @@ def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[
 
 
 def _precision(params):
-
     wanted = params.matmul_precision
     return contextlib.nullcontext() if wanted is None else jax.default_matmul_precision(wanted)
 
@@ -313,8 +308,6 @@ def replay_logits(
     Args:
       dtype: dtype of the cache; None: as in `decode`.
       use_native: as in `Decoder`.
-    Raises:
-      ValueError: if there is no token of the prompt or of the text.
     """
     if not len(prompt) or not len(tokens):
         raise ValueError("replay_logits needs at least one token of prompt and one of text")

@@ -82,11 +82,7 @@ Methods = dict[str, MethodOptions]
 
 
 def read_methods(name: str) -> tuple[Methods, RunOptions]:
-    """The methods of a preset or of a YAML file, and the options of its line `run`.
-
-    Raises:
-      FileNotFoundError, ValueError: naming the method and the wrong key.
-    """
+    """The methods of a preset or of a YAML file, and the options of its line `run`."""
     path = PRESETS.get(name, Path(name))
     if not path.is_file():
         raise FileNotFoundError(f"--methods {name}: no such file, and no preset; presets are {', '.join(PRESETS)}")
@@ -110,8 +106,6 @@ def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> 
 
     Args:
       load: returns the models with the drafter of a folder.
-    Raises:
-      ValueError: naming the method.
     """
     modes = [Mode(PLAIN, params)]
     loaded: dict[str | None, Params] = {None: params}
@@ -155,9 +149,6 @@ def without_token_info(params: Params) -> Params:
     """The same models with a zero bias of token information: every node is drafted from the base logits of its depth.
 
     The product with the bias still runs. So tau is that of a drafter without token information, but the speed is not.
-
-    Raises:
-      ValueError: if the drafter has no token information.
     """
     drafter, config = params.drafter, params.drafter_config
     if drafter is None or "injector" not in drafter:

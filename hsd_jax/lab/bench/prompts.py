@@ -106,11 +106,7 @@ class Workload:
 def at_contexts(
     params, tasks: Mapping[str, Sequence[BenchPrompt]], contexts: Sequence[int], max_new_tokens: int
 ) -> dict[str, list[BenchPrompt]]:
-    """The prompts of each task, cut or joined to each number of tokens.
-
-    Raises:
-      ValueError: if prompt and answer together exceed `max_len`.
-    """
+    """The prompts of each task, cut or joined to each number of tokens."""
     if max(contexts) + max_new_tokens > params.max_len:
         given = f"--contexts {max(contexts)} and --max-new-tokens {max_new_tokens}"
         raise ValueError(f"{given}: together more than max_len={params.max_len}")
@@ -152,8 +148,6 @@ def for_checkpoint(
       params: the models with the tokenizer. The number of prompts that are too long is printed on stderr.
       chat_template: False: write conversations as lines, even if the checkpoint has a template.
       skip_bad_lines: as in `records.read_file`. What is skipped is printed on stderr.
-    Raises:
-      FileNotFoundError, ValueError: as `read_prompts`, if there is no tokenizer, or if no prompt is left.
     """
     tokenizer = params.tokenizer
     if tokenizer is None:
@@ -166,7 +160,7 @@ def for_checkpoint(
         raise ValueError(f"--half {half}: needs prompts of files; give --prompts")
     else:
         found = demo_prompts(tokenizer if chat_template else None)[:limit]
-    return short_enough(found, tokenizer, params.max_len - max_new_tokens, say)
+    return short_enough(found, tokenizer, params.max_len - max_new_tokens)
 
 
 def is_chat(tokenizer: Tokenizer) -> bool:
@@ -190,31 +184,20 @@ def demo_prompts(tokenizer: Tokenizer | None = None) -> list[BenchPrompt]:
     For a chat model they are questions: chat, maths, code, a summary, a list, a letter and six more. For the bundled
     pair, or None, they have the style of its data: eight dialogues that end before a turn of the assistant, and four
     maths problems that end before the answer.
-
-    Raises:
-      FileNotFoundError: if the installation is incomplete.
     """
     chat = tokenizer if tokenizer is not None and is_chat(tokenizer) else None
     path = DEMO if chat is None else QUESTIONS
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: missing from this installation; reinstall hsd_jax")
     if chat is not None:
         return read_prompts([path], lambda text, chat=chat: len(chat.encode(text)), chat=chat)
     lines = path.read_text(encoding="utf-8").splitlines()
     return [BenchPrompt(**json.loads(line)) for line in lines if line.strip()]
 
 
-def short_enough(
-    found: Sequence[BenchPrompt], tokenizer: Tokenizer, room: int, report: Callable[[str], None]
-) -> list[BenchPrompt]:
-    """The prompts of at most `room` tokens. Reports how many are left out.
-
-    Raises:
-      ValueError: if all are longer.
-    """
+def short_enough(found: Sequence[BenchPrompt], tokenizer: Tokenizer, room: int) -> list[BenchPrompt]:
+    """The prompts of at most `room` tokens. How many are left out is printed on stderr."""
     fitting = [prompt for prompt in found if len(prompt.tokens(tokenizer)) <= room]
     if len(fitting) < len(found):
-        report(f"{len(found) - len(fitting)} prompts left out: longer than {room} tokens")
+        say(f"{len(found) - len(fitting)} prompts left out: longer than {room} tokens")
     if not fitting:
         raise ValueError(f"no prompt has at most {room} tokens (max_len minus --max-new-tokens)")
     return fitting
@@ -236,8 +219,6 @@ def read_prompts(
       half: "tune" or "report"; None: all.
       chat: the tokenizer whose chat template renders conversations and questions; None: lines, as in `render_turns`.
       skip_bad_lines: as in `records.read_file`.
-    Raises:
-      FileNotFoundError, ValueError: naming file and line.
     """
     take(Half | None, half, "half")
 
@@ -259,9 +240,9 @@ def read_prompts(
     return prompts
 
 
-def name_of(record: Record, keys: Sequence[str] = IDS) -> str:
-    """The id of a record: the value of one of `keys`, or else the name of the file and the record's number."""
-    own = (record.fields[key] for key in keys if key in record.fields)
+def name_of(record: Record) -> str:
+    """The id of a record: the value of one of IDS, or else the name of the file and the record's number."""
+    own = (record.fields[key] for key in IDS if key in record.fields)
     return str(next(own, f"{record.path.stem}-{record.number}"))
 
 
@@ -273,11 +254,7 @@ def prompt_of(
     max_tokens: int,
     chat: Tokenizer | None = None,
 ) -> BenchPrompt:
-    """The prompt of one record.
-
-    Raises:
-      ValueError: naming the line and the allowed fields, or why the chat template refuses the conversation.
-    """
+    """The prompt of one record."""
     for field in CONVERSATIONS:
         if (first := first_question(record.get(field))) is not None:
             return BenchPrompt(name, first) if chat is None else asked(chat, [("User", first)], name, where)
@@ -313,23 +290,20 @@ def dialogue_prompt(
         cuts = [len(turns)]
     if not cuts:
         raise ValueError(f"{where}: no turn of the assistant after one of the user, and none of the user at the end")
-    best = None
-    for cut in cuts:
-        if chat is None:
-            found = BenchPrompt(name, render_turns(turns[:cut], open_for="Assistant"))
-            num_tokens = count(found.text)
-        else:
-            found = asked(chat, turns[:cut], name, where)
-            num_tokens = len(found.tokens(chat))
-        if best is not None and (cut > len(turns) / 2 or num_tokens > max_tokens):
+    best = asked(chat, turns[: cuts[0]], name, where)
+    for cut in cuts[1:]:
+        found = asked(chat, turns[:cut], name, where)
+        num_tokens = count(found.text) if chat is None else len(found.tokens(chat))
+        if cut > len(turns) / 2 or num_tokens > max_tokens:
             break
         best = found
-    assert best is not None
     return best
 
 
-def asked(chat: Tokenizer, turns: Turns, name: str, where: str) -> BenchPrompt:
-    """The prompt of a conversation, rendered by the chat template up to the assistant's turn."""
+def asked(chat: Tokenizer | None, turns: Turns, name: str, where: str) -> BenchPrompt:
+    """The prompt of a conversation up to the assistant's turn, by the chat template; None: in lines."""
+    if chat is None:
+        return BenchPrompt(name, render_turns(turns, open_for="Assistant"))
     try:
         text = chat_template_of(chat.render)(turns, True)
     except ValueError as error:
@@ -361,16 +335,12 @@ def read_tasks(work: Workload, params) -> dict[str, list[BenchPrompt]]:
         for task, found in spec_bench(work.spec_bench, work.limit, params.tokenizer).items():
             if task in tasks:
                 raise ValueError(f"--prompts {task}=...: Spec-Bench has a task of that name; choose another")
-            tasks[task] = short_enough(found, params.tokenizer, params.max_len - work.max_new_tokens, say)
+            tasks[task] = short_enough(found, params.tokenizer, params.max_len - work.max_new_tokens)
     return tasks
 
 
 def spec_bench(path: str | Path, limit: int | None, tokenizer: Tokenizer | None) -> dict[str, list[BenchPrompt]]:
-    """The first turns of Spec-Bench by task, through the chat template: at most `limit` of each, from all its places.
-
-    Raises:
-      FileNotFoundError, ValueError: naming file, line, and the wrong category or field; or if there is no template.
-    """
+    """The first turns of Spec-Bench by task, through the chat template: at most `limit` of each, from all places."""
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError("--spec-bench asks an assistant, and this target has no chat template; see --tokenizer NAME")
     task_of = {category: task for task, names in SPEC_BENCH.items() for category in names}

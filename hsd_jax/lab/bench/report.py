@@ -102,9 +102,7 @@ def tables_of(record: dict[str, Any]) -> list[Table]:
         lines = [line for row in rows for line in details(row)]
         left = sum(head in ("task", "method", "tree", "rule") for head in heads)
         found.append(Table(title, heads, [[row[head] for head in heads] for row in cells], lines, left, bold=[MEAN]))
-    return [
-        table._replace(left=sum(head in ("task", "method", "tree", "rule") for head in table.heads)) for table in found
-    ]
+    return found
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -151,19 +149,15 @@ def footer(record: dict[str, Any], *notes: str) -> list[str]:
     ]
 
 
-def show(tables: Sequence[Table], foot: Sequence[str]) -> None:
-    """Prints tables and the footer below them."""
+def show(tables: Sequence[Table], foot: Sequence[str], path: Path | None = None) -> None:
+    """Prints tables and the footer below them, and writes them as Markdown."""
     for table in tables:
         print_table(table)
     for line in foot:
         make_console().print(line, markup=False, highlight=False)
-
-
-def write_pages(tables: Sequence[Table], foot: Sequence[str], path: Path) -> None:
-    """Prints the tables, and writes them as Markdown."""
-    write_text(path, markdown(tables, foot))
-    show(tables, foot)
-    say(f"wrote {path}")
+    if path is not None:
+        write_text(path, markdown(tables, foot))
+        say(f"wrote {path}")
 
 
 def markdown(tables: Sequence[Table], foot: Sequence[str]) -> str:

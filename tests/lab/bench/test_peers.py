@@ -139,19 +139,6 @@ def test_lookup_in_llama_cpp_gives_the_plain_text(eos):
     assert fewer or eos
 
 
-def test_tasks_have_rows_of_their_own():
-    methods = [{"name": name, "dtype": "float32"} for name in ("llama.cpp plain float32", "hsd_jax plain float32")]
-    answers = {
-        methods[0]["name"]: [[answer([1, 2], 2.0, 1.0), answer([3], 4.0, 2.0), answer([4], 4.0, 2.0)]] * 2,
-        methods[1]["name"]: [[answer([1, 2], 1.0, 0.5), answer([3], 1.0, 0.5), answer([9], 1.0, 0.5)]] * 2,
-    }
-    found = [BenchPrompt(name, "") for name in "abc"]
-    rows = peers.rows_by_task(methods, answers, found, {"qa": 1, "rag": 2})
-    assert [rows[task][1]["over_reference"]["whole_call"]["value"] for task in ("qa", "rag")] == [2.0, 4.0]
-    assert [rows[task][1]["num_texts"] for task in ("qa", "rag")] == [1, 2]
-    assert rows["rag"][1]["differences"][0]["prompt"] == "c" and not rows["qa"][1]["differences"]
-
-
 def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
     """The demo's Mistral is a Llama in the file; its weights are the folder's."""
     args = peers.build_parser().parse_args(["--demo", "--llama-cpp", "--llama-dtypes", "bfloat16"])
@@ -175,30 +162,20 @@ def answer(tokens: list[int], seconds: float, decode_seconds: float, skipped: in
     }
 
 
-def worker(name: str, methods: list[str], asked: list) -> types.SimpleNamespace:
-    """Answers with one token, the prompt's last, and keeps what it was asked."""
-
-    def ask(op: str, method: str, prompt: list[int]) -> dict:
-        asked.append((op, method, prompt))
-        found = answer(prompt[-1:], 1.0, 0.5)
-        del found["num_tokens"]
-        return found
-
-    return types.SimpleNamespace(name=name, methods=[{"name": m, "dtype": "float32"} for m in methods], ask=ask)
-
-
 def test_methods_take_turns_in_an_order_that_rotates(monkeypatch):
     monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
     asked: list = []
-    workers = [worker("a", ["a1", "a2"], asked), worker("b", ["b1"], asked)]
+
+    def ask(op: str, method: str, prompt: list[int]) -> dict:
+        asked.append(method)
+        return {"tokens": prompt[-1:]}
+
+    workers = [types.SimpleNamespace(methods=[{"name": m} for m in own], ask=ask) for own in (["a1", "a2"], ["b1"])]
     answers = peers.collect(workers, [[5], [6, 7]], 2, lambda text: None)
-    order = [method for _, method, _ in asked]
     passes = "a1 a2 b1 a2 b1 a1", "a2 b1 a1 b1 a1 a2", "b1 a1 a2 a1 a2 b1"
-    assert order == " ".join(passes).split()
-    assert list(answers) == ["a1", "a2", "b1"]
-    for passes in answers.values():
-        assert [[a["tokens"] for a in one] for one in passes] == [[[5], [7]]] * 3
-        assert all(a["num_tokens"] == 1 for one in passes for a in one)
+    assert asked == " ".join(passes).split()
+    said = [{"tokens": [token], "num_tokens": 1} for token in (5, 7)]
+    assert answers == {name: [said] * 3 for name in ("a1", "a2", "b1")}
 
 
 def test_speeds_by_both_clocks_and_their_ratio():
@@ -342,23 +319,18 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(folders, tmp_pa
     peers.check_assistant(folders.target, vocab_size, peers.Tokenizer.find(folders.target))
 
 
-def tiny_run(folders, tmp_path, monkeypatch, *more: str) -> tuple[dict, dict]:
-    """The record of two prompts, and its rows by method."""
-    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as users have
-    models = ["--target", folders.target, "--drafter", folders.drafter, "--threads", "1"]
-    prompts = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "12", "--repeats", "1"]
-    assert peers.main([*models, *prompts, *more, "--json", str(tmp_path / "peers.json")]) == 0
-    record = json.loads((tmp_path / "peers.json").read_text())
-    return record, {row["method"]: row for row in record["rows"]}
-
-
 @pytest.mark.slow
 @pytest.mark.hf
 def test_a_tiny_run_against_transformers(folders, tmp_path, monkeypatch):
     """All methods on two prompts; the target is its own assistant. Greedy text is the same in all of them."""
     pytest.importorskip("torch")
-    more = ["--assistant", folders.target, "--assistant-tokens", "3", "--lookup-tokens", "4", "--trees", "5x3x2"]
-    record, rows = tiny_run(folders, tmp_path, monkeypatch, *more, "--same-methods")
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as users have
+    models = ["--target", folders.target, "--drafter", folders.drafter, "--assistant", folders.target]
+    prompts = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "12", "--repeats", "1"]
+    methods = ["--assistant-tokens", "3", "--lookup-tokens", "4", "--trees", "5x3x2", "--threads", "1"]
+    assert peers.main([*models, *prompts, *methods, "--same-methods", "--json", str(tmp_path / "peers.json")]) == 0
+    record = json.loads((tmp_path / "peers.json").read_text())
+    rows = {row["method"]: row for row in record["rows"]}
     expected = [f"transformers {kind} float32" for kind in ("plain", "assistant", "assistant 3", "lookup 4")]
     expected += [f"hsd_jax {kind} float32" for kind in ("plain", "default", "tree 5x3x2", "assistant 5x4x1")]
     assert set(expected) < set(rows) and record["reference"] == expected[0]
@@ -367,16 +339,3 @@ def test_a_tiny_run_against_transformers(folders, tmp_path, monkeypatch):
     assert rows["transformers assistant 3 float32"]["tau"] > 2.0 < rows["hsd_jax assistant 5x4x1 float32"]["tau"]
     for found in record["answers"]["transformers plain float32"][1]:
         assert found["decode_tokens"] == found["num_tokens"] - 1 and 0 < found["decode_seconds"] < found["seconds"]
-
-
-@pytest.mark.slow
-def test_a_tiny_run_against_llama_cpp(folders, tmp_path, monkeypatch):
-    """In float32 all texts are the same; each dtype is a method of its own."""
-    pytest.importorskip("llama_cpp")
-    record, rows = tiny_run(folders, tmp_path, monkeypatch, "--llama-cpp")
-    assert record["reference"] == next(iter(rows)) == "llama.cpp plain bfloat16"
-    assert record["text_reference"] == "llama.cpp plain float32"
-    assert rows["hsd_jax plain float32"]["differences"] == rows["hsd_jax default float32"]["differences"] == []
-    for found in record["answers"]["llama.cpp plain float32"][1]:
-        assert found["passes"] == found["num_tokens"] == found["decode_tokens"] + 1
-        assert 0 < found["decode_seconds"] < found["seconds"]
