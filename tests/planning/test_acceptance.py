@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
-from support import toy
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.infer import worth
 from hsd_jax.planning import acceptance
 from hsd_jax.planning.acceptance import acceptance_giving, chain_distribution, expected_tokens, mean, mixed
-
-
-def test_a_drafter_without_a_profile_starts_from_a_careful_one():
-    careful = acceptance.profile_of(toy.drafter_config(toy.target_config()), False)
-    assert careful == acceptance.profile_of(LookupConfig(), False) == acceptance.UNKNOWN_PROFILE[False]
-    assert worth.first_trust(False) < worth.first_trust(True) == 1.0
-
-
-def test_expected_tokens_are_those_of_a_chain():
-    found = acceptance.expected_tokens((0.5, 0.5, 0.5), TreeConfig.chain(3))
-    np.testing.assert_allclose(found, [1, 1.5, 1.75, 1.875])
 
 
 def test_expected_tokens_of_a_tree():
@@ -47,18 +32,6 @@ def test_the_tokens_of_a_chain():
     assert acceptance_giving(6.0, 5) == pytest.approx(1.0) and acceptance_giving(1.0, 5) == pytest.approx(0.0)
     either = mixed({2: 0.5, 3: 0.5}, lambda drafts: chain_distribution([0.6] * drafts))
     assert mean(either) == pytest.approx((tokens[0] + tokens[1]) / 2)
-
-
-def test_one_row_is_its_own_slowest():
-    profile = (0.0, 0.4, 0.9, 1.0)
-    np.testing.assert_allclose(acceptance.profile_of_slowest(profile, 1), profile)
-
-
-def test_the_slowest_of_more_rows_accepts_less_and_certain_drafts_stay_certain():
-    profile = (0.0, 0.4, 0.9, 1.0)
-    found = [np.array(acceptance.profile_of_slowest(profile, rows)) for rows in (1, 2, 4, 8, 64)]
-    for more, fewer in itertools.pairwise(found):
-        assert (fewer[1:3] < more[1:3]).all() and fewer[0] == 0 and fewer[3] == 1
 
 
 def test_the_slowest_row_is_that_of_a_simulation():
