@@ -10,14 +10,10 @@ from oracles import hierarchy as oracle
 
 from hsd_jax.planning.acceptance import accumulated
 from hsd_jax.planning.hierarchy import (
-    Hierarchy,
-    RoundParts,
     Rounds,
     expected_cost,
     hierarchy_latency,
     plan_hierarchy,
-    replayed,
-    rounds_of,
 )
 
 COSTS, LENGTHS = (0.02, 0.15, 1.0), (4, 6)
@@ -111,24 +107,3 @@ def test_a_replay_by_hand():
     assert found.handed_up == (2.0, 3.0) and found.tau == 2.5
     assert np.isclose(found.latency, (10 + 3 + 1.5 * 4 + 0.5 * 2) / 2.5)
     assert expected_cost([middle], (2,)).latency == 4.0 / 2.0
-
-
-def test_a_replay_is_made_of_parts():
-    """Two levels by hand: model 0 drafts 3 tokens (0.1 each) for model 1, which hands up one token or more.
-
-    A round of model 1 takes a pass over 3 drafts, the drafts, and 0.7 besides. Model 2 gets 4 tokens, a round of it
-    follows them once (0.5), and the token behind them costs a pass of model 1 and following.
-    """
-    passes = [[0.1], [1.0, 1.1, 1.2, 1.3], [5.0, 5.1, 5.2, 5.3, 5.4]]
-    laws = {edge: [{n + 1: 1.0} for n in range(1, 5)] for edge in ((0, 1), (1, 2))}
-    parts = RoundParts(passes, laws, {(0, 1): 0.7, (1, 2): 1.5}, {(0, 1): [0.25, 0.25, 0.25, 0.5]})
-    way = Hierarchy((0, 1, 2), (3, 1), 0.0)
-    below, above = rounds_of(parts, way)
-    assert below.seconds(3) == pytest.approx(1.3 + 3 * 0.1 + 0.7) and below.adds(3) == {4: 1.0} and below.again == 0.0
-    assert above.seconds(4) == pytest.approx(5.4 + 1.5 + 0.5) and above.again == pytest.approx(1.0 + 0.5)
-    cost = replayed(parts, way)
-    assert cost.tau == 5.0 and cost.handed_up == (3.0, 4.0)
-    assert cost.latency == pytest.approx((2.3 + 7.4 + 1.5) / 5)
-    (alone,) = rounds_of(parts, Hierarchy((1, 2), (3,), 0.0))
-    assert alone.seconds(3) == pytest.approx(5.3 + 3 * 1.0 + 1.5)
-    assert replayed(parts, Hierarchy((2,), (), 0.0)).latency == 5.0

@@ -92,21 +92,6 @@ def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
     assert all(runs) == (form in RUNS_IN_EVERY_ROUND) and all(row[0] for row in found.trunk_runs)
 
 
-@pytest.mark.parametrize("proposer", ["lookup", pytest.param("small_lm", marks=pytest.mark.slow)])
-def test_drafters_that_were_not_trained_are_simulated_too(proposer):
-    params = setups.params_of(proposer, max_len=128)
-    prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
-    texts = texts_lib.write_texts(params, prompts, 24, 0.0, seed=0)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
-    found, overlap = simulate.accepted_lengths(*models, texts, drafts, 0.0)
-    assert overlap is None
-    for (tree, _), fate in zip(drafts, found, strict=True):
-        out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=tree)
-        assert fate.histogram == tuple(out.stats.accepted_histogram.tolist())
-        assert fate.tau > 1
-
-
 def test_a_child_of_a_wrong_node_counts_for_nothing():
     """Text 5 6 7 8; the tree of root 5 holds 6, a wrong 9, and behind the wrong one a 7."""
     tree = DraftTree(

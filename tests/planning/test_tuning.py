@@ -1,4 +1,4 @@
-"""`tune`: predictions against simulation and by hand, the choice against injected timings, the record, the program.
+"""`tune`: the choice against injected timings, the record, the program.
 
 That simulation is real decoding, round by round, stands in `test_simulate.py`.
 """
@@ -298,7 +298,6 @@ def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
     ("arguments", "message"),
     [
         (["generate", "x", "--tuned", "fast.json", "--nodes", "8"], "--nodes with --tuned"),
-        (["generate", "x", "--tuned", "fast.json", "--accept", "recursive"], "--accept with --tuned"),
         (["generate", "x", "--tuned", "none.json"], "none.json"),
         (["tune", "--trees", "8"], "NODESxDEPTHxWIDTH"),
     ],
