@@ -90,17 +90,12 @@ ONE, TWO = [3, 1, 4, 1, 5], [[3, 1, 4, 1, 5], [9, 2]]
 @pytest.mark.parametrize(
     ("prompt", "same"),
     [
-        (tuple(ONE), ONE),
-        (np.array(ONE), ONE),
         (np.array(ONE, np.uint8), ONE),
-        (jnp.array(ONE), ONE),
         ([np.int64(x) for x in ONE], ONE),
-        ([ONE], ONE),
         (np.array([ONE]), ONE),
-        (tuple(map(tuple, TWO)), TWO),
         ([np.array(TWO[0]), jnp.array(TWO[1])], TWO),
     ],
-    ids=["tuple", "numpy", "uint8", "jax", "numpy scalars", "list of one", "matrix", "tuples", "mixed arrays"],
+    ids=["uint8", "numpy scalars", "matrix", "mixed arrays"],
 )
 def test_token_ids_in_every_form(params, prompt, same):
     found, wanted = (hsd_jax.decode(params, p, max_new_tokens=6, temperature=1.0) for p in (prompt, same))
@@ -190,18 +185,6 @@ def test_a_batch_is_its_rows_alone(params, speculate):
     np.testing.assert_array_equal(hsd_jax.decode(params, [ONE, ONE], seed=4, **how).tokens[0], batch[0])
 
 
-@pytest.mark.parametrize("seed", [[3, 4, 5]])
-def test_a_neighbour_changes_nothing(params, seed):
-    """Its temperature, its filters, its prompt: the rows beside it say what they said."""
-    how = {"max_new_tokens": 16, "seed": seed}
-    wanted = hsd_jax.decode(params, [ONE, ONE, ONE], temperature=[1.0, 0.8, 0.0], **how).tokens
-    for middle, top_k, prompt in ((0.0, None, ONE), (0.2, None, ONE), (1.5, 3, ONE), (0.8, None, TWO[1])):
-        found = hsd_jax.decode(
-            params, [ONE, prompt, ONE], temperature=[1.0, middle, 0.0], top_k=[None, top_k, None], **how
-        )
-        np.testing.assert_array_equal(found.tokens[[0, 2]], wanted[[0, 2]])
-
-
 def test_the_rule_and_the_scheme_of_a_call():
     """`auto` is `match` whatever the call; each rule has a distribution of its own unless another is asked for."""
     assert rule_and_scheme("auto", None) == rule_and_scheme("match", None) == ("match", DrawScheme.COUPLED)
@@ -213,17 +196,16 @@ def test_the_rule_and_the_scheme_of_a_call():
 def test_sampled_text_is_that_of_plain_decoding(params):
     """By default, at any temperature, in one piece and as a stream; `recursive` says another."""
     settings = {"max_new_tokens": 16, "seed": 3}
-    for temperature in (0.2, 0.5, 1.0):
+    for temperature in (0.2, 1.0):
         plain = hsd_jax.decode(params, ONE, temperature=temperature, speculate=False, **settings).tokens[0].tolist()
-        for how in ({}, {"accept": "match"}, {"draw": "arbitrary"}, {"draw": "independent"}):
+        for how in ({}, {"draw": "arbitrary"}):
             assert hsd_jax.decode(params, ONE, temperature=temperature, **how, **settings).tokens[0].tolist() == plain
         pieces = [t for piece in hsd_jax.stream(params, ONE, temperature=temperature, **settings) for t in piece.tokens]
         assert pieces == plain
     assert hsd_jax.decode(params, ONE, temperature=1.0, accept="recursive", **settings).tokens[0].tolist() != plain
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize(("speculate", "temperature"), [(True, 1.0), (False, 0.0)])
 def test_nan_logits_name_their_row(speculate, temperature):
     """Of three rows that whose prompt ends with the one token whose embedding is NaN; nobody drafts or says it."""
     pair = hsd_jax.restrict(setups.params_of("beam", "untied", max_len=MAX_LEN, tree=TREE), setups.DRAFT_TO_TARGET)
@@ -252,24 +234,9 @@ def test_settings_may_be_arrays(params):
     np.testing.assert_array_equal(lists.tokens, arrays.tokens)
 
 
-def test_temperatures_next_to_zero_are_greedy(params):
+def test_a_temperature_next_to_zero_is_greedy(params):
     """1e-40 is no zero, but nothing can be divided by it."""
-    greedy = hsd_jax.decode(params, TWO, 8)
-    for temperature in (1e-40, 1e-37, 1e-12):
-        np.testing.assert_array_equal(hsd_jax.decode(params, TWO, 8, temperature).tokens, greedy.tokens)
-
-
-def test_sampled_trees_from_the_api(params):
-    """Greedy rows say what plain decoding says; sampled rows repeat by seed, in one piece and as a stream."""
-    call = {"temperature": [0.0, 1.0], "max_new_tokens": 12, "accept": "recursive", "seed": 5}
-    tree = hsd_jax.TreeConfig(nodes=7, depth=3, width=2)
-    found = hsd_jax.decode(params, TWO, tree=tree, **call)
-    plain = hsd_jax.decode(params, TWO, max_new_tokens=12, speculate=False)
-    np.testing.assert_array_equal(found.tokens[0], plain.tokens[0])
-    pieces: list[list[int]] = [[], []]
-    for piece in hsd_jax.stream(params, TWO, tree=tree, rounds=1, **call):
-        pieces[piece.row] += piece.tokens.tolist()
-    assert pieces == found.tokens.tolist()
+    np.testing.assert_array_equal(hsd_jax.decode(params, TWO, 8, 1e-40).tokens, hsd_jax.decode(params, TWO, 8).tokens)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -368,49 +335,26 @@ def test_the_dtype_is_that_of_the_checkpoint(folders, tmp_path):
     assert exact.dtype == "float32" and exact.target["embedding"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("num_steps", [1, 9])
-def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
-    config, weights = drafter_files.read_drafter(folders / "drafter")
-    drafter_files.save_drafter(tmp_path, type(config)(**{**vars(config), "num_steps": num_steps}), weights)
-    loaded = hsd_jax.load(target=folders / "ids", drafter=tmp_path)
-    tree = params_lib.default_tree(loaded.drafter_config)
-    assert loaded.tree is None and tree.depth == min(num_steps, 7)
-    tree.level_widths()  # it may be drawn, too: decode(..., accept="recursive")
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 LAST = toy.VOCAB - 1
 BAD_CALLS = {  # the wrong arguments, and a word of the error
     "empty prompt": ({"prompt": []}, "empty"),
     "empty row": ({"prompt": [[1], []]}, "prompt 1"),
-    "no prompt at all": ({"prompt": 5}, "int"),
     "float ids": ({"prompt": [0.5, 1.5]}, "integers"),
-    "three axes": ({"prompt": np.zeros((1, 2, 2), int)}, "(2, 2)"),
     "lists of several lengths": ({"prompt": [[1], [[2]]]}, "integers"),
     "text without tokenizer": ({"prompt": "hello"}, "tokenizer"),
     "too long": ({"prompt": [1] * MAX_LEN, "max_new_tokens": 1}, f"max_len={MAX_LEN}"),
     "id too large": ({"prompt": [1, toy.VOCAB]}, f"0 to {LAST}"),
-    "id negative": ({"prompt": [1, -1]}, "token -1"),
-    "id huge": ({"prompt": [2**70]}, "integers"),
     "temperature negative": ({"temperature": -0.5}, "temperature=-0.5"),
     "temperature nan": ({"temperature": float("nan")}, "temperature=nan"),
-    "temperature too high": ({"temperature": 1e38}, "temperature=1e+38"),
     "temperature count": ({"temperature": [0.0, 1.0]}, "temperature"),
-    "temperature of an object": ({"temperature": object()}, "temperature"),
-    "top_k zero": ({"top_k": 0}, "top_k=0"),
     "top_p zero": ({"top_p": 0.0}, "top_p=0.0"),
-    "top_p large": ({"top_p": 10**400}, "top_p"),
     "new tokens negative": ({"max_new_tokens": -1}, "max_new_tokens=-1"),
-    "new tokens nested": ({"max_new_tokens": [[1], [1, 2]]}, "max_new_tokens"),
-    "seed count": ({"seed": [1, 2]}, "seed"),
     "seed large": ({"seed": [2**32]}, "seed=4294967296"),
     "eos large": ({"eos": toy.VOCAB}, f"eos={toy.VOCAB}"),
-    "eos text": ({"eos": "ab"}, "eos='ab'"),
     "speculate": ({"speculate": "no"}, "speculate"),
-    "tree of another type": ({"tree": (8, 4, 2)}, "TreeConfig"),
     "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, "1 to 4"),
-    "pad_rows": ({"pad_rows": 10**12}, "pad_rows"),
     "accept": ({"accept": "typical"}, "'match', 'recursive'"),
     "draw": ({"draw": "beam"}, "'arbitrary', 'independent', 'without_replacement'"),
     "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
@@ -418,8 +362,6 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
         {"accept": "recursive", "tree": hsd_jax.TreeConfig(nodes=9, depth=3, width=2)},
         "nodes=9",
     ),
-    "reuse": ({"reuse": "skip:" + "9" * 5000}, "reuse"),
-    "lossy": ({"lossy": ("cubic", 0.5)}, "lossy"),
     "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),
 }
 
@@ -433,9 +375,7 @@ def test_bad_calls_are_refused(params, name):
     assert word in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "word"), [(["a", ""], "prompt 1"), ("a\ud800", "character 1"), (b"a\xff", "byte 1")]
-)
+@pytest.mark.parametrize(("prompt", "word"), [(["a", ""], "prompt 1"), ("a\ud800", "character 1")])
 def test_bad_texts_are_refused(text_params, prompt, word):
     with pytest.raises(ValueError, match=word):
         hsd_jax.decode(text_params, prompt, 4)
@@ -444,21 +384,12 @@ def test_bad_texts_are_refused(text_params, prompt, word):
 BAD_LOADS = {
     "nothing": ({}, "load"),
     "name": ({"name": "llama"}, "demo, smollm2"),
-    "neither path nor text": ({"name": 3}, "name=3"),
     "revision of a path": ({"revision": "v1"}, "revision='v1'"),
-    "strict": ({"strict": "yes"}, "strict='yes'"),
-    "tokenizer": ({"tokenizer": 3}, "tokenizer=3"),
     "name and target": ({"name": "demo", "target": "somewhere"}, "load"),
-    "drafter": ({"drafter": b"x"}, "drafter"),
     "precision": ({"precision": "half"}, "'fast' or 'exact'"),
     "dtype": ({"dtype": "float16"}, "float32, bfloat16"),
-    "exact bfloat16": ({"dtype": "bfloat16", "precision": "exact"}, "float32"),
-    "max_len small": ({"max_len": 1}, "max_len=1"),
     "max_len large": ({"max_len": 4096}, "2048"),
-    "max_len text": ({"max_len": "64"}, "max_len='64'"),
     "tree": ({"tree": "8x5x2"}, "tree"),
-    "mesh axis": ({"mesh": "rows=2"}, "data=N"),
-    "mesh size": ({"mesh": "data=0"}, "data=0"),
     "mesh too large": ({"mesh": "data=8,model=8"}, "64 devices"),
 }
 

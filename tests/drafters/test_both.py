@@ -1,4 +1,4 @@
-"""A trained drafter and lookup in one tree: against plain loops; what a round shows of either, who gets the nodes."""
+"""A trained drafter and lookup in one tree: against plain loops; what a round shows of either."""
 
 from __future__ import annotations
 
@@ -104,17 +104,16 @@ def test_the_best_nodes_of_both_are_those_of_plain_loops():
     assert {(False, 0), *((True, num) for num in range(DEPTH + 1))} <= seen
 
 
-@pytest.mark.parametrize("who", ["tree", "copied"])
-def test_of_two_chains_the_likelier_is_taken(who):
+def test_of_two_chains_the_likelier_is_taken():
     """Also one that is not found, and a tree's that ends early."""
     tokens = jnp.asarray([[7, 1, 2, 3]] * 3, jnp.int32)
     own = dataclasses.replace(both.no_tree(tokens[:, 0], TreeConfig.chain(3), DrawScheme.COUPLED), tokens=tokens)
     own = dataclasses.replace(own, valid=jnp.arange(4) <= jnp.asarray([[3], [1], [3]]))
     found = Copied(jnp.asarray([[4, 5, 6]] * 3, jnp.int32), jnp.asarray([2, 2, 0], jnp.int32))
-    of_tree = jnp.where(own.valid, jnp.asarray(np.log(0.5 if who == "tree" else 0.2) * np.arange(4.0)), -jnp.inf)
+    of_tree = jnp.where(own.valid, jnp.asarray(np.log(0.5) * np.arange(4.0)), -jnp.inf)
     of_copied = jnp.where(found.run[:, None] > 0, jnp.asarray(np.log(0.4) * np.arange(1.0, 4)), -jnp.inf)
     best = both.likelier(own, found, of_tree, of_copied)
-    is_copied = [who == "copied", True, False]  # of one draft at 0.5 less than of three at 0.4
+    is_copied = [False, True, False]  # of one draft at 0.5 less than of three at 0.4
     for row, copied in enumerate(is_copied):
         wanted = [7, *(found.tokens[row] if copied else own.tokens[row, 1:]).tolist()]
         assert best.tokens[row].tolist() == wanted and best.parents[row].tolist() == [-1, 0, 1, 2]
@@ -133,32 +132,6 @@ def count_chain(record: both.Record, paths: dict, chain: list[int], run: int, te
         cell = places[i], min(run + i, LONGEST) - 1
         record.copied[cell] += is_right
         record.tried[cell] += 1
-
-
-def test_what_a_text_shows_is_that_of_plain_loops():
-    """Texts of 0 to DEPTH + 1 known tokens, with anything behind them; what was known before decays."""
-    rng = np.random.default_rng(2)
-    tree, found = random_trees(rng), random_copies(rng)
-    text = jnp.asarray(rng.integers(0, VALUES, (BATCH, DEPTH + 1)), jnp.int32)
-    known = jnp.asarray(rng.integers(0, DEPTH + 2, BATCH), jnp.int32)
-    before = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), jnp.float32), first_record(BATCH))
-
-    def learned(record: both.Record) -> both.Record:
-        is_shared = both.shared_nodes(tree, found.tokens) < NODES
-        record = both.learned_of_copied(record, found, is_shared, text, known)
-        return both.learned_of_tree(record, tree, text, known, DEPTH)
-
-    after = jax.jit(learned)(before)
-    for row in range(BATCH):
-        said = text[row, : int(known[row])].tolist()
-        chain = found.tokens[row].tolist() if int(found.run[row]) else []
-        paths = oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
-        accepted, expected = oracle.judge_tree(paths, tree.score[row].tolist(), said)
-        wanted = jax.tree.map(lambda x, row=row: worth.DECAY * np.array(x[row], np.float64), before)
-        wanted = dataclasses.replace(wanted, accepted=wanted.accepted + accepted, predicted=wanted.predicted + expected)
-        count_chain(wanted, paths, chain, int(found.run[row]), said)
-        for name in ("accepted", "predicted", "copied", "tried"):
-            np.testing.assert_allclose(getattr(after, name)[row], getattr(wanted, name), rtol=1e-5, err_msg=f"{row}")
 
 
 def test_scores_are_products_of_what_edges_are_worth():
@@ -189,13 +162,13 @@ def test_scores_are_products_of_what_edges_are_worth():
             np.testing.assert_allclose(of_copied[row, i], likely, rtol=1e-4)
 
 
-def assert_records_are_those_of_the_text(proposer: str, num_rounds: int = 6) -> None:
+def test_the_record_is_that_of_the_text():
     """After every round of a decode: what lookup's plain loops and the tree of that round say of the text it added."""
-    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    setup, call = setups.setup("llama", "both"), calls.mixed_call()
     config, depth = setup.drafter_config, setup.drafter.max_depth
     state = call.start(setup.decoder, setup.models)
     wanted = jax.tree.map(lambda x: np.array(x, np.float64), state.drafter.record)
-    for _ in range(num_rounds):
+    for _ in range(6):
         before = jax.tree.map(np.array, (state.tokens, state.length))  # the loop takes its state for itself
         live = np.flatnonzero(~np.asarray(state.done))
         state = call.resume(setup.decoder, setup.models, state, 1)
@@ -220,11 +193,6 @@ def assert_records_are_those_of_the_text(proposer: str, num_rounds: int = 6) -> 
     assert wanted.copied.sum() > 0 and wanted.accepted.sum() > 0
 
 
-@pytest.mark.parametrize("proposer", ["both", "both_chain"])
-def test_the_record_is_that_of_the_text(proposer):
-    assert_records_are_those_of_the_text(proposer)
-
-
 def test_plain_rounds_are_followed_and_show_nothing():
     """`follow`: the context grows, by nothing in a row that committed nothing; what is known of drafts stays."""
     setup, call = setups.setup("llama", "both"), calls.mixed_call()
@@ -247,42 +215,6 @@ def test_plain_rounds_are_followed_and_show_nothing():
     jax.tree.map(np.testing.assert_array_equal, after.base, wanted)
 
 
-# --- who gets the nodes -----------------------------------------------------------------------------------------------
-
-
-def share_of_copied(is_right: bool, rounds: int = 30) -> list[int]:
-    """How many nodes of a tree lookup has round after round, where the text is its own, or a path of the base."""
-    rng = np.random.default_rng(4)
-    trees = random_trees(rng)
-    row = next(row for row in range(BATCH) if trees.valid[row].all() and int(trees.depth[row].max()) == DEPTH)
-    tree = jax.tree.map(lambda x: x[row : row + 1], trees)
-    paths = oracle.paths_of(*(np.asarray(x[0]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
-    found = Copied(jnp.full((1, DEPTH), VALUES, jnp.int32), jnp.full(1, 3, jnp.int32))
-    text = jnp.asarray([[*(found.tokens[0].tolist() if is_right else max(paths.values(), key=len)), 0]], jnp.int32)
-    record, known, shares = first_record(1), jnp.full(1, DEPTH + 1, jnp.int32), []
-
-    @jax.jit
-    def a_round(record):
-        nodes = both.shared_nodes(tree, found.tokens)
-        scores = both.score_tree(tree, record), both.score_copied(found, nodes < NODES, record)
-        best = both.merged(tree, found, nodes, *scores, NODES)
-        record = both.learned_of_copied(record, found, nodes < NODES, text, known)
-        share = ((best.tokens == VALUES) & best.valid & (best.depth > 0)).sum()
-        return both.learned_of_tree(record, tree, text, known, DEPTH), share
-
-    for _ in range(rounds):
-        record, share = a_round(record)
-        shares.append(int(share))
-    return shares
-
-
-def test_who_was_right_lately_gets_the_nodes():
-    """All of a chain that is always right, nothing of one that never is."""
-    right, wrong = share_of_copied(True), share_of_copied(False)
-    assert right[0] == wrong[0] < DEPTH
-    assert right[-1] == DEPTH and wrong[-1] == 0
-
-
 # --- names, and what is refused ---------------------------------------------------------------------------------------
 
 
@@ -292,8 +224,6 @@ def test_who_was_right_lately_gets_the_nodes():
         ("demo+lookup", ("demo", LookupConfig(8, 1))),
         ("runs/a+b+lookup:2-4", ("runs/a+b", LookupConfig(4, 2))),
         ("lookup", None),
-        ("+lookup", None),
-        ("demo+lookups", None),
     ],
 )
 def test_names(name, wanted):
@@ -326,16 +256,5 @@ def test_drawn_trees_are_refused():
     """By `decode` under every rule but `match`, before anything compiles."""
     params = setups.params_of("both")
     for accept in {*RULES} - {"match"}:
-        for draw in (None, "arbitrary", "coupled"):
-            with pytest.raises(ValueError, match="draw="):
-                hsd_jax.decode(params, [1, 2], accept=accept, draw=draw)
-
-
-@pytest.mark.slow
-def test_text_of_the_bundled_pair_is_that_of_plain_decoding():
-    """Greedy and sampled rows together, where the tree is chosen; asked for, it is in the table of `test_exact.py`."""
-    params = hsd_jax.load("demo", drafter="demo+lookup", precision="exact")
-    prompts = ["User: Say it again: one two three, one two three, one two\nAssistant:", "User: Hello!\nAssistant:"]
-    settings = {"max_new_tokens": 24, "temperature": [0.0, 0.8], "seed": [1, 2]}
-    plain = hsd_jax.decode(params, prompts, speculate=False, **settings)
-    np.testing.assert_array_equal(hsd_jax.decode(params, prompts, **settings).tokens, plain.tokens)
+        with pytest.raises(ValueError, match="draw="):
+            hsd_jax.decode(params, [1, 2], accept=accept)

@@ -17,25 +17,11 @@ from support import calls, setups, toy
 
 from hsd_jax.config import RECURRENT
 from hsd_jax.drafters.hidden.schedule import trunk_states
-from hsd_jax.infer import decode
 from hsd_jax.kernels.ops import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence
 from hsd_jax.models.trunk import trunk_features, trunk_pass
-from hsd_jax.types import RoundInputs
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-TRUNKS = pytest.mark.parametrize("proposer", ["beam", "block"])
-"""The recurrent trunk and the parallel trunk, of two layers."""
-
-
-@functools.cache
-def jitted_draft(proposer: str = "beam"):
-    draft, (_, _, keys, _, sampling) = setups.setup("llama", proposer).drafter.draft, calls.mixed_call().arrays()
-    return jax.jit(
-        lambda models, state, root, position: draft(models, state, RoundInputs(root, position, keys, sampling))
-    )
 
 
 @functools.cache
@@ -47,56 +33,12 @@ def mid_state(proposer: str = "beam"):
     return setup.models, state, jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position
 
 
-def change(models: dict, **parts) -> dict:
-    return models | {"drafter": models["drafter"] | parts}
-
-
-def perturbed(tree, seed: int = 0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 1, x.shape), jnp.float32), tree)
-
-
 @functools.cache
 def jitted_states(proposer: str = "beam", num_states: int = setups.TREES["beam"].depth, window: int | None = None):
     """The trunk alone: `num_states` states of a round, and the cache it leaves."""
     setup = setups.setup("llama", proposer)
     config = dataclasses.replace(setup.drafter_config, window=window)
     return jax.jit(lambda models, state: trunk_states(models, setup.config, config, num_states, state))
-
-
-@TRUNKS
-def test_states_do_not_see_drafted_tokens(proposer):
-    """Other injector weights and another root draft other trees; every state and every cache slot keeps its bits."""
-    models, state, root, position = mid_state(proposer)
-    tree, after = jitted_draft(proposer)(models, state.drafter, root, position)
-    other = change(models, injector=perturbed(models["drafter"]["injector"]))
-    for changed_models, changed_root in ((other, root), (models, (root + 1) % toy.VOCAB)):
-        changed_tree, changed_after = jitted_draft(proposer)(changed_models, state.drafter, changed_root, position)
-        assert (np.asarray(changed_tree.tokens)[:, 1:] != np.asarray(tree.tokens)[:, 1:]).any(1).all()
-        jax.tree.map(np.testing.assert_array_equal, changed_after, after)
-    states, cache = jitted_states(proposer)(models, state.drafter)
-    assert states.shape == (6, setups.TREES["beam"].depth, 32)
-    changed_states, changed_cache = jitted_states(proposer)(other, state.drafter)
-    np.testing.assert_array_equal(changed_states, states)
-    jax.tree.map(np.testing.assert_array_equal, changed_cache, cache)
-
-
-@TRUNKS
-@pytest.mark.parametrize("part", ["pending", "cache"])
-def test_states_see_what_they_should(part, proposer):
-    """The check above would be empty if nothing moved the states."""
-    models, state, _, _ = mid_state(proposer)
-    drafter_state = state.drafter
-    states, _ = jitted_states(proposer)(models, drafter_state)
-    if part == "pending":
-        drafter_state = drafter_state.replace(pending=drafter_state.pending + 1.0)
-    else:
-        cache = drafter_state.cache
-        drafter_state = drafter_state.replace(cache=cache.replace(values=tuple(v + 1.0 for v in cache.values)))
-    changed, _ = jitted_states(proposer)(models, drafter_state)
-    has_pending = np.asarray(drafter_state.num_pending) > 0
-    moved = (np.asarray(changed) != np.asarray(states)).any(-1)
-    assert moved[has_pending].all()
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -213,19 +155,20 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     ("variant", "proposer"),
     [
         ("llama", "steered"),
-        pytest.param("gemma", "steered", marks=pytest.mark.slow),
-        pytest.param("llama", "steered_block", marks=pytest.mark.slow),
         ("llama", "steered_eagle"),
         ("llama", "steered_block_skip"),
-        pytest.param("llama", "steered_block_ahead", marks=pytest.mark.slow),
+        pytest.param("gemma", "steered_block", marks=pytest.mark.slow),
         pytest.param("llama", "steered_skip", marks=pytest.mark.slow),
         pytest.param("llama", "steered_ahead", marks=pytest.mark.slow),
     ],
 )
 def test_caches_hold_what_fresh_passes_compute(variant, proposer):
-    """After prefill and after every round, until all rows are done and have been carried along for some rounds."""
+    """After prefill and after every round, until all rows are done and have been carried along for some rounds.
+
+    Caches grow on the way; under SKIP a trunk run writes more slots than a tree is deep.
+    """
     setup, call = setups.setup(variant, proposer), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models)
+    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
     assert_lengths(state)
     assert find_stale_slot(setup, state) is None
     rounds = 0
@@ -239,9 +182,10 @@ def test_caches_hold_what_fresh_passes_compute(variant, proposer):
     assert rounds > 6
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
     assert (histogram > 0).all(), histogram
+    assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == calls.GROWN
 
 
-@pytest.mark.parametrize("proposer", ["layers", pytest.param("block_layers", marks=pytest.mark.slow), "eagle_layers"])
+@pytest.mark.parametrize("proposer", ["layers", pytest.param("eagle_layers", marks=pytest.mark.slow)])
 def test_caches_hold_what_several_layers_say(proposer):
     """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
@@ -252,38 +196,6 @@ def test_caches_hold_what_several_layers_say(proposer):
         state = call.resume(setup.decoder, setup.models, state, 2)
         assert_lengths(state)
         assert find_stale_slot(setup, state) is None
-    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
-    assert (histogram > 0).all(), histogram
-    # The comparison would find the final hidden states in their place.
-    hidden = toy.causal_pass(setup.models["target"], setup.config, jnp.maximum(state.tokens, 0)).hidden
-    row = int(np.flatnonzero(state.drafter.num_pending)[0])
-    last = hidden[row, int(state.drafter.cache.length[row])]
-    moved = state.drafter.replace(pending=state.drafter.pending.at[row, 0].set(last))
-    assert find_stale_slot(setup, state.replace(drafter=moved)) == f"pending features, row {row}"
-
-
-TIGHT = 61
-"""Slots at whose end, in the texts of `first_stale_slot`, a trunk run under SKIP writes as far as it can."""
-
-
-def first_stale_slot(setup: setups.Setup) -> str | None:
-    """What `find_stale_slot` says after the first round where it says anything; caches grow on the way."""
-    call, decoder = calls.mixed_call().replace(new_tokens=[56] * 6), setup.decoder_with()
-    state = call.start(decoder, setup.models, capacity=TIGHT)
-    while not bool(state.done.all()):
-        state = call.resume(decoder, setup.models, state, 1)
-        assert_lengths(state)
-        stale = find_stale_slot(setup, state)
-        if stale is not None:
-            return stale
-    assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == decode.GROWTH * TIGHT
-    return None
-
-
-@pytest.mark.parametrize("proposer", ["steered", pytest.param("steered_block_skip", marks=pytest.mark.slow)])
-def test_caches_survive_growing(proposer):
-    """Under SKIP a trunk run writes more slots than a tree is deep."""
-    assert first_stale_slot(setups.setup("llama", proposer)) is None
 
 
 def test_the_comparison_finds_a_stale_slot():

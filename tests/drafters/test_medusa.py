@@ -15,7 +15,7 @@ from hsd_jax.drafters.medusa.draft import FIRST_RANK, NEXT_RANK, static_tree
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.sampling import position_noise
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import RoundInputs
 
 
 def paths_of(parents, labels) -> list[tuple[int, ...]]:
@@ -26,7 +26,7 @@ def paths_of(parents, labels) -> list[tuple[int, ...]]:
     return paths
 
 
-@pytest.mark.parametrize("shape", [(16, 3, 6), (8, 5, 2), (5, 4, 1), (9, 1, 8), (40, 4, 8)])
+@pytest.mark.parametrize("shape", [(16, 3, 6), (5, 4, 1), (40, 4, 8)])
 def test_the_static_tree_is_the_likeliest(shape):
     config = TreeConfig(*shape)
     tree = static_tree(config)
@@ -47,13 +47,12 @@ def head_logits(setup: setups.Setup, feature: np.ndarray, head: int) -> np.ndarr
     return models["target"]["embedding"] @ (normed * drafter["output_norm"]["weight"])
 
 
-@pytest.mark.parametrize("scheme", [pytest.param(DrawScheme.ARBITRARY, marks=pytest.mark.slow), DrawScheme.COUPLED])
-def test_drafts_are_the_best_guesses_of_each_head(scheme):
+def test_drafts_are_the_best_guesses_of_each_head():
     """After every round the feature is that of the last token but one; finished rows keep theirs.
 
     Coupled guesses are in the order of log q + g; filters would leave fewer than a tree asks for.
     """
-    setup, call = setups.setup("llama", "medusa", scheme), calls.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
+    setup, call = setups.setup("llama", "medusa"), calls.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
     shape = static_tree(setups.TREES["medusa"])
     state = call.start(setup.decoder, setup.models)
     draft = jax.jit(setup.drafter.draft)
@@ -69,13 +68,11 @@ def test_drafts_are_the_best_guesses_of_each_head(scheme):
             feature = hidden[row, position[row] - 1]
             np.testing.assert_allclose(state.drafter.feature[row], feature, rtol=1e-4, atol=1e-5)
             logits = [head_logits(setup, np.float64(feature), k) for k in range(setups.TREES["medusa"].depth)]
-            best = [np.argsort(-x) for x in logits]
-            if scheme is DrawScheme.COUPLED:
-                places = position[:, None] + 1 + np.arange(len(logits), dtype=np.int32)
-                noise = np.asarray(noise_at(keys, jnp.asarray(places), toy.VOCAB))[row]
-                setting = call.temperature[row], None, None
-                pairs = zip(logits, noise, strict=True)
-                best = [np.argsort(-coupled_oracle.scores(x, g, setting, None, toy.VOCAB)) for x, g in pairs]
+            places = position[:, None] + 1 + np.arange(len(logits), dtype=np.int32)
+            noise = np.asarray(noise_at(keys, jnp.asarray(places), toy.VOCAB))[row]
+            setting = call.temperature[row], None, None
+            pairs = zip(logits, noise, strict=True)
+            best = [np.argsort(-coupled_oracle.scores(x, g, setting, None, toy.VOCAB)) for x, g in pairs]
             wanted = [best[d - 1][r] for d, r in zip(shape.depths[1:], shape.ranks[1:], strict=True)]
             assert tree.tokens[row].tolist() == [int(root[row]), *wanted]
         state = call.resume(setup.decoder, setup.models, state, 1)

@@ -14,7 +14,6 @@ from oracles import pearl as oracle
 from oracles import sampling as sampling_oracle
 from support import calls, setups, toy
 from support.texts import first_difference
-from support.tiny_pairs import FALSE_ALARM, p_values, tiny_pearl, tiny_texts
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -36,8 +35,7 @@ def table(rng: np.random.Generator, size: int) -> list[list[Fraction]]:
     return [[Fraction(int(n), int(row.sum())) for n in row] for row in counts]
 
 
-@pytest.mark.parametrize("gamma", [1, 2])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "gamma"), [(2, 1), (2, 2), (3, 2)])
 def test_the_two_phases_emit_the_distribution_of_the_target(size, gamma):
     """Exactly, over four tokens, three of a larger vocabulary: through both phases and back. The mutants do not."""
     rng, num = np.random.default_rng(size), 6 - size
@@ -45,29 +43,6 @@ def test_the_two_phases_emit_the_distribution_of_the_target(size, gamma):
     wanted = oracle.of_target(p, 0, num)
     assert oracle.law(p, q, 0, gamma, num) == wanted
     assert oracle.law(p, q, 0, gamma, num, "no test") != wanted
-
-
-@pytest.mark.slow
-def test_the_compiled_loop_follows_the_distribution_of_the_target():
-    """131,072 tokens behind every phase; eight chi-squares."""
-    texts = tiny_texts(TreeConfig.chain(3), DrawScheme.WITHOUT_REPLACEMENT, pair=tiny_pearl)
-    assert min(p_values(texts)) > FALSE_ALARM
-
-
-@pytest.mark.slow
-def test_the_chi_square_finds_tips_that_are_not_judged():
-    """What is pending is taken for accepted: the mutant commits the tip whatever its coin says."""
-
-    def untested(drafter):
-        def draft(models, state, inputs):
-            tree, state = drafter.draft(models, state, inputs)
-            sure = jnp.zeros_like(tree.draft_logp)  # as if it had been drawn from anything
-            return tree.replace(draft_logp=jax.nn.log_softmax(sure, -1)), state
-
-        return drafter._replace(draft=draft)
-
-    texts = tiny_texts(TreeConfig.chain(3), DrawScheme.WITHOUT_REPLACEMENT, untested, pair=tiny_pearl)
-    assert min(p_values(texts)) < FALSE_ALARM
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
@@ -157,11 +132,10 @@ def find_stale_slot(one: setups.Setup, state) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("capacity", [16, pytest.param(calls.CAPACITY, marks=pytest.mark.slow)])
-def test_both_caches_hold_what_is_committed_and_pending(capacity):
+def test_both_caches_hold_what_is_committed_and_pending():
     """After every round, through growing buckets: committed - 1 where a draft was refused. Rounds are counted."""
     one, call = setups.setup("llama", "pearl"), calls.mixed_call()
-    state = call.start(one.decoder, one.models, capacity=capacity)
+    state = call.start(one.decoder, one.models, capacity=16)
     phases = []
     while not bool(state.done.all()):
         state = call.resume(one.decoder, one.models, state, 1)
@@ -174,6 +148,7 @@ def test_both_caches_hold_what_is_committed_and_pending(capacity):
     assert rounds.min(0)[0] > 0 and rounds[:, 1].sum() > 0
 
 
+@pytest.mark.slow
 def test_the_comparison_finds_a_cache_that_was_not_rolled_back(monkeypatch):
     one, call, rolled_back = setups.setup("llama", "pearl"), calls.mixed_call(), pearl_lib.kept
 
@@ -201,16 +176,13 @@ def pair():
 
 
 def test_a_user_drafts_ahead(pair):
-    """gamma is given or follows from costs; the text stays, and rounds are counted by phase."""
+    """gamma is given or follows from costs, and rounds are counted by phase."""
     ahead = hsd_jax.pearl(pair, 3)
     assert ahead.tree == TreeConfig.chain(3)
     found = hsd_jax.decode(ahead, [[3, 1, 4]], 24, temperature=0.8, seed=1)
-    plain = hsd_jax.decode(pair, [[3, 1, 4]], 24, temperature=0.8, seed=1, speculate=False)
-    assert found.tokens.tolist() == plain.tokens.tolist()
     pre, post = (found.stats.drafter.pop(f"{kind}-verify rounds") for kind in ("pre", "post"))
     assert pre + post == found.stats.num_target_passes
     assert found.stats.drafter == {"overlapped rounds": 0}
-    assert plain.stats.drafter == {}
     assert 1 <= hsd_jax.pearl(pair).drafter_config.gamma <= 8
     assert hsd_jax.pearl(ahead, 2).drafter_config.base == pair.drafter_config  # asked again, not twice
 

@@ -1,4 +1,4 @@
-"""PEARL on two sets of fake devices: the text of the scheduled one, a host that waits for no round, bad arguments."""
+"""PEARL on two sets of fake devices: the text of the scheduled one, drafts beside a pass, bad arguments."""
 
 from __future__ import annotations
 
@@ -68,10 +68,9 @@ def test_rows_come_and_go(pair, apart):
     assert found == [row[:num].tolist() for row, num in zip(plain.tokens, plain.num_tokens, strict=True)]
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
-def test_a_row_ends_inside_a_round(pair, apart, temperature):
+def test_a_row_ends_inside_a_round(pair, apart):
     """Each token of a text in turn ends it: in every place of a round, with rounds in flight behind it."""
-    call = {"max_new_tokens": 30, "temperature": temperature, "seed": 1}
+    call = {"max_new_tokens": 30, "temperature": 0.8, "seed": 1}
     whole = hsd_jax.decode(pair, PROMPTS[0], speculate=False, **call).tokens[0].tolist()
     inside = 0
     for eos in sorted(set(whole)):
@@ -82,8 +81,7 @@ def test_a_row_ends_inside_a_round(pair, apart, temperature):
 
 
 @slow
-@pytest.mark.parametrize("devices", [(6, 2), (2, 6)])
-@pytest.mark.parametrize("accept", ["match", "recursive"])
+@pytest.mark.parametrize(("accept", "devices"), [("match", (2, 6)), ("recursive", (6, 2))])
 def test_models_in_parts_under_either_rule(pair, accept, devices):
     """Drafts, coins and residuals are keyed by position: drawn text, too, is that of the scheduled rounds."""
     split = hsd_jax.pearl(pair, GAMMA, devices=(jax.devices()[: devices[0]], jax.devices()[devices[0] :]))
@@ -91,17 +89,6 @@ def test_models_in_parts_under_either_rule(pair, accept, devices):
     assert len(kernel.device_set) == devices[0]
     found = hsd_jax.decode(split, PROMPTS, accept=accept, **CALL)
     assert_scheduled(found, hsd_jax.decode(hsd_jax.pearl(pair, GAMMA), PROMPTS, accept=accept, **CALL))
-
-
-@slow
-@pytest.mark.parametrize("gamma", [1, 5])
-def test_other_gammas_and_streams(pair, gamma):
-    one = hsd_jax.pearl(pair, gamma, devices=(1, 1))
-    plain = hsd_jax.decode(pair, PROMPTS, speculate=False, **CALL)
-    texts: list[list[int]] = [[] for _ in PROMPTS]
-    for piece in hsd_jax.stream(one, PROMPTS, rounds=3, **CALL):
-        texts[piece.row] += piece.tokens.tolist()
-    assert texts == [row[:num].tolist() for row, num in zip(plain.tokens, plain.num_tokens, strict=True)]
 
 
 @slow
@@ -140,28 +127,6 @@ def test_rounds_end_when_fewer_rows_go_on_than_are_wanted(apart):
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_host_reads_rarely_and_never_the_rounds_in_flight(apart, monkeypatch):
-    begun, reads = [], []
-    dispatch, fetch = overlap.OverlappedDecode.dispatch, overlap.fetch
-
-    def counting(rounds):
-        begun.append(dispatch(rounds))
-        return begun[-1]
-
-    def reading(x):
-        reads.append((len(begun), next((i + 1 for i, where in enumerate(begun) if where is x), None)))
-        return fetch(x)
-
-    monkeypatch.setattr(overlap.OverlappedDecode, "dispatch", counting)
-    monkeypatch.setattr(overlap, "fetch", reading)
-    hsd_jax.decode(apart, PROMPTS, **CALL)
-    first, last = [x for x in reads if x[0] == 0], [x for x in reads if x[1] is None and x[0] > 0]
-    assert len(first) == 3 and len(last) == 2  # before the first round: limits, lengths, ends; after the last one
-    between = [x for x in reads if x[1] is not None]
-    assert len(begun) / overlap.EVERY - 2 <= len(between) <= len(begun) / overlap.EVERY
-    assert min(num - read for num, read in between) >= overlap.EVERY
 
 
 def test_drafts_are_made_while_the_target_reads(apart):
@@ -204,28 +169,6 @@ class Slow:
         return getattr(self.decoder, name)
 
 
-def test_rounds_past_the_end_change_nothing(apart):
-    """Not a bit of a text, a length, a statistic or what is committed to a cache."""
-    session = prepare(apart, PROMPTS, Sampling(**CALL))
-    session.run(UNBOUNDED)
-    state, sampling, limits = session.rows
-    rounds = overlap.OverlappedDecode(session.setup.decoder, session.setup.models, sampling, limits, state)
-
-    def look():
-        own = rounds.joined()
-        base = own.drafter.base
-        length = np.asarray(own.length)
-        caches = [np.asarray(x) for cache in (own.cache, base.cache) for x in (*cache.keys, *cache.values)]
-        rest = own.tokens, own.length, own.done, own.stats, own.drafter.phase.rounds, own.drafter.outcome
-        kept = [x[row, :, : num - 1] for x in caches for row, num in enumerate(length)]
-        return jax.tree.map(np.array, (rest, kept))
-
-    before = look()
-    for _ in range(2 * GAMMA):
-        rounds.dispatch()
-    jax.tree.map(np.testing.assert_array_equal, look(), before)
-
-
 # --- users ------------------------------------------------------------------------------------------------------------
 
 
@@ -252,43 +195,21 @@ def test_devices_by_name(pair):
     assert {x.device.id for x in jax.tree.leaves(split.target)} == {3}
 
 
-def test_where_models_lie_can_be_changed(apart):
-    """Another gamma moves nothing, another place undoes it."""
-    again = hsd_jax.pearl(apart, 2)
-    assert (again.mesh, again.drafter_mesh) == (apart.mesh, apart.drafter_mesh) and again.tree.depth == 2
-    together = hsd_jax.place(apart, apart.mesh)
-    assert together.drafter_mesh is None
-    assert {x.device.id for x in jax.tree.leaves((together.target, together.drafter))} == {0}
-    alone = hsd_jax.place(apart, None)
-    assert alone.mesh is None and alone.drafter_mesh is None
-    assert {x.device.id for x in jax.tree.leaves((alone.target, alone.drafter))} == {0}
-
-
 def test_what_two_programs_cannot_do(pair, apart):
     """Each by its name, before anything compiles."""
     with pytest.raises(ValueError, match="gamma=0"):
         hsd_jax.pearl(pair, 0, devices=(1, 1))
     with pytest.raises(ValueError, match="block_verification"):
         hsd_jax.decode(apart, [[1]], 4, accept="block_verification")
-    with pytest.raises(ValueError, match="stack"):
-        hsd_jax.stack(apart, "lookup")
-    with pytest.raises(ValueError, match="adaptive=True"):
-        hsd_jax.decode(apart, [[1]], 4, adaptive=True)
     with pytest.raises(ValueError, match="small_lm"):
         small = dataclasses.replace(apart, drafter_config=pair.drafter_config)
         hsd_jax.decode(small, [[1]], 4)
 
 
-@pytest.mark.parametrize(("c", "gamma"), [(0.2, 1), (1.4, 1), (2.6, 3), (11.0, 11)])
+@pytest.mark.parametrize(("c", "gamma"), [(0.2, 1), (2.6, 3)])
 def test_gamma_is_the_drafts_in_the_time_of_a_pass(pair, monkeypatch, c, gamma):
     monkeypatch.setattr(pearl, "measured_c", lambda params: c)
     config = hsd_jax.pearl(pair).drafter_config
     assert config.gamma == gamma and config.ratio == c and f"gamma {gamma}" in config.choice
     assert config == hsd_jax.pearl(pair, gamma).drafter_config  # so a given gamma runs the same programs
     assert hsd_jax.pearl(pair, gamma).drafter_config.choice is None
-
-
-def test_c_is_measured(pair):
-    """A small model that is the target takes as long as the target, on the same device; on others, about."""
-    same = dataclasses.replace(pair, drafter=pair.target)
-    assert 0.1 < pearl.measured_c(same) < 10

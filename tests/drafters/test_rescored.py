@@ -1,4 +1,4 @@
-"""Rescored drafts: the beam against enumeration, the scorers against their models, what a round leaves in their states.
+"""Rescored drafts: the scorers against their models, trees and what a round leaves in their states against plain loops.
 
 That no text depends on them is shown in `infer/test_exact.py`, n-grams themselves in `train/test_ngram.py`.
 """
@@ -21,148 +21,12 @@ from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_pair, tiny_tex
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import RescoredConfig
-from hsd_jax.drafters.rescored.draft import ArcExpander, weighed
 from hsd_jax.drafters.rescored.ngram import save_ngram
-from hsd_jax.drafters.rescored.scorers import ZERO_GRAMS, Scorer, low_rank_scorer, ngram_scorer
+from hsd_jax.drafters.rescored.scorers import low_rank_scorer
 from hsd_jax.drafters.table import DRAFTING_METHODS, make_drafter
 from hsd_jax.infer.sampling import position_noise
-from hsd_jax.infer.tree import Grower, sharpness
 from hsd_jax.params import Params
-from hsd_jax.train.ngram import make_ngram
-from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
-
-VOCAB, DEPTH, ARCS, ORDER = 18, 3, 4, 3
-WIDE = 16
-"""Of a beam that is as wide as a level of the lattice has nodes above it: 4 arcs, 3 levels."""
-
-
-@functools.cache
-def corpus():
-    rng = np.random.default_rng(5)
-    return [(ids, [True] * len(ids)) for ids in rng.integers(0, VOCAB, (12, 30)).tolist()]
-
-
-@functools.cache
-def counted():
-    """n-gram configuration, weights and the oracle of the same documents."""
-    documents = [(np.asarray(ids, np.int32), np.asarray(counted)) for ids, counted in corpus()]
-    config, weights = make_ngram(documents, ORDER, VOCAB, "0" * 64)
-    return config, jax.tree.map(jnp.asarray, weights), Ngrams(corpus(), ORDER, VOCAB)
-
-
-@functools.cache
-def grown(scorer: Scorer, tree: TreeConfig, alpha: float):
-    _, weights, _ = counted()
-    weights = weights | {"alpha": jnp.full(1, alpha)}
-    greedy = SamplingParams(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1))
-
-    @jax.jit
-    def grow(base, recent):
-        begun, _ = scorer.root_carry(weights, recent)
-        inputs = RoundInputs(recent[:, -1], jnp.zeros(1, jnp.int32), jax.random.key(0), greedy)
-        expand = weighed(ArcExpander(ARCS, None, greedy).expand(base, None), scorer, weights)
-        return Grower(tree, DrawScheme.ARBITRARY, VOCAB).grow(expand, (None, begun), inputs)[0]
-
-    return grow
-
-
-def some_inputs(seed: int):
-    """Base logits [1, D, V], and the last two tokens of a text that the corpus holds."""
-    rng = np.random.default_rng(seed)
-    ids, _ = corpus()[seed % 12]
-    start = rng.integers(0, 20)
-    return rng.normal(0, 1.5, (1, DEPTH, VOCAB)).astype(np.float32), ids[start : start + ORDER - 1]
-
-
-def lattice_logits(base: np.ndarray, recent: list[int], alpha: float):
-    """What a path says of the next token: log p_head + alpha log p_n-gram of the oracle, at 4 arcs, times the scale."""
-    scale = float(sharpness(jnp.zeros(1))[0])
-
-    def logits(path: tuple[int, ...]) -> np.ndarray:
-        head = np.float64(base[0, len(path) - 1])
-        text = (*recent[:-1], *path)
-        arcs = np.argsort(-head, kind="stable")[:ARCS]
-        found = np.full(VOCAB, -np.inf)
-        found[arcs] = [head[t] + alpha * np.log(float(counted()[2].p(t, text))) for t in arcs]
-        return scale * found
-
-    return logits
-
-
-def scores_of(tree) -> dict[tuple[int, ...], float]:
-    """The score of every node's path, without the root."""
-    paths = [()]
-    for node in range(1, tree.tokens.shape[1]):
-        paths.append((*paths[tree.parents[0, node]], int(tree.tokens[0, node])))
-    return dict(zip(paths[1:], tree.score[0, 1:].tolist(), strict=True))
-
-
-def enumerated(base: np.ndarray, recent: list[int], alpha: float) -> dict[tuple[int, ...], float]:
-    """The score of every path of the lattice."""
-    logits, found = lattice_logits(base, recent, alpha), {(): 0.0}
-    for depth in range(DEPTH):
-        for path in [path for path in found if len(path) == depth]:
-            logp = oracle.log_softmax(logits((recent[-1], *path)))
-            found |= {(*path, int(t)): found[path] + logp[t] for t in np.flatnonzero(np.isfinite(logp))}
-    return {path: score for path, score in found.items() if path}
-
-
-ALL_PATHS = ARCS + ARCS**2 + ARCS**3
-
-
-def find_difference(scorer: Scorer, seed: int, nodes: int = ALL_PATHS + 1, alpha: float = 0.7) -> str | None:
-    """Where the nodes of a full-width beam are not the best of all paths, or their scores others; None: nowhere."""
-    base, recent = some_inputs(seed)
-    tree = jax.tree.map(np.asarray, grown(scorer, TreeConfig(nodes, DEPTH, WIDE), alpha)(base, np.int32([recent])))
-    wanted = enumerated(base, recent, alpha)
-    best = sorted(wanted, key=lambda path: -wanted[path])[: nodes - 1]
-    found = scores_of(tree)
-    if set(found) != set(best):
-        return f"paths {sorted(set(found) ^ set(best))}"
-    wrong = [path for path in best if abs(found[path] - wanted[path]) > 1e-3]
-    return f"scores of {wrong}" if wrong else None
-
-
-SCORER = ngram_scorer(counted()[0])
-
-
-@pytest.mark.parametrize("nodes", [ALL_PATHS + 1, 30])
-def test_a_beam_of_full_width_is_enumeration(nodes):
-    """All 84 paths of a lattice of 3 states and 4 arcs with their scores; and the 29 best of them."""
-    for seed in range(6):
-        assert find_difference(SCORER, seed, nodes) is None
-
-
-def test_a_narrow_beam_is_that_of_the_oracle():
-    for seed in range(6):
-        base, recent = some_inputs(seed)
-        tree = grown(SCORER, TreeConfig(12, DEPTH, 3), 0.7)(base, np.int32([recent]))
-        logits = lattice_logits(base, recent, 0.7)
-        found = tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.depth[0].tolist()
-        assert found == oracle.grow_paths(logits, recent[-1], 12, DEPTH, 3)
-
-
-def of_the_root(*args):
-    """A mutant: the n-gram context is that of the root, whatever the path."""
-    weights, _, tokens, parents, arcs, contexts = args
-    same = jnp.broadcast_to(contexts[:, :1], (*tokens.shape, ORDER - 1))
-    return SCORER.score(weights, 0, tokens, parents, arcs, same)
-
-
-def test_a_scorer_of_the_wrong_place_is_found():
-    assert find_difference(SCORER._replace(score=of_the_root), 0) is not None
-
-
-def test_without_a_say_the_best_path_is_the_argmax_of_each_head():
-    """alpha 0 with any scorer, and no scorer whatever alpha is."""
-    chain = TreeConfig(DEPTH + 1, DEPTH, 1)
-    for seed in range(4):
-        base, recent = some_inputs(seed)
-        wanted = [recent[-1], *base[0].argmax(-1).tolist()]
-        assert grown(SCORER, chain, 0.0)(base, np.int32([recent])).tokens[0].tolist() == wanted
-        assert grown(ZERO_GRAMS, chain, 0.7)(base, np.int32([recent])).tokens[0].tolist() == wanted
-        others = grown(SCORER, chain, 2.0)(base, np.int32([recent])).tokens[0].tolist()
-        assert seed or others != wanted, "else the scorer never has a say"
+from hsd_jax.types import DrawScheme, RoundInputs
 
 
 def test_low_rank_scores_are_the_bias_of_token_information():
@@ -223,15 +87,14 @@ def last_words(proposer: str):
 TREE = setups.PROPOSERS["rescored_lm"].tree
 
 
-def wanted_tree(logp, base: np.ndarray, hot, text: list[int], temperature: float, noise: np.ndarray | None):
-    """The tree of one row, whose text is `text` and whose target draws with `noise`; None: nobody tells."""
-    setting = (temperature if noise is not None else 0.0, None, None)
-    scale = float(sharpness(jnp.float32([temperature]))[0]) if noise is None else coupled_oracle.sharpness(temperature)
+def wanted_tree(logp, base: np.ndarray, hot, text: list[int], temperature: float, noise: np.ndarray):
+    """The tree of one row, whose text is `text` and whose target draws with `noise`."""
+    setting = (temperature, None, None)
+    scale = coupled_oracle.sharpness(temperature)
 
     def logits(path: tuple[int, ...]) -> np.ndarray:
         level = len(path) - 1
-        given = np.zeros(toy.VOCAB) if noise is None else noise[level]
-        heads = coupled_oracle.scores(np.float64(base[level]), given, setting, hot, toy.VOCAB)
+        heads = coupled_oracle.scores(np.float64(base[level]), noise[level], setting, hot, toy.VOCAB)
         arcs = np.argsort(-heads, kind="stable")[: setups.ARCS]
         found = np.full(toy.VOCAB, -np.inf)
         found[arcs] = heads[arcs] + setups.ALPHA * logp([*text[:-1], *path])[arcs] / (setting[0] or 1.0)
@@ -240,11 +103,10 @@ def wanted_tree(logp, base: np.ndarray, hot, text: list[int], temperature: float
     return oracle.grow_paths(logits, text[-1], TREE.nodes, TREE.depth, TREE.width)
 
 
-@pytest.mark.parametrize("scheme", [DrawScheme.COUPLED, pytest.param(DrawScheme.ARBITRARY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("proposer", [pytest.param("rescored_lm", marks=pytest.mark.slow), "rescored_hot"])
-def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer, scheme):
+def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer):
     """So every round leaves in the states what the next one needs; prompts of one token included."""
-    setup, call = setups.setup("llama", proposer, scheme), calls.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
+    setup, call = setups.setup("llama", proposer), calls.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
     logp, levels = last_words(proposer)
     hot = setup.models["drafter"].get("draft_to_target")
     hot = None if hot is None else np.asarray(hot)
@@ -256,10 +118,9 @@ def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer, scheme):
         tree, _ = draft(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
         base = np.asarray(levels(state.drafter.base))
         for row in np.flatnonzero(~np.asarray(state.done)):
-            noise, temperature = None, call.temperature[row]
-            if scheme is DrawScheme.COUPLED:
-                places = position[row] + 1 + jnp.arange(TREE.depth, dtype=jnp.int32)
-                noise = np.asarray(position_noise(keys[row : row + 1], places[None], toy.VOCAB))[0]
+            temperature = call.temperature[row]
+            places = position[row] + 1 + jnp.arange(TREE.depth, dtype=jnp.int32)
+            noise = np.asarray(position_noise(keys[row : row + 1], places[None], toy.VOCAB))[0]
             text = state.tokens[row, : position[row] + 1].tolist()
             found = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.depth[row].tolist()
             assert found == wanted_tree(logp, base[row], hot, text, temperature, noise)
@@ -279,11 +140,10 @@ def tiny_rescored():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", [DrawScheme.WITHOUT_REPLACEMENT, DrawScheme.INDEPENDENT])
-def test_drawn_trees_follow_the_distribution_of_the_target(scheme):
+def test_drawn_trees_follow_the_distribution_of_the_target():
     """Also where the target draws a token that no arc holds. Eight chi-squares, each of which fires falsely once in
     10^6."""
-    assert min(p_values(tiny_texts(TREES["wide"], scheme, pair=tiny_rescored))) > FALSE_ALARM
+    assert min(p_values(tiny_texts(TREES["wide"], DrawScheme.WITHOUT_REPLACEMENT, pair=tiny_rescored))) > FALSE_ALARM
 
 
 class OtherTokenizer:
@@ -296,11 +156,6 @@ def test_what_cannot_score_is_refused(tmp_path):
     params = params_of()
     with pytest.raises(ValueError, match=r"0{12} .*1{12} "):
         hsd_jax.rescore(dataclasses.replace(params, tokenizer=OtherTokenizer()), tmp_path / "own")
-    larger = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, vocab_size=25))
-    with pytest.raises(ValueError, match="25 tokens"):
-        hsd_jax.rescore(larger, tmp_path / "own")
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        hsd_jax.rescore(params, tmp_path / "nothing")
     with pytest.raises(ValueError, match="hidden or medusa"):
         hsd_jax.rescore(params_of("eagle"), "0-gram")
     with pytest.raises(ValueError, match=r"width=6: .*1 to 5"):

@@ -17,9 +17,8 @@ from oracles import tree as tree_oracle
 from support import calls, setups, toy
 
 import hsd_jax
-from hsd_jax.config import REUSES, SKIP, ReuseConfig, TreeConfig
+from hsd_jax.config import SKIP, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
-from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.infer.tree import Grower
@@ -61,16 +60,15 @@ def test_the_index_map_is_that_of_the_oracle():
     assert find_wrong_spare(reuse_lib.after_commit) is None
 
 
-@pytest.mark.parametrize("off_by", [-1, 1])
-def test_the_oracle_finds_a_shifted_index(off_by):
+def test_the_oracle_finds_a_shifted_index():
     """No text would change: only this comparison sees it. The count alone, or the states alone, are enough."""
 
     def shifted(spares, num_committed):
-        moved, kept = (reuse_lib.after_commit(spares, num_committed + by) for by in (off_by, 0))
+        moved, kept = (reuse_lib.after_commit(spares, num_committed + by) for by in (1, 0))
         return Spares(moved.logits, kept.num)
 
     def miscounted(spares, num_committed):
-        moved, kept = (reuse_lib.after_commit(spares, num_committed + by) for by in (off_by, 0))
+        moved, kept = (reuse_lib.after_commit(spares, num_committed + by) for by in (1, 0))
         return Spares(kept.logits, jnp.clip(moved.num, 0, NUM_STATES))
 
     assert "wrong state" in find_wrong_spare(shifted)
@@ -116,19 +114,19 @@ def test_beams_of_fewer_levels_are_the_oracles():
         assert not valid[valid.sum() :].any()
 
 
-@pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT])
-def test_drawn_trees_lose_whole_levels(scheme):
+def test_drawn_trees_lose_whole_levels():
     """What is left has the tokens and the distributions of the whole tree: no token decides whether a node stays."""
     config = TreeConfig(nodes=7, depth=3, width=2)
     base = jnp.asarray(np.random.default_rng(0).normal(0, 1, (4, 3, VOCAB)), jnp.float32)
     keys, zero, one = jax.vmap(jax.random.key)(jnp.arange(4)), jnp.zeros(4, jnp.int32), jnp.ones(4)
+    grower = Grower(config, DrawScheme.WITHOUT_REPLACEMENT, VOCAB)
     sampling = SamplingParams(one, zero, one)
 
     @jax.jit
     def grow(num_levels):
         bias = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
         inputs = RoundInputs(zero, zero, keys, sampling)
-        return Grower(config, scheme, VOCAB).grow_token_free(base, bias, inputs, None, num_levels)
+        return grower.grow_token_free(base, bias, inputs, None, num_levels)
 
     whole, cut = grow(jnp.full(4, 3)), grow(jnp.arange(4))
     np.testing.assert_array_equal(cut.valid, whole.valid & (whole.depth <= jnp.arange(4)[:, None]))
@@ -159,7 +157,7 @@ def own_logits(proposer: str):
     return lambda drafter_state: np.asarray(logits(drafter_state))
 
 
-@pytest.mark.parametrize("proposer", ["ahead", "hot_sum", "block_skip", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("proposer", ["ahead", "hot_sum", "block_skip"])
 def test_spares_are_the_states_of_earlier_trunk_runs(proposer):
     """In the compiled loop, rows that differ: each spare is what a trunk run forecast for the same position."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
@@ -264,7 +262,7 @@ def test_which_rows_read_their_features_does_not_depend_on_the_others():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["twice", "skip:0", "sum:2", None])
+@pytest.mark.parametrize("text", ["twice", "skip:0"])
 def test_unknown_forms_are_refused(text):
     with pytest.raises(ValueError, match=f"reuse=.*{text}"):
         ReuseConfig.parse(text)
@@ -288,13 +286,3 @@ def test_forms_that_cannot_work_are_refused_before_anything_compiles(reuse, chan
         hsd_jax.decode(params, [1, 2], reuse=reuse, **settings)
     for word in words:
         assert word in str(error.value)
-
-
-def test_every_form_goes_with_drawn_trees():
-    """Sums and shallower trees are distributions like any other."""
-    config = toy.target_config()
-    drafter_config = toy.drafter_config(config, num_steps=5)
-    for form in REUSES:
-        scheme = DrawScheme.WITHOUT_REPLACEMENT
-        drafter = hidden_drafter(config, drafter_config, TreeConfig(5, 2, 2), scheme=scheme, reuse=ReuseConfig(form))
-        assert drafter.scheme is scheme

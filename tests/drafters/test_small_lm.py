@@ -1,9 +1,7 @@
-"""A small language model as drafter: its cache after any refusal, its chain, and the distribution of what is
+"""A small language model as drafter: its cache after any refusal, its trees, and the distribution of what is
 accepted."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +11,13 @@ from oracles import branching as branching_oracle
 from oracles import chain as oracle
 from scipy import stats
 from support import calls, setups, toy
+from support.tiny_pairs import FEW, FEW_SLOTS
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
-from hsd_jax.infer.accept import match_rule, recursive_rule
+from hsd_jax.infer.accept import recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
@@ -51,18 +50,16 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("proposer", "capacity", "wanted"),
+    ("proposer", "wanted"),
     [
-        ("small_lm", calls.CAPACITY, {1, 2}),
-        ("small_lm", calls.OUTGROWN, {1, 2}),
-        ("small_lm_branching", calls.OUTGROWN, {1, 2, 3, 4}),
-        pytest.param("small_lm_beam", calls.OUTGROWN, {1, 2, 3, 4}, marks=pytest.mark.slow),
+        ("small_lm", {1, 2}),
+        ("small_lm_branching", {1, 2, 3, 4}),
     ],
 )
-def test_the_cache_is_consistent_after_every_round(proposer, capacity, wanted):
+def test_the_cache_is_consistent_after_every_round(proposer, wanted):
     """Whatever was refused, through growing buckets, and for finished rows that are carried along."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models, capacity=capacity)
+    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
     assert find_stale_slot(setup, state) is None
     pending = set()
     while not bool(state.done.all()):
@@ -72,17 +69,6 @@ def test_the_cache_is_consistent_after_every_round(proposer, capacity, wanted):
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
     assert (histogram > 0).all(), histogram
     assert pending == wanted  # of a tree all that a round committed
-
-
-def test_the_comparison_finds_a_stale_slot():
-    setup, call = setups.setup("llama", "small_lm"), calls.mixed_call()
-    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
-    drafter, row = state.drafter, 3
-    keys = drafter.cache.keys[0].at[row, 0, int(drafter.cache.length[row]) - 1].add(0.01)
-    moved = drafter.replace(cache=drafter.cache.replace(keys=(keys, *drafter.cache.keys[1:])))
-    assert find_stale_slot(setup, state.replace(drafter=moved)) == f"cache, row {row}"
-    moved = drafter.replace(pending=drafter.pending.at[row, 0].add(1))
-    assert find_stale_slot(setup, state.replace(drafter=moved)) == f"pending tokens, row {row}"
 
 
 # --- what it drafts, and what becomes of it ---------------------------------------------------------------------------
@@ -95,43 +81,28 @@ def rolled(distribution: np.ndarray) -> np.ndarray:
     return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
 
 
-def markov_decoder(target: np.ndarray, draft: np.ndarray, scheme: DrawScheme):
-    """The decoder of two Markov models with these logits, and their weights; recursive if the chain is drawn."""
+def markov_decoder(target: np.ndarray, draft: np.ndarray):
+    """The decoder of two Markov models with these logits, whose chains are drawn, and their weights."""
     config, weights = toy.markov_target(target)
     _, small = toy.markov_target(draft)
     tree = TreeConfig(DEPTH + 1, DEPTH, 1)
-    drafter = small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=scheme)
-    rule = match_rule(DEPTH) if scheme is DrawScheme.ARBITRARY else recursive_rule(DEPTH, 1)
-    decoder = Decoder(config, make_step(config, drafter, rule), drafter, precision="highest", use_native=False)
+    drafter = small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
+    step = make_step(config, drafter, recursive_rule(DEPTH, 1))
+    decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
     return decoder, {"target": weights, "drafter": small}
 
 
 def call_of(temperature: float, rows: int) -> calls.Call:
     prompts = [np.array([row % VOCAB, (row // VOCAB) % VOCAB], np.int32) for row in range(rows)]
-    return calls.Call(prompts, [40] * rows, [temperature] * rows, [0] * rows, [1.0] * rows, list(range(rows)))
-
-
-def test_a_greedy_chain_is_that_of_plain_loops():
-    """Of a Markov model: the chain follows from the root; where the target agrees with it, all of it is accepted."""
-    logits = np.random.default_rng(0).normal(0, 2, (2, VOCAB, VOCAB))
-    decoder, models = markov_decoder(*logits, DrawScheme.ARBITRARY)
-    call = call_of(0.0, VOCAB)
-    state, draft = call.start(decoder, models), jax.jit(decoder.drafter.draft)
-    for _ in range(3):
-        root = np.asarray(state.tokens)[np.arange(VOCAB), np.asarray(state.length) - 1]
-        _, _, keys, _, sampling = call.arrays()
-        tree, _ = draft(models, state.drafter, RoundInputs(jnp.asarray(root), state.length - 1, keys, sampling))
-        for row in range(VOCAB):
-            assert tree.tokens[row, 1:].tolist() == oracle.likeliest_chain(logits[1], root[row], DEPTH)
-        state = call.resume(decoder, models, state, 1)
+    return calls.Call(prompts, [20] * rows, [temperature] * rows, [0] * rows, [1.0] * rows, list(range(rows)), **FEW)
 
 
 def test_a_tree_has_the_likeliest_children_of_every_node():
     """Of a model that attends: behind each path, what one causal pass over the text and that path says."""
     setup, call = setups.setup("llama", "small_lm_branching"), calls.mixed_call()
     drafter = small_lm_drafter(setup.config, setup.drafter_config, setups.BRANCHING)
-    decoder = dataclasses.replace(setup, drafter=drafter).decoder_with()
-    state = call.resume(decoder, setup.models, call.start(decoder, setup.models), 2)
+    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
+    state = call.resume(setup.decoder, setup.models, state, 2)
     _, _, keys, _, sampling = call.arrays()
     length = np.asarray(state.length)
     root = jnp.asarray(np.asarray(state.tokens)[np.arange(call.batch), length - 1])
@@ -158,10 +129,10 @@ def test_acceptance_is_that_of_speculative_sampling():
     Three chi-squares, each of which fires falsely once in 10^6.
     """
     p, q = np.random.default_rng(1).dirichlet(np.ones(VOCAB), 2)
-    decoder, models = markov_decoder(np.log(rolled(p)), np.log(rolled(q)), DrawScheme.WITHOUT_REPLACEMENT)
+    decoder, models = markov_decoder(np.log(rolled(p)), np.log(rolled(q)))
     call = call_of(1.0, ROWS)
     distribution = oracle.accepted_distribution(p, q, DEPTH)
-    state, before = call.start(decoder, models), 0
+    state, before = call.start(decoder, models, FEW_SLOTS), 0
     for _ in range(3):
         state = call.resume(decoder, models, state, 1)
         histogram = np.asarray(state.stats.accepted_histogram).sum(0)
@@ -192,16 +163,3 @@ def test_any_target_folder_of_the_same_vocabulary_drafts(tmp_path):
         params = hsd_jax.load(target=tmp_path / "target", drafter=drafter, precision="exact")
         found = hsd_jax.decode(params, prompts, **settings)
         np.testing.assert_array_equal(found.tokens, plain.tokens)
-
-
-def test_another_vocabulary_is_refused(tmp_path):
-    config, small_config = toy.target_config(), toy.target_config(vocab_size=toy.VOCAB - 1)
-    convert.save_target(tmp_path / "target", config, setups.weights("llama"))
-    convert.save_target(tmp_path / "small", small_config, toy.make_target(small_config))
-    with pytest.raises(ValueError, match="23 tokens, the target 24"):
-        hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small")
-    with pytest.raises(ValueError, match=r"TreeConfig\.branching=\(25,\): .*1 to .*24"):
-        small_lm_drafter(config, SmallLMConfig(**vars(config)), TreeConfig(branching=(25,)))
-    with pytest.raises(ValueError, match="nodes=12"):
-        tree, scheme = TreeConfig(nodes=12, depth=3, width=3), DrawScheme.WITHOUT_REPLACEMENT
-        small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=scheme)

@@ -72,11 +72,10 @@ def test_the_state_is_donated():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(setup.models))
 
 
-@pytest.mark.parametrize("use_native", [True, False])
-def test_a_prefill_computes_no_logits(use_native):
+def test_a_prefill_computes_no_logits():
     """A pass always has logits; those of a prompt, its largest array, are dropped with the product that makes them."""
     config, batch, vocab = toy.target_config(vocab_size=97), 2, 97
-    decoder = Decoder(config, make_plain_step(config), None, use_native=use_native)
+    decoder = Decoder(config, make_plain_step(config), None)
     tokens, ints = jnp.zeros((batch, calls.PROMPT_BUCKET), jnp.int32), jnp.ones(batch, jnp.int32)
     limits = Limits(ints, jnp.zeros((batch, 4), jnp.int32))
     keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
@@ -181,26 +180,16 @@ LOOPS = {  # target, changes of its drafter (None: no drafter), batch, and how d
     "sampled": (SMALL, {}, 1, {"scheme": SAMPLED}),
     "window": (ONE_LAYER, {"trunk": PARALLEL, "window": 64}, 1, {}),  # its cache is half of all, and read in part
     "skip parallel": (SMALL, {"trunk": PARALLEL, "num_steps": 9}, 1, {"reuse": ReuseConfig("skip")}),
-}
-SLOW_LOOPS = {
-    "plain": (SMALL, None, 1, {}),
-    "small parallel": (SMALL, {"trunk": PARALLEL}, 1, {}),
-    "small, 4 rows": (SMALL, {}, 4, {}),
-    "demo": (DEMO, {}, 1, {}),
     "demo, 4 rows": (DEMO, {}, 4, {}),
-    "demo parallel, 4 rows": (DEMO, {"trunk": PARALLEL}, 4, {}),
-    "window, 4 rows": (ONE_LAYER, {"trunk": PARALLEL, "window": 64}, 4, {}),
-    "skip": (SMALL, {"num_steps": 9}, 1, {"reuse": ReuseConfig("skip")}),
     "ahead": (SMALL, {"trunk": PARALLEL, "num_steps": 9}, 1, {"reuse": ReuseConfig("ahead")}),
-    "sum": (SMALL, {"num_steps": 9}, 1, {"reuse": ReuseConfig("sum")}),
 }
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LOOPS)])
+@pytest.mark.parametrize("name", cases(LOOPS, slow=["small", "demo, 4 rows", "ahead"]))
 def test_the_loop_holds_no_second_cache(name):
     """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place. Nor does the
     branch that may run the trunk or not: it reads the cache, and what it returns is written behind."""
-    config, changes, batch, how = (LOOPS | SLOW_LOOPS)[name]
+    config, changes, batch, how = LOOPS[name]
     drafter_config = None if changes is None else drafter_for(config, **changes)
     programs = lowered_programs(config, drafter_config, batch, 2048, **how)
     memory, cache_bytes = programs["loop"].compile().memory_analysis(), programs["cache_bytes"]
@@ -210,7 +199,7 @@ def test_the_loop_holds_no_second_cache(name):
 
 @pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
 @pytest.mark.parametrize("program", ["loop", "prefill"])
-@pytest.mark.parametrize("held", ["bfloat16", "float32", "int8", "grouped int8"])
+@pytest.mark.parametrize("held", ["bfloat16", "grouped int8"])
 def test_no_program_makes_a_table(held, program):
     """A token's row of a table is read where the table lies: no program makes anything of a table's size anew."""
     config = dataclasses.replace(SMALL, vocab_size=97, num_layers=2)

@@ -11,8 +11,8 @@ from support.cases import cases
 from hsd_jax.infer import decode
 
 KINDS = cases(
-    ["plain", *setups.OF_EACH_KIND.values(), "path_chain", "ahead"],
-    slow=["beam", *(name for name in setups.LEFT_TO_SLOW if name != "medusa")],
+    ["plain", *setups.OF_EACH_KIND.values(), "ahead"],
+    slow=["ahead", *(name for name in setups.LEFT_TO_SLOW if name != "medusa")],
 )
 LONGEST = max(map(len, calls.mixed_call().prompts))
 

@@ -24,8 +24,6 @@ VOCAB = 7
 CONFIGS = [
     TreeConfig(nodes=2, depth=1, width=1),
     TreeConfig(nodes=5, depth=4, width=1),
-    TreeConfig(nodes=4, depth=1, width=3),
-    TreeConfig(nodes=9, depth=4, width=2),
     TreeConfig(nodes=12, depth=5, width=3),
     TreeConfig(nodes=20, depth=3, width=VOCAB),
 ]
@@ -68,7 +66,7 @@ def find_difference(grow_fn, config: TreeConfig, seed: int) -> str | None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_beam_is_that_of_the_oracle(config):
-    for seed in range(20):
+    for seed in range(10):
         assert find_difference(grow, config, seed) is None
 
 
@@ -94,7 +92,7 @@ def mutant_without_root_bias(config, base, table, root):
 
 
 def test_the_comparison_finds_a_mutant():
-    assert find_difference(mutant_without_root_bias, CONFIGS[4], 0) is not None
+    assert find_difference(mutant_without_root_bias, CONFIGS[2], 0) is not None
 
 
 def test_a_beam_is_grown_for_the_temperature_of_its_row():

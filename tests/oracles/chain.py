@@ -1,18 +1,10 @@
-"""Standard speculative sampling of a chain, for two Markov tables, in closed form and in plain loops."""
+"""Standard speculative sampling of a chain, for two Markov tables, in closed form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-
-
-def likeliest_chain(logits: np.ndarray, root: int, depth: int) -> list[int]:
-    """The chain a greedy Markov drafter drafts behind `root`."""
-    chain = [root]
-    for _ in range(depth):
-        chain.append(int(np.argmax(logits[chain[-1]])))
-    return chain[1:]
 
 
 def accepted_distribution(target: Sequence[float], draft: Sequence[float], depth: int) -> np.ndarray:

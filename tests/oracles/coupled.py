@@ -50,13 +50,3 @@ def grow(
         return sharpness(setting[0]) * scores(logits(path), own, setting, draft_to_target, len(own))
 
     return grow_paths(perturbed, root, nodes, depth, width)
-
-
-def acceptance(target: np.ndarray, draft: np.ndarray) -> float:
-    """P(argmax(log p + g) = argmax(log q + g)), g Gumbel noise.
-
-    Both are v if g_v - g_w > max(log p_w / p_v, log q_w / q_v) for all w, which has the probability
-    1 / sum over w of max(p_w / p_v, q_w / q_v).
-    """
-    shared = [v for v in range(len(target)) if target[v] > 0 and draft[v] > 0]
-    return sum(1.0 / np.maximum(target / target[v], draft / draft[v]).sum() for v in shared)

@@ -9,7 +9,7 @@ import pytest
 from support import setups, toy
 
 import hsd_jax
-from hsd_jax.config import NO_REUSE, PARALLEL, ReuseConfig, TreeConfig
+from hsd_jax.config import PARALLEL, ReuseConfig, TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
 from hsd_jax.planning import texts as texts_lib
@@ -46,11 +46,8 @@ def make_telling_params(**changes) -> Params:
     "temperature, changes, is_hot",
     [
         (1.0, {}, True),
-        pytest.param(0.0, {}, False, marks=pytest.mark.slow),
-        pytest.param(1.0, {}, False, marks=pytest.mark.slow),
         pytest.param(0.0, {"trunk": PARALLEL}, False, marks=pytest.mark.slow),
         pytest.param(1.0, {"kind": "eagle"}, False, marks=pytest.mark.slow),
-        pytest.param(0.0, {"kind": "eagle"}, True, marks=pytest.mark.slow),
         pytest.param(1.0, {"kind": "medusa"}, True, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -70,28 +67,12 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     assert 1 < found["tau"] < TREE.depth + 1  # else the test would say nothing
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("proposer", ["rescored_hidden", "rescored_lm"])
-def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperature):
-    """So every round of a decode knows of the text before it what a scorer needs."""
-    params = setups.params_of(proposer, max_len=128, precision="exact")
-    options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = texts_lib.write_texts(params, PROMPTS, seed=5, batch=2, **options)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    (found,), overlap = simulate.accepted_lengths(*models, texts, [(TREE, NO_REUSE)], temperature)
-    out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, **options)
-    assert overlap is None and list(found.histogram) == list(out.stats.accepted_histogram)
-    assert 1 < found.tau < TREE.depth + 1
-
-
-SLOW_FORMS = ("sum", "skip")
-FORMS = ["skip:1", *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS)]
+FORMS = ["skip:1", *(pytest.param(form, marks=pytest.mark.slow) for form in ("sum", "ahead"))]
 RUNS_IN_EVERY_ROUND = ("sum", "ahead")
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("form", [*FORMS, pytest.param("ahead", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", FORMS)
 def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
     """Round by round, from states of every age, and another text than without reuse: else nothing would be shown."""
     params = make_telling_params(num_steps=5)
@@ -109,31 +90,6 @@ def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
     assert found != without
     runs = [ran for row in found.trunk_runs for ran in row]
     assert all(runs) == (form in RUNS_IN_EVERY_ROUND) and all(row[0] for row in found.trunk_runs)
-
-
-@pytest.mark.parametrize("proposer", ["lookup", pytest.param("small_lm", marks=pytest.mark.slow)])
-def test_drafters_that_were_not_trained_are_simulated_too(proposer):
-    params = setups.params_of(proposer, max_len=128)
-    prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
-    texts = texts_lib.write_texts(params, prompts, 24, 0.0, seed=0)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
-    found, overlap = simulate.accepted_lengths(*models, texts, drafts, 0.0)
-    assert overlap is None
-    for (tree, _), fate in zip(drafts, found, strict=True):
-        out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=tree)
-        assert fate.histogram == tuple(out.stats.accepted_histogram.tolist())
-        assert fate.tau > 1
-
-
-def test_chains_are_read_off_the_longest():
-    params = make_telling_params()
-    texts = texts_lib.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
-    together, _ = simulate.accepted_lengths(*models, texts, drafts, 0.0)
-    assert together == [simulate.accepted_lengths(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
-    assert len({fate.tau for fate in together}) == 2
 
 
 def test_a_child_of_a_wrong_node_counts_for_nothing():
@@ -160,13 +116,3 @@ def test_a_walk_counts_what_decoding_counts():
     assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
     assert fate.acceptance == [pytest.approx(2 / 3), 0.5, 1.0]
     assert fate.trunk_runs == ((True, True, True),)
-
-
-def test_a_walk_follows_the_age_of_spares():
-    """Three states: a run, a round on spares of age 2, and, since 2 + 1 leaves none, a run again."""
-    texts = texts_lib.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
-    counts = np.full((1, 4, 6), 9)
-    counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
-    fate = simulate.accepted_along(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
-    assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
-    assert fate.trunk_runs == ((True, False, True, False),)

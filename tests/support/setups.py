@@ -156,12 +156,8 @@ _READING = [
     Proposer("medusa", TreeConfig(nodes=16, depth=3, width=6), {"kind": "medusa"}),
     Proposer("path", TreeConfig(nodes=12, depth=4, width=3), PATHS, is_slow=True),
     Proposer("path_chain", CHAIN_OF_4, PATHS, is_slow=True),
-    Proposer("hot_path", MIDDLE, PATHS, is_restricted=True, is_slow=True),
     Proposer("branching", BRANCHING, PATHS),
-    Proposer("block_branching", BRANCHING, BLOCK, is_slow=True),
-    Proposer("hot_branching", BRANCHING, is_restricted=True, is_slow=True),
     Proposer("eagle_branching", BRANCHING, {"kind": "eagle"}, is_slow=True),
-    Proposer("medusa_branching", BRANCHING, {"kind": "medusa"}, is_slow=True),
     Proposer("sum_branching", SMALL_BRANCHING, {}, ReuseConfig(SUM), is_slow=True),
     Proposer("skip_branching", SMALL_BRANCHING, {}, ReuseConfig(SKIP, 1), is_slow=True),
     *_reuses(),
@@ -191,7 +187,6 @@ STEERED = SteeredConfig(**vars(VARIANTS["llama"]), target_hidden_size=32, steeri
 _STEERED_BY_STATES = [
     Proposer("sd2", CHAIN_OF_4, is_trained=False, config=STEERED),
     Proposer("sd2_branching", BRANCHING, is_trained=False, config=STEERED, is_slow=True),
-    Proposer("sd2_beam", MIDDLE, is_trained=False, config=STEERED, is_slow=True),
 ]
 _AHEAD = [
     Proposer("pearl", TreeConfig.chain(3), is_trained=False, config=PearlConfig(SMALL_LM, 3)),
@@ -202,7 +197,6 @@ _SMALL_LM_TREES = [
     Proposer("small_lm_beam", MIDDLE, is_trained=False, config=SMALL_LM, is_slow=True),
 ]
 _RESCORED = [
-    Proposer("rescored_zero", MIDDLE, HEADS, scorer="zero", is_slow=True),
     Proposer("rescored_ngram", BEAM, HEADS, scorer="ngram"),
     Proposer("rescored_low_rank", MIDDLE, HEADS, scorer="low_rank", is_slow=True),
     Proposer("rescored_lm", MIDDLE, HEADS, scorer="small_lm"),
@@ -211,10 +205,7 @@ _RESCORED = [
 ]
 _BOTH = [
     Proposer("both", BEAM, PATHS, beside=LookupConfig()),
-    Proposer("both_chain", CHAIN_OF_4, PATHS, beside=LookupConfig(2, 2), is_slow=True),
     Proposer("both_eagle", MIDDLE, {"kind": "eagle"}, beside=LookupConfig(4), is_slow=True),
-    Proposer("both_medusa", MIDDLE, HEADS, beside=LookupConfig(), is_slow=True),
-    Proposer("both_hot", MIDDLE, is_restricted=True, beside=LookupConfig(), is_slow=True),
     Proposer("both_branching", BRANCHING, PATHS, beside=LookupConfig(), is_slow=True),
 ]
 _STACK_CHAIN, _INNER_LENGTH = TreeConfig.chain(6), 3
@@ -288,7 +279,6 @@ LEFT_TO_SLOW = ["eagle", "medusa", "rescored_ngram", "both", "stack_hidden", "pe
 TREES = {one.name: one.tree for one in _READING}
 """Of the drafters that read features."""
 REUSE = {one.name: one.reuse for one in _READING if one.reuse != NO_REUSE}
-STACKS = [one.name for one in _STACKS]
 
 
 @functools.cache
@@ -303,7 +293,7 @@ def scorer(name: str) -> tuple[Any, dict[str, Any]]:
     if name == "low_rank":
         found = drafter_config(config, injection=PATH)
         return found, {"injector": make_drafter(found, config, target)["injector"]}
-    return (SmallLMConfig(**vars(config)), make_small_lm(target)) if name == "small_lm" else (None, {})
+    return SmallLMConfig(**vars(config)), make_small_lm(target)
 
 
 def drafter_weights_of(config: Any, target: dict[str, Any], seed: int = 2) -> dict[str, Any]:
@@ -335,13 +325,13 @@ class Setup:
     models: dict[str, Any]
     decoder: Decoder
 
-    def decoder_with(self, rule=None, use_native: bool = True) -> Decoder:
+    def decoder_with(self, rule=None) -> Decoder:
         """Another decoder of the same pair; `rule` in place of the match rule."""
         if self.drafter is None:
             step = make_plain_step(self.config)
         else:
             step = make_step(self.config, self.drafter, rule or match_rule(self.drafter.max_depth))
-        return Decoder(self.config, step, self.drafter, precision="highest", use_native=use_native)
+        return Decoder(self.config, step, self.drafter, precision="highest")
 
 
 @functools.cache

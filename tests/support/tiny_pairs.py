@@ -10,7 +10,6 @@ from oracles import sampling as sampling_oracle
 from scipy import stats
 
 from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
-from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.decode import Decoder
@@ -57,13 +56,6 @@ def tiny_small_lm():
     config, logits, _, models = tiny_pair()
     _, small = toy.markov_target(0.5 * logits + np.random.default_rng(4).normal(0, 1.0, (TINY, TINY)))
     return config, logits, SmallLMConfig(**vars(config)), models | {"drafter": small}
-
-
-@functools.cache
-def tiny_pearl():
-    """The same two, the small one drafting ahead."""
-    config, logits, small, models = tiny_small_lm()
-    return config, logits, PearlConfig(small), models
 
 
 def tiny_texts(
