@@ -320,8 +320,6 @@ class Drafter(NamedTuple):
     """`draft(models, state, inputs: RoundInputs) -> (tree, state)`."""
     commit: Callable[..., Any]
     """`commit(models, state, verdict, output, num_committed) -> state`."""
-    resize: Callable[..., Any]
-    """`resize(state, capacity) -> state`, when the decode loop changes to a larger cache."""
     scheme: DrawScheme
     max_depth: int
     feature_layers: tuple[int, ...] = ()

@@ -99,21 +99,8 @@ def trunk_drafter(
         after = commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
         return cache_lib.undo_idle_rows(num_committed, state, after)
 
-    def resize(state: TrunkState, capacity: int):
-        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
-
-    return Drafter(
-        init,
-        read,
-        draft,
-        commit,
-        resize,
-        scheme,
-        tree.depth,
-        config.feature_layers,
-        lookahead=most - 1,
-        follow=follow,
-    )
+    options = {"lookahead": most - 1, "follow": follow}
+    return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, **options)
 
 
 def read_pending_features(

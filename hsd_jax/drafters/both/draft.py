@@ -301,9 +301,4 @@ def both_drafter(
         other = lookup.commit(models, state.lookup, verdict, output, num_committed)
         return dataclasses.replace(state, base=own, lookup=other)
 
-    def resize(state: BothState, capacity: int):
-        return dataclasses.replace(
-            state, base=base.resize(state.base, capacity), lookup=lookup.resize(state.lookup, capacity)
-        )
-
-    return base._replace(init=init, read=read, draft=draft, commit=commit, resize=resize, follow=follow)
+    return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow)

@@ -111,7 +111,4 @@ def lookup_drafter(
         tokens = cache_lib.write_rows(state.tokens, verdict.emitted, state.length, axis=1)
         return LookupState(tokens, state.length + num_committed)
 
-    def resize(state: LookupState, capacity: int):
-        return LookupState(cache_lib.pad_to(state.tokens, capacity + 1, axis=1), state.length)
-
-    return Drafter(init, read, draft, commit, resize, scheme, depth, follow=commit)
+    return Drafter(init, read, draft, commit, scheme, depth, follow=commit)

@@ -160,17 +160,4 @@ def medusa_drafter(
         feature = cache_lib.take_nodes(features, last, axis=1)[:, 0]
         return MedusaState(jnp.where((num_committed > 0)[:, None], feature, state.feature))
 
-    def resize(state: MedusaState, capacity: int):
-        return state
-
-    return Drafter(
-        init,
-        read,
-        draft,
-        commit,
-        resize,
-        scheme,
-        tree.depth,
-        config.feature_layers,
-        follow=commit,
-    )
+    return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, follow=commit)

@@ -212,17 +212,13 @@ def pearl_drafter(
         outcome, phase = both.after_verdict(state.phase, verdict, num_committed)
         return dataclasses.replace(state, outcome=outcome, phase=phase)
 
-    def resize(state: PearlState, capacity: int):
-        return dataclasses.replace(state, base=both.base.resize(state.base, capacity))
-
     def counts(state: PearlState) -> dict[str, Array]:
         pre, post = state.phase.rounds.T
         overlapped = pre + post if state.is_overlapped else jnp.zeros_like(pre)
         return {"pre-verify rounds": pre, "post-verify rounds": post, "overlapped rounds": overlapped}
 
-    functions = init, read, draft, commit, resize
-    lookahead = 2 * both.gamma + MAX_PENDING
-    return Drafter(*functions, scheme, both.gamma, lookahead=lookahead, drafts_ahead=True, counts=counts)
+    options = {"lookahead": 2 * both.gamma + MAX_PENDING, "drafts_ahead": True, "counts": counts}
+    return Drafter(init, read, draft, commit, scheme, both.gamma, **options)
 
 
 def kept(own: SmallLMState, outcome: RoundOutcome) -> SmallLMState:

@@ -161,15 +161,5 @@ def rescored_drafter(
         own = base.follow(models, state.base, verdict, output, num_committed)
         return RescoredState(own, scorer.follow(models["drafter"]["rescorer"], state.scorer, verdict, num_committed))
 
-    def resize(state: RescoredState, capacity: int):
-        return RescoredState(base.resize(state.base, capacity), scorer.resize(state.scorer, capacity))
-
-    return base._replace(
-        init=init,
-        read=read,
-        draft=draft,
-        commit=commit,
-        resize=resize,
-        follow=follow,
-        lookahead=max(base.lookahead, tree.depth + 1),
-    )
+    lookahead = max(base.lookahead, tree.depth + 1)
+    return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, lookahead=lookahead)

@@ -6,7 +6,6 @@ nothing. `draft.py` adds the weighted scores to the logits of a drafter.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,8 +43,6 @@ class Scorer(NamedTuple):
     """`commit(weights, state, verdict, num_committed) -> state`, after a round that scored a tree."""
     follow: Callable[..., Any]
     """The same after plain passes, which scored no tree."""
-    resize: Callable[..., Any]
-    """`resize(state, capacity) -> state`."""
 
 
 def make_scorer(config: Any, depth: int, cache_dtype: Any) -> Scorer:
@@ -72,7 +69,6 @@ def _stateless(carry: Any, score: Callable[..., tuple[Array, Any]]) -> Scorer:
         score=score,
         commit=_keep,
         follow=_keep,
-        resize=lambda state, capacity: state,
     )
 
 
@@ -123,7 +119,7 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
         text = jnp.concatenate([state, verdict.emitted], 1)
         return jnp.take_along_axis(text, num_committed[:, None] + jnp.arange(num), 1)
 
-    return Scorer(init, _keep, root_carry, score, commit, commit, lambda state, capacity: state)
+    return Scorer(init, _keep, root_carry, score, commit, commit)
 
 
 def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
@@ -158,7 +154,4 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         _, after = root_carry(weights, state)
         return cache_lib.undo_idle_rows(num_committed, state, tree.all_pending(after, verdict, num_committed))
 
-    def resize(state: tree.SmallLMState, capacity: int) -> tree.SmallLMState:
-        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
-
-    return Scorer(init, read, root_carry, score, commit, follow, resize)
+    return Scorer(init, read, root_carry, score, commit, follow)

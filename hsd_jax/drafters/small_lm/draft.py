@@ -126,9 +126,6 @@ def small_lm_drafter(
         after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
         return cache_lib.undo_idle_rows(num_committed, state, after)
 
-    def resize(state: SmallLMState, capacity: int):
-        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
-
     of_round = (draft, commit) if is_chain else tree_round(config, grower, steered)
     feature_layers, lookahead = () if steered is None else steered.feature_layers, depth + max_pending
-    return Drafter(init, read, *of_round, resize, scheme, depth, feature_layers, lookahead, follow=follow)
+    return Drafter(init, read, *of_round, scheme, depth, feature_layers, lookahead, follow=follow)

@@ -203,14 +203,6 @@ def stack_drafter(
         tokens = cache_lib.write_rows(state.tokens, verdict.emitted, state.length, axis=1)
         return dataclasses.replace(state, tokens=tokens, length=state.length + num_committed)
 
-    def resize(state: StackState, capacity: int):
-        return dataclasses.replace(
-            state,
-            tokens=cache_lib.pad_to(state.tokens, capacity + 1, axis=1),
-            cache=cache_lib.grow(state.cache, capacity),
-            inner=inner.resize(state.inner, capacity),
-        )
-
     def counts(state: StackState) -> dict[str, Array]:
         found = {}
         for i, level in enumerate(rounds_of_levels(state), 1):
@@ -220,7 +212,7 @@ def stack_drafter(
         return found
 
     last = {"lookahead": stack.most + 1 + inner.most_written, "follow": follow, "counts": counts}
-    return Drafter(init, read, draft, commit, resize, scheme, stack.depth, **last)
+    return Drafter(init, read, draft, commit, scheme, stack.depth, **last)
 
 
 def models_below(models: Any) -> dict[str, Any]:
