@@ -78,17 +78,6 @@ class Training(NamedTuple):
     """As `models.unroll.unroll`: the states of many anchors at once."""
 
 
-class Inspection(NamedTuple):
-    """What profiling and simulation need from a drafter. No decode uses it."""
-
-    parts: Callable[..., Any] | None = None
-    """`parts(target_config, config, tree, scheme)`: the parts of drafting, to time each. None: only all of drafting
-    can be timed."""
-    aged: Callable[..., Any] | None = None
-    """`aged(models, target_config, config, num_states, state) -> (age -> state)`: drafter states with spare states of
-    any age. None: nothing is reused."""
-
-
 class DraftingMethod(NamedTuple):
     """A kind of drafter. Its name is `config.kind`."""
 
@@ -100,7 +89,9 @@ class DraftingMethod(NamedTuple):
     planning: Planning = Planning()
     training: Training | None = None
     """None: it is not trained on its target's features."""
-    inspection: Inspection = Inspection()
+    parts: Callable[..., Any] | None = None
+    """`parts(target_config, config, tree, scheme)`: the parts of drafting, to time each. None: only all of drafting
+    can be timed. No decode uses it."""
     parse: Callable[[str], Any] | None = None
     """`parse(name)`: for drafters without weights, the configuration that a name such as "lookup:4" means; None for any
     other name."""

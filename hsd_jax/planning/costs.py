@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, weights_of_layer
+from hsd_jax.config import SLIDING, ModelConfig, TreeConfig, weights_of_layer
 from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.worth import first_trust, slots_read
 from hsd_jax.kernels.int8 import Int8
@@ -155,18 +155,12 @@ def weights_of_language_model(config: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RoundCost:
-    """Seconds of a round, fitted to timings. They are linear in the nodes and the depth of the tree.
-
-    The seconds of a trunk run are linear in its number of states.
-    """
+    """Seconds of a round, fitted to timings. They are linear in the nodes and the depth of the tree."""
 
     coefficients: tuple[float, float, float]
-    """Coefficients of the constant, the nodes and the depth. They are for rounds without reuse, whose trunk run makes
-    as many states as the tree is deep."""
+    """Coefficients of the constant, the nodes and the depth."""
     least: float
     """Lower bound of a prediction in seconds. Outside the measured range the linear fit may be far too small."""
-    trunk: tuple[int, float, float] | None = None
-    """The largest number of states K, the seconds of a run of one state, and those of a run of K states."""
 
     @classmethod
     def fit(cls, measured: Mapping[TreeConfig, float]) -> RoundCost:
@@ -176,17 +170,7 @@ class RoundCost:
         a, b, c = np.linalg.lstsq(rows, seconds, rcond=None)[0]
         return cls((float(a), float(b), float(c)), float(seconds.min()) / 2)
 
-    def seconds(self, tree: TreeConfig, reuse: ReuseConfig = NO_REUSE, rounds: int = 1, runs: int = 1) -> float:
-        """Predicted seconds of `rounds` rounds.
-
-        With reuse the trunk runs in `runs` of them. The form of reuse says how many states such a run makes.
-        """
+    def seconds(self, tree: TreeConfig) -> float:
+        """Predicted seconds of a round."""
         a, b, c = self.coefficients
-        fresh = rounds * max(a + b * tree.nodes + c * tree.depth, self.least)
-        if reuse == NO_REUSE:
-            return fresh
-        assert self.trunk is not None, "the trunk was not timed"
-        most, of_one, of_most = self.trunk
-        states = reuse.num_states(tree.depth, most), tree.depth
-        own, left_out = (float(np.interp(num, [1, most], [of_one, of_most])) for num in states)
-        return max(fresh + runs * own - rounds * left_out, rounds * self.least)
+        return max(a + b * tree.nodes + c * tree.depth, self.least)

@@ -141,10 +141,8 @@ OF_ONE = 2 * WIDTH**2
 SMALL_WIDTH, ROWS = 512, 64
 """Sizes of the products whose weights the processor's cache holds."""
 TIMES = 15
-BUSY = 0.25
-"""A relative spread of the timings above BUSY means that the machine had other work."""
 AGAIN_AFTER = 3600.0
-"""Seconds after which rates are measured again, once, or until the machine is not busy."""
+"""Seconds after which rates are measured again, once."""
 
 
 @settings.dataclass
@@ -158,24 +156,15 @@ class MeasuredRates:
     narrow: Positive
     integer: Positive
     """As in `Rates`, like the four fields above."""
-    spread: NotNegative
-    """The interquartile range of the timings divided by their median, the largest of all kinds of timings, in the last
-    measurement."""
     at: NotNegative
     """The time of the last measurement, in seconds since 1970."""
     is_confirmed: Flag = False
     """Whether these are the best of several measurements at different times."""
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the machine had other work during the last measurement."""
-        return self.spread > BUSY
-
-    @property
     def is_stale(self) -> bool:
-        """Whether to measure again. Other work that slows the memory evenly leaves no spread, so one measurement is no
-        proof."""
-        return (self.is_busy or not self.is_confirmed) and time.time() - self.at > AGAIN_AFTER
+        """Whether to measure again: other work may have slowed the machine during a single measurement."""
+        return not self.is_confirmed and time.time() - self.at > AGAIN_AFTER
 
     def confirmed(self, now: MeasuredRates) -> MeasuredRates:
         """The best of these rates and those of a later measurement: other work on a machine only makes it slower."""
@@ -209,8 +198,8 @@ def measure_rates() -> MeasuredRates:
         "narrow": _computing(kernel.astype(jnp.bfloat16)),
         "integer": _computing(int8.grouped(int8.quantize(kernel))),
     }
-    quartiles = {name: np.percentile(s, (25, 50, 75)) for name, s in interleaved(timers, TIMES).items()}
-    seconds = {name: float(low) for name, (low, _, _) in quartiles.items()}  # other work only makes it slower
+    # The lower quartile, because other work only makes it slower.
+    seconds = {name: float(np.percentile(s, 25)) for name, s in interleaved(timers, TIMES).items()}
     # The further matrices are read no faster than all on average. Where it seems so, the cache has kept nothing.
     further = max(seconds["many"] - seconds["few"], seconds["many"] * (MANY - FEW) / MANY)
     bytes_per_second = (MANY - FEW) * OF_ONE / further
@@ -221,7 +210,6 @@ def measure_rates() -> MeasuredRates:
         flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / seconds["wide"],
         narrow=seconds["wide"] / seconds["narrow"],
         integer=seconds["wide"] / seconds["integer"],
-        spread=max(float((high - low) / middle) for low, middle, high in quartiles.values()),
         at=time.time(),
     )
 

@@ -10,7 +10,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -92,11 +91,6 @@ class Candidate(Way):
     tokens_per_second: dict[str, float] | None = None
     speedup: dict[str, float] | None = None
     """Its speed divided by that of plain decoding. Both were timed in turns."""
-
-    @property
-    def shape(self) -> tuple[Any, ReuseConfig]:
-        """As `simulate.Shape`."""
-        return self.tree, ReuseConfig.parse(self.reuse)
 
     @property
     def speed(self) -> float:

@@ -249,11 +249,10 @@ def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer, scheme):
     hot = setup.models["drafter"].get("draft_to_target")
     hot = None if hot is None else np.asarray(hot)
     state = call.start(setup.decoder, setup.models)
-    draft, (_, _, keys, _, sampling) = jax.jit(setup.drafter.draft), call.arrays()
+    _, _, keys, _, sampling = call.arrays()
     for _ in range(3):
         position = state.length - 1
-        root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
-        tree, _ = draft(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
+        tree, _ = setups.draft(setup, state, sampling)
         base = np.asarray(levels(state.drafter.base))
         for row in np.flatnonzero(~np.asarray(state.done)):
             noise, temperature = None, call.temperature[row]

@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """What a processor would measure, and how often it did."""
-    found = rates.MeasuredRates("a processor", 5e10, 9e6, 3e11, 1.5, 4.5, 0.01, time.time())
+    found = rates.MeasuredRates("a processor", 5e10, 9e6, 3e11, 1.5, 4.5, time.time())
     calls = []
     monkeypatch.setattr(rates, "measure_rates", lambda: calls.append("measured") or found)
     return found, calls
@@ -89,7 +89,7 @@ def test_a_folder_that_takes_no_file_leaves_the_shipped_rates(folder, measured):
         assert rates.rates_here(True) == rates.shipped(ISA)
 
 
-def test_rates_are_measured_again_later_once_or_until_the_machine_is_not_busy(folder, measured):
+def test_rates_are_measured_again_later_once(folder, measured):
     _, calls = measured
     rates.rates_here(True)
     path = rates.kept_path(ISA)
@@ -97,10 +97,8 @@ def test_rates_are_measured_again_later_once_or_until_the_machine_is_not_busy(fo
     old = {"at": kept["at"] - 2 * rates.AGAIN_AFTER}
     for change, times in (
         ({}, 1),
-        ({"spread": 0.5}, 1),
         (old | {"is_confirmed": True}, 1),
         (old, 2),
-        (old | {"is_confirmed": True, "spread": 0.5}, 3),
     ):
         path.write_text(json.dumps(kept | change))
         rates._kept_or_measured.cache_clear()
@@ -108,7 +106,7 @@ def test_rates_are_measured_again_later_once_or_until_the_machine_is_not_busy(fo
         assert len(calls) == times, change
     rates._kept_or_measured.cache_clear()
     rates.rates_here(True)
-    assert len(calls) == 3 and json.loads(path.read_text())["is_confirmed"]
+    assert len(calls) == 2 and json.loads(path.read_text())["is_confirmed"]
 
 
 def test_of_two_measurements_the_faster_rates_count(folder, measured, monkeypatch, capsys):
@@ -117,14 +115,14 @@ def test_of_two_measurements_the_faster_rates_count(folder, measured, monkeypatc
     rates.rates_here(True)
     path = rates.kept_path(ISA)
     path.write_text(json.dumps(dataclasses.asdict(found) | {"at": found.at - 2 * rates.AGAIN_AFTER}))
-    now = rates.MeasuredRates("a processor", 1e11, 7e6, 2e11, 2.0, 9.0, 0.02, time.time())
+    now = rates.MeasuredRates("a processor", 1e11, 7e6, 2e11, 2.0, 9.0, time.time())
     monkeypatch.setattr(rates, "measure_rates", lambda: now)
     rates._kept_or_measured.cache_clear()
     here = rates.rates_here(True)
     assert (here.bytes_per_second, here.cached_bytes, here.flops_per_second) == (1e11, 7e6, 3e11)
     assert (here.narrow, here.integer) == (1.5, 6.0)  # 4.5e11 and 1.8e12 in all
     kept = json.loads(path.read_text())
-    assert kept["is_confirmed"] and (kept["at"], kept["spread"]) == (now.at, 0.02)
+    assert kept["is_confirmed"] and kept["at"] == now.at
     assert capsys.readouterr().err.count("measures the speed") == 2
 
 
@@ -222,8 +220,7 @@ def test_rates_follow_from_the_timings(timings):
     matrix = 2 * rates.WIDTH**2
     assert (found.bytes_per_second, found.cached_bytes) == (18 * matrix, 6 * matrix)
     assert found.flops_per_second == pytest.approx(rates.ROWS * rates.SMALL_WIDTH**2 * 1e3)
-    assert (found.narrow, found.integer, found.is_busy) == (2.0, 4.0, True)
-    assert found.spread == pytest.approx(0.3)
+    assert (found.narrow, found.integer) == (2.0, 4.0)
 
 
 def test_the_further_matrices_are_never_read_faster_than_all(timings):

@@ -9,7 +9,7 @@ import pytest
 from support import setups, toy
 
 import hsd_jax
-from hsd_jax.config import NO_REUSE, PARALLEL, ReuseConfig, TreeConfig
+from hsd_jax.config import PARALLEL, TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
 from hsd_jax.planning import texts as texts_lib
@@ -79,36 +79,10 @@ def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperat
     options = {"max_new_tokens": 24, "temperature": temperature}
     texts = texts_lib.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    (found,), overlap = simulate.accepted_lengths(*models, texts, [(TREE, NO_REUSE)], temperature)
+    (found,), overlap = simulate.accepted_lengths(*models, texts, [TREE], temperature)
     out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, **options)
     assert overlap is None and list(found.histogram) == list(out.stats.accepted_histogram)
     assert 1 < found.tau < TREE.depth + 1
-
-
-SLOW_FORMS = ("sum", "skip")
-FORMS = ["skip:1", *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS)]
-RUNS_IN_EVERY_ROUND = ("sum", "ahead")
-
-
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("form", [*FORMS, pytest.param("ahead", marks=pytest.mark.slow)])
-def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
-    """Round by round, from states of every age, and another text than without reuse: else nothing would be shown."""
-    params = make_telling_params(num_steps=5)
-    prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
-    options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = texts_lib.write_texts(params, prompts, seed=5, batch=3, **options)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    tree = TreeConfig(nodes=6, depth=2, width=2) if form == "ahead" else TREE
-    drafts = [(tree, ReuseConfig.parse(form)), (tree, ReuseConfig())]
-    (found, without), _ = simulate.accepted_lengths(*models, texts, drafts, temperature)
-    out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=tree, reuse=form, accept="match", **options)
-    assert found.histogram == tuple(out.stats.accepted_histogram.tolist())
-    assert [len(runs) for runs in found.trunk_runs] == out.stats.per_row.num_target_passes.tolist()
-    assert found.tau == pytest.approx(out.stats.tau)
-    assert found != without
-    runs = [ran for row in found.trunk_runs for ran in row]
-    assert all(runs) == (form in RUNS_IN_EVERY_ROUND) and all(row[0] for row in found.trunk_runs)
 
 
 @pytest.mark.parametrize("proposer", ["lookup", pytest.param("small_lm", marks=pytest.mark.slow)])
@@ -117,10 +91,10 @@ def test_drafters_that_were_not_trained_are_simulated_too(proposer):
     prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
     texts = texts_lib.write_texts(params, prompts, 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
+    drafts = [TreeConfig(depth + 1, depth, 1) for depth in (2, 4)]
     found, overlap = simulate.accepted_lengths(*models, texts, drafts, 0.0)
     assert overlap is None
-    for (tree, _), fate in zip(drafts, found, strict=True):
+    for tree, fate in zip(drafts, found, strict=True):
         out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=tree)
         assert fate.histogram == tuple(out.stats.accepted_histogram.tolist())
         assert fate.tau > 1
@@ -130,7 +104,7 @@ def test_chains_are_read_off_the_longest():
     params = make_telling_params()
     texts = texts_lib.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
+    drafts = [TreeConfig(depth + 1, depth, 1) for depth in (2, 4)]
     together, _ = simulate.accepted_lengths(*models, texts, drafts, 0.0)
     assert together == [simulate.accepted_lengths(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
     assert len({fate.tau for fate in together}) == 2
@@ -155,18 +129,8 @@ def test_a_child_of_a_wrong_node_counts_for_nothing():
 def test_a_walk_counts_what_decoding_counts():
     """Prompt of 2, text of 9: rounds of 3 + 1 tokens, 0 + 1, and one cut by the end."""
     texts = texts_lib.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]), np.zeros(1, np.uint32))
-    counts = np.array([[[3, 9, 9, 9, 0, 3, 9]]])  # at the last token of the prompt and those behind it
+    counts = np.array([[3, 9, 9, 9, 0, 3, 9]])  # at the last token of the prompt and those behind it
     fate = simulate.accepted_along(counts, texts, depth=3)
     assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
     assert fate.acceptance == [pytest.approx(2 / 3), 0.5, 1.0]
-    assert fate.trunk_runs == ((True, True, True),)
-
-
-def test_a_walk_follows_the_age_of_spares():
-    """Three states: a run, a round on spares of age 2, and, since 2 + 1 leaves none, a run again."""
-    texts = texts_lib.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
-    counts = np.full((1, 4, 6), 9)
-    counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
-    fate = simulate.accepted_along(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
-    assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
-    assert fate.trunk_runs == ((True, False, True, False),)
+    assert fate.rounds == (3,)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 
 import numpy as np
 import pytest
 from support import command_line, setups, toy
 
 import hsd_jax
-from hsd_jax.config import ReuseConfig, TreeConfig
+from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench import methods
 from hsd_jax.params import Params
 from hsd_jax.planning import costs, measure, plan, simulate, tuned
@@ -117,23 +116,12 @@ def test_predicted_tau_is_simulated_tau_and_only_finalists_are_measured(monkeypa
 
 
 @pytest.mark.slow
-def test_reuse_is_a_candidate_where_it_should_pay(monkeypatch, params):
-    """A trunk that takes nine tenths of a round: `skip:1`, which leaves it out, is the favourite."""
-    rates = RATES | {"5x4x1 skip:1": 400.0, "3x2x1 skip:1": 300.0}
-    slow_trunk = types.SimpleNamespace(share=0.0)
-
-    def trunk_seconds(*args):
-        return 4, slow_trunk.share * 0.005, slow_trunk.share * 0.009
-
-    monkeypatch.setattr(tuning, "trunk_seconds", trunk_seconds)
-    clock = Clock(params, rates)
+def test_reuse_is_measured_too(monkeypatch, params):
+    """On the tree with the best prediction, and beside the finalists."""
+    clock = Clock(params, RATES | {"3x2x1 skip:1": 300.0})
     changes = {"trees": [SMALL, CHAIN], "reuses": ["none", "skip:1"], "finalists": 2}
-    (found,) = tuned_by(monkeypatch, params, clock, **changes).choices
-    assert found.reuse == "none" and not any("skip" in name for name in clock.calls[-1])
-    assert [row.reuse for row in found.table].count("skip:1") == 2  # predicted all the same
-    slow_trunk.share = 1.0
     record = tuned_by(monkeypatch, params, clock, **changes)
-    assert "skip:1" in clock.calls[-1][1]
+    assert clock.calls[-1] == ["plain", "3x2x1", "5x4x1", "3x2x1 skip:1", "up to 3x2x1"]
     assert record.choices[0].reuse == "skip:1"
     out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, tuned=record)
     assert str(out.stats.plan.reuse) == "skip:1"
@@ -166,16 +154,11 @@ def test_the_tree_that_decode_chooses_is_a_candidate(monkeypatch, params):
 
 
 def test_cost_of_a_round():
-    """Seconds of 1 + 2 nodes + 3 depths, measured thrice, known everywhere; runs of 1 and 5 states take 1 and 9."""
+    """Seconds of 1 + 2 nodes + 3 depths, measured thrice, known everywhere."""
     trees = [TreeConfig(4, 3, 1), TreeConfig(7, 6, 1), TreeConfig(16, 6, 4)]
     cost = costs.RoundCost.fit({tree: 1.0 + 2.0 * tree.nodes + 3.0 * tree.depth for tree in trees})
     assert cost.seconds(WIDE) == pytest.approx(1 + 16 + 9)
     assert cost.seconds(TreeConfig(2, 1, 1)) == pytest.approx(18 / 2)  # 8, but half of the fastest is the least
-    cost = dataclasses.replace(cost, trunk=(5, 1.0, 9.0))
-    assert cost.seconds(WIDE, ReuseConfig(), 6, 4) == pytest.approx(6 * 26)
-    # In place of six runs of 3 states there are four of 5 states.
-    assert cost.seconds(WIDE, ReuseConfig("skip"), 6, 4) == pytest.approx(6 * 26 - 6 * 5 + 4 * 9)
-    assert cost.seconds(WIDE, ReuseConfig("sum"), 5, 3) == pytest.approx(5 * 26 - 5 * 5 + 3 * 5)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 6])

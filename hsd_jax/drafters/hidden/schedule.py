@@ -59,23 +59,6 @@ def trunk_states(
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 
-def aged(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
-) -> Callable[[Array], TrunkState]:
-    """A function `state_at(age)` for a drafter state whose rows are consecutive roots of one text.
-
-    Row i of `state` is the i-th root of the text. `state_at(a)` gives row i the states made at root i - a.
-    """
-    logits, _ = trunk_logits(models, target_config, config, num_states, state)
-    rows = jnp.arange(logits.shape[0])
-
-    def state_at(age: Array) -> TrunkState:
-        made = reuse_lib.fresh_spares(logits[jnp.maximum(rows - age, 0)])
-        return dataclasses.replace(state, spares=reuse_lib.after_commit(made, jnp.broadcast_to(age, rows.shape)))
-
-    return state_at
-
-
 def spares_of(state: TrunkState) -> Spares:
     """The spare states of a drafter state that was made with reuse."""
     assert state.spares is not None, "the state was made without reuse"

@@ -140,13 +140,8 @@ def medusa_drafter(
         if scheme in DRAWN_SCHEMES:
             return Grower(tree, scheme, config.vocab_size).grow_token_free(logits, None, inputs, draft_to_target), state
         if scheme is DrawScheme.COUPLED:
-            noise, sampling = inputs.noise, inputs.sampling
-            if noise is None:
-                size = tree.depth, config.vocab_size
-                noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
-            logits = sampling_lib.perturb(
-                lambda: draft_columns(draft_to_target, noise[:, : tree.depth]), logits, sampling
-            )
+            noise = lambda: draft_columns(draft_to_target, inputs.noise[:, : tree.depth])  # noqa: E731
+            logits = sampling_lib.perturb(noise, logits, inputs.sampling)
         guesses = to_tokens(draft_to_target, ops.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
         nodes = (len(inputs.root), tree.nodes)

@@ -8,7 +8,6 @@ tree.
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from typing import Any, NamedTuple
 
@@ -143,12 +142,7 @@ def rescored_drafter(
         weights, draft_to_target = models["drafter"]["rescorer"], models["drafter"].get("draft_to_target")
         with jax.named_scope("tree"):
             begun, remembered = scorer.root_carry(weights, state.scorer)
-            if scheme is DrawScheme.COUPLED and inputs.noise is None:
-                size = tree.depth, config.base.vocab_size
-                noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, inputs.sampling)
-                inputs = dataclasses.replace(inputs, noise=noise)
-            noise = inputs.noise if scheme is DrawScheme.COUPLED else None
-            expand = ArcExpander(config.arcs, draft_to_target, inputs.sampling, noise).expand(logits, inject)
+            expand = ArcExpander(config.arcs, draft_to_target, inputs.sampling, inputs.noise).expand(logits, inject)
             drafted, _ = grower.grow(weighed(expand, scorer, weights), (None, begun), inputs)
         return drafted, RescoredState(own, remembered)
 
