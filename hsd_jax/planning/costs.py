@@ -54,11 +54,9 @@ class CostModel:
     def product(
         self, numbers: float, positions: float | np.ndarray, itemsize: int | None = None, cached_bytes: float = 0.0
     ) -> np.ndarray:
-        """Seconds to multiply the states of positions with weights.
+        """Seconds to multiply the states of `positions` positions with `numbers` weights.
 
         Args:
-          numbers: the number of weights.
-          positions: their number, or an array of such numbers.
           itemsize: bytes of a weight; None: `drafter_itemsize`.
           cached_bytes: bytes of the weights that need not be read from memory.
         """
@@ -111,14 +109,12 @@ class CostModel:
     ) -> float:
         """Predicted tokens per second of a call, if the best number of nodes is verified.
 
-        The call lasts as long as its slowest row.
+        The call lasts as long as its slowest row. Padding rows count as texts, so five rows are planned like eight.
 
         Args:
-          rows: rows of the program. Padding rows count as texts, so a call of five rows is planned like one of eight.
           filled: filled slots of the cache of each row.
           tree: the largest tree; None: plain decoding.
           profile: acceptance probabilities by depth.
-          is_sampled: whether the rows are sampled, else greedy.
         """
         tokens = np.ones(1) if tree is None else expected_tokens(profile_of_slowest(profile, rows), tree)
         nodes = np.arange(1, len(tokens) + 1)
@@ -130,12 +126,7 @@ class CostModel:
         return float(np.max(rows * tokens / (seconds + drafting + noise)))
 
     def table(self, rows: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
-        """The costs that the decode loop needs to decide which drafts to verify. They are those of greedy rows: the
-        noise of sampled ones is left out.
-
-        Args:
-          ends_early: whether chains may end early.
-        """
+        """The costs by which the decode loop decides which drafts to verify: those of greedy rows, without noise."""
 
         def computed(most: int) -> np.ndarray:
             """For each number of wanted positions or rows from 0 to `most`: how many are computed."""

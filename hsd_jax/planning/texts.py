@@ -47,11 +47,7 @@ class Texts:
         written: Sequence[Sequence[int] | np.ndarray],
         seeds: Sequence[int] | None = None,
     ) -> Texts:
-        """Joins prompts and the texts written after them.
-
-        Args:
-          seeds: the seeds with which the texts were drawn; None: they are greedy.
-        """
+        """Joins prompts and the texts written after them. Without `seeds`, with which texts were drawn, all are 0."""
         if any(len(p) < 2 for p in prompts):
             raise ValueError("a prompt has fewer than 2 tokens: at least 2 are needed for drafting")
         rows = [np.array([*prompt, *text], np.int32) for prompt, text in zip(prompts, written, strict=True)]
@@ -73,13 +69,8 @@ def write(
     """Yields the answers to requests as their rows end. Close the generator if you do not read all answers.
 
     All programs have the size of `max_len`, whatever the requests are. Without the CPU kernels rounding depends on that
-    size. So a run that was interrupted continues with the same programs.
-
-    Args:
-      requests: arguments of `Session.admit`.
-      max_len: tokens of the longest text, prompt included.
-      tree: of the drafter in `params`; None: plain decoding. No text depends on it.
-      ordered: as in `Session.generate`.
+    size. So a run that was interrupted continues with the same programs. Without a tree decoding is plain; no text
+    depends on it.
     """
     longest = min(max_len, params.max_len)
     with Session(params, slots, longest, tree=tree, speculate=tree is not None, accept="match") as session:
@@ -88,11 +79,7 @@ def write(
 
 
 def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, max_len: int) -> list[np.ndarray]:
-    """The answers of plain decoding, in the order of the requests.
-
-    Args:
-      slots: the largest number of requests decoded at once.
-    """
+    """The answers of plain decoding, at most `slots` at once, in the order of the requests."""
     answers = list(write(params, requests, min(slots, bucket(len(requests), 1)), max_len, ordered=True))
     check_valid(answers)
     return [answer.tokens for answer in answers]
@@ -101,11 +88,7 @@ def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, ma
 def write_texts(
     params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
 ) -> Texts:
-    """Writes texts by plain decoding. Prompt i has the seed `seed` + i, as if it were decoded alone.
-
-    Args:
-      batch: the largest number of prompts decoded at once.
-    """
+    """Writes texts by plain decoding, at most `batch` at once. Prompt i has the seed `seed` + i."""
     Texts.join(prompts, [()] * len(prompts))  # raises for short prompts before anything is decoded
     seeds = [seed + i for i in range(len(prompts))]
     asked = {"max_new_tokens": max_new_tokens, "temperature": temperature}

@@ -122,11 +122,7 @@ class Calls:
         return Choice(way.tree, way.reuse, way.is_adaptive, **size, speedup=speedup, table=tuple(table))
 
     def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, list[Candidate]]:
-        """Measures plain decoding and some candidates in turns.
-
-        Returns:
-          The runs, and the candidates with their measurements, plain decoding first.
-        """
+        """Measures plain decoding and some candidates in turns. The result has plain decoding first."""
         ways = [Candidate(None), *ways]
         modes = [Mode.of_choice(way.name, self.params, self.choice(way, 1.0)) for way in ways]
         self.report(f"measuring {', '.join(mode.name for mode in modes)}")
@@ -161,11 +157,7 @@ class Calls:
 
 
 def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_planned: bool, finalists: int, repeats: int) -> Choice:
-    """The fastest candidate for calls of one size.
-
-    Args:
-      may_be_planned: whether the tree that `decode` chooses by itself is a candidate too.
-    """
+    """The fastest candidate for calls of one size. `may_be_planned`: whether the tree that `decode` chooses is one."""
     trees = list(dict.fromkeys(way.tree for way in ways if way.tree is not None))
     runs, sample = calls.measured([Candidate(tree) for tree in sample_of(trees)], 1)
     timed = {way.tree: way.seconds_per_round for way in sample}

@@ -57,7 +57,7 @@ class Clock:
         self.calls.append([mode.name for mode in modes])
         tokens = [int(result.num_tokens[0]) for result in self.results]
         seconds = {mode.name: [[n / rates[mode.name] for n in tokens]] * repeats for mode in modes}
-        return measure.Runs({mode.name: self.results for mode in modes}, seconds)
+        return measure.Runs({mode.name: self.results for mode in modes}, seconds, seconds)
 
 
 def tuned_by(monkeypatch, params: Params, clock: Clock, **changes) -> hsd_jax.Tuned:

@@ -28,7 +28,6 @@ from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
 from hsd_jax.types import (
     DRAWN_SCHEMES,
-    NO_PARENT,
     Drafter,
     DraftTree,
     DrawScheme,
@@ -125,10 +124,7 @@ def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
 def score_tree(tree: DraftTree, record: Record, first: float = 1.0) -> Float[Array, "B N"]:
     """Log of the acceptance probability of the base's nodes, from its own scores and their recent accuracy.
 
-    -inf for places without a node.
-
-    Args:
-      first: `worth.first_trust` of the base.
+    -inf for places without a node. `first` is `worth.first_trust` of the base.
     """
     assert tree.score is not None, "`with_scores` gave it one"
     edge = worth.log_share(record.accepted, record.predicted, first)
@@ -167,23 +163,15 @@ def merged(
     scores = jnp.maximum(of_tree, jnp.max(jnp.where(is_node, of_copied[:, :, None], -jnp.inf), 1))
     of_rest = jnp.where(nodes < num, -jnp.inf, of_copied)
 
-    # Candidates are the nodes of the tree except the root, then the tokens of the chain. Index = node - 1.
+    # Candidates are the nodes of the tree except the root, then the tokens of the chain. Index = node - 1, so a child
+    # of the root has NO_PARENT = -1.
     def joined(of_nodes: Array, of_chain: Array) -> Array:
         return jnp.concatenate([of_nodes[:, 1:], of_chain], 1)
 
     parents = joined(jnp.where(tree.valid, tree.parents, 0), _above(nodes, 0)) - 1
-    assert NO_PARENT == -1, "the root is no candidate, so its children have index -1 as their parent"
     depths = joined(tree.depth, jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape))
-    return best_tree(
-        tree.tokens[:, 0],
-        joined(tree.tokens, found.tokens),
-        parents,
-        depths,
-        joined(scores, of_rest),
-        num_nodes,
-        tree.scheme,
-        may_lack=True,
-    )
+    candidates = joined(tree.tokens, found.tokens), parents, depths, joined(scores, of_rest)
+    return best_tree(tree.tokens[:, 0], *candidates, num_nodes, tree.scheme, may_lack=True)
 
 
 def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"]) -> DraftTree:
@@ -248,12 +236,9 @@ def both_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose trees have the best nodes of `config.base` and of lookup.
+    """A `Drafter` whose trees have the best nodes of `config.base`, whose `method` is given, and of lookup.
 
     For chains each round takes the chain of one of the two, the likelier one.
-
-    Args:
-      method: of the base.
     """
     if scheme in DRAWN_SCHEMES:
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled")

@@ -6,8 +6,7 @@ from typing import Any
 
 from hsd_jax.config import TreeConfig, weights_of_trunk
 from hsd_jax.drafters.eagle.config import EagleConfig
-from hsd_jax.drafters.eagle.draft import eagle_drafter
-from hsd_jax.drafters.eagle.weights import init_weights
+from hsd_jax.drafters.eagle.draft import eagle_drafter, init_weights
 from hsd_jax.drafters.method import DraftingMethod, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 

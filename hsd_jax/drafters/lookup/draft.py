@@ -45,12 +45,9 @@ class Copied(NamedTuple):
 def find_repetition(
     tokens: Int[Array, "B T"], length: Int[Array, "B"], config: LookupConfig
 ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """Finds the longest earlier occurrence of the end of the context.
+    """The position after the longest earlier occurrence of the end of the context, and its length in tokens.
 
-    An occurrence is at most `max_ngram` tokens long. If several are equally long, the latest counts.
-
-    Returns:
-      The position after the occurrence, and its length in tokens; 0 if none is at least `min_ngram` long.
+    The length is at most `max_ngram`, and 0 if it is below `min_ngram`. Of equally long ones the latest counts.
     """
     num = tokens.shape[1]
     place = jnp.arange(num)

@@ -119,10 +119,7 @@ def medusa_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads.
-
-    A round costs one product for all heads and one with the LM head.
-    """
+    """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads."""
     check_tree(target_config, config, tree, scheme)
     shape, levels = static_tree(tree), lattice(target_config, config, tree)
 

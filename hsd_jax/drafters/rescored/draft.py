@@ -58,11 +58,7 @@ class ArcExpander(NamedTuple):
     Without it they could lack the token that the target draws."""
 
     def arcs(self, level: Any, logits: Float[Array, "B M C"]) -> Candidates:
-        """The likeliest tokens of each state.
-
-        Args:
-          level: the level of all M states; None: state i is that of level i.
-        """
+        """The likeliest tokens of each state. Without `level`, that of all M states, state i is that of level i."""
         ranked = logits
         if self.noise is not None:
             noise = self.noise[:, : logits.shape[1]] if level is None else self.noise[:, level, None]
@@ -72,11 +68,7 @@ class ArcExpander(NamedTuple):
         return Candidates(jnp.take_along_axis(logits, columns, -1), to_tokens(self.draft_to_target, columns))
 
     def expand(self, base_logits: Float[Array, "B D C"], inject: Inject | None) -> Expand:
-        """As `token_free`, but only for the arcs.
-
-        Without `inject` drafted tokens add nothing, and the arcs are chosen once for all levels. Otherwise they are
-        chosen for every node.
-        """
+        """As `token_free`, but only for the arcs. Without `inject` they are chosen once, else for every node."""
         if inject is not None:
             whole = token_free(base_logits, inject)
 
@@ -118,11 +110,7 @@ def rescored_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """The drafter `config.base`, with trees that `config.scorer` rescores.
-
-    Args:
-      method: of the base.
-    """
+    """The drafter `config.base`, whose `method` is given, with trees that `config.scorer` rescores."""
     if tree.width > config.arcs:
         raise ValueError(f"TreeConfig.width={tree.width}: a lattice of {config.arcs} arcs allows 1 to {config.arcs}")
     assert method.lattice is not None, "drafters without it were refused"

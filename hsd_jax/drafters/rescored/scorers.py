@@ -129,12 +129,6 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
     as in a uniform distribution.
     """
 
-    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> tree.SmallLMState:
-        return tree.empty_state(config, tokens, length, capacity, depth + 1, cache_dtype)
-
-    def read(weights: Weights, state: tree.SmallLMState, tokens: Array, start: Any, length: Array):
-        return tree.read_prompt(weights, config, state, tokens, start, length)
-
     def root_carry(weights: Weights, state: tree.SmallLMState):
         logits, state = tree.read_pending_tokens(weights, config, state)
         return (state.cache, logits, at_root(len(logits))), state
@@ -147,11 +141,17 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), arcs, 2)
         return jnp.where(arcs < config.num_tokens, logp, -math.log(config.num_tokens)), (cache, logits, ancestry)
 
-    def commit(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
-        return tree.all_pending(state, verdict, num_committed)
-
     def follow(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
         _, after = root_carry(weights, state)
         return cache_lib.undo_idle_rows(num_committed, state, tree.all_pending(after, verdict, num_committed))
 
-    return Scorer(init, read, root_carry, score, commit, follow)
+    return Scorer(
+        init=lambda tokens, length, capacity: tree.empty_state(
+            config, tokens, length, capacity, depth + 1, cache_dtype
+        ),
+        read=lambda weights, *chunk: tree.read_prompt(weights, config, *chunk),
+        root_carry=root_carry,
+        score=score,
+        commit=lambda weights, *judged: tree.all_pending(*judged),
+        follow=follow,
+    )
