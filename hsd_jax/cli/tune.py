@@ -46,7 +46,7 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
     add_value(candidates, "--reuse FORM", str, "forms of reuse", without="all that the drafter allows", nargs="+")
     add_value(candidates, "--finalists N", COUNT, "trees to measure: those with the best estimates", 3)
     add_value(candidates, "--repeats R", COUNT, "timed passes", 3)
-    what = "write the record as JSON, for --tuned of generate and bench"
+    what = "write the record as JSON, for --tuned of generate"
     add_value(parser, "--out FILE", options.NEW_FILE, what)
     parser.add_argument("--no-keep", action="store_true", help="do not keep the record where decode() finds it")
 

@@ -1,7 +1,4 @@
-"""Shared parts of drafters that extend another drafter, their `base`.
-
-Plans and default trees are those of the base.
-"""
+"""Shared parts of drafters that extend another drafter, their `base`, whose plans and default trees they have."""
 
 from __future__ import annotations
 

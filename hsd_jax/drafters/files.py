@@ -1,7 +1,4 @@
-"""Saves trained drafters to folders and loads them.
-
-Every file is checked against its configuration before anything compiles.
-"""
+"""Saves trained drafters to folders and loads them. Every file is checked against its configuration."""
 
 from __future__ import annotations
 

@@ -118,10 +118,7 @@ class DraftingMethod(NamedTuple):
 
 
 def planning_of_trained(drafting_seconds: Callable[..., float], has_score: bool = True) -> Planning:
-    """The planning of a drafter that is trained for a number of steps.
-
-    Its default tree is a chain as deep as these steps, but of at most 8 nodes.
-    """
+    """The planning of a drafter that is trained for a number of steps. By default it drafts at most 7 tokens."""
 
     def default_tree(config: DrafterConfig) -> TreeConfig:
         return TreeConfig.chain(min(7, config.num_steps))

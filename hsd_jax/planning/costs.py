@@ -2,13 +2,13 @@
 
 `CostModel` computes them from the sizes of the models and the rates of a processor; the seconds of drafting are in each
 drafter's folder (`Planning.drafting_seconds`). `types.Costs` is its table for the decode loop, which adds up a round's
-seconds in `infer/worth.py`. `RoundCost` fits seconds to timed rounds, for `tune`.
+seconds in `infer/worth.py`. `round_seconds` fits seconds to timed rounds, for `tune`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,7 @@ from hsd_jax.types import Costs
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Seconds of the passes of a pair of models.
-
-    Args:
-      itemsize, drafter_itemsize: bytes of a weight in memory.
-    """
+    """Seconds of the passes of a pair of models. An item size is the bytes of a weight in memory."""
 
     target: ModelConfig
     drafter: Any
@@ -144,24 +140,12 @@ def weights_of_language_model(config: Any) -> int:
     return config.num_layers * weights_of_layer(config) + config.vocab_size * config.hidden_size
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundCost:
-    """Seconds of a round, fitted to timings. They are linear in the nodes and the depth of the tree."""
+def round_seconds(measured: Mapping[TreeConfig, float]) -> Callable[[TreeConfig], float]:
+    """Predicts the seconds of a round, linear in the nodes and the depth of its tree, by least squares.
 
-    coefficients: tuple[float, float, float]
-    """Coefficients of the constant, the nodes and the depth."""
-    least: float
-    """Lower bound of a prediction in seconds. Outside the measured range the linear fit may be far too small."""
-
-    @classmethod
-    def fit(cls, measured: Mapping[TreeConfig, float]) -> RoundCost:
-        """A least-squares fit. It is exact for up to three trees whose (nodes, depth) are not on one line."""
-        rows = np.array([[1.0, tree.nodes, tree.depth] for tree in measured])
-        seconds = np.array(list(measured.values()))
-        a, b, c = np.linalg.lstsq(rows, seconds, rcond=None)[0]
-        return cls((float(a), float(b), float(c)), float(seconds.min()) / 2)
-
-    def seconds(self, tree: TreeConfig) -> float:
-        """Predicted seconds of a round."""
-        a, b, c = self.coefficients
-        return max(a + b * tree.nodes + c * tree.depth, self.least)
+    No prediction is below half of the fastest measurement: outside the measured range the fit may be far too small.
+    """
+    rows = np.array([[1.0, tree.nodes, tree.depth] for tree in measured])
+    seconds = np.array(list(measured.values()))
+    a, b, c = np.linalg.lstsq(rows, seconds, rcond=None)[0].tolist()
+    return lambda tree: max(a + b * tree.nodes + c * tree.depth, float(seconds.min()) / 2)

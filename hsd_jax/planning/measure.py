@@ -1,7 +1,4 @@
-"""Decodes the same prompts in several modes, interleaved in one process, and computes the figures of each mode.
-
-`time_modes` runs the modes, `mode_record` computes the figures of one mode, and `speedup` compares two modes.
-"""
+"""Decodes the same prompts in several modes, interleaved in one process, and computes the figures of each mode."""
 
 from __future__ import annotations
 

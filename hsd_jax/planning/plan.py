@@ -1,9 +1,7 @@
 """Plans a call that names no tree: the largest tree or plain decoding, and the costs for the decode loop.
 
-No tree is timed here; the first call on a machine measures its rates (`rates.py`). `costs.py` predicts seconds, and
-`acceptance.py` predicts tokens from the profile that was stored when the drafter was trained. Within the call
-`infer/worth.py` then verifies only the drafts that pay. Where `hsd_jax.tune` has measured, its record decides instead
-(`tuned.py`).
+No tree is timed here. `costs.py` predicts seconds, and `acceptance.py` tokens, from the profile that was stored when
+the drafter was trained. Where `hsd_jax.tune` has measured, its record decides instead (`tuned.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The speed of this processor: measured where one process runs our CPU kernels, else the shipped rates of this file.
 
-The cost model (`costs.py`) computes with these rates. The first call that leaves a choice to the cost model measures
-five of them for a second or two and prints a line about it: what the memory gives, what the cache keeps, and products
-with weights of four, two and one bytes. The others are the shipped ones. The result is kept for this user by processor,
-number of cores and instruction set of the kernels. It is measured once more an hour or more later, and the faster rates
-count. `hsd info --rates` starts anew.
+The first call that leaves a choice to the cost model (`costs.py`) measures five of them for a second or two: what the
+memory gives, what the cache keeps, and products with weights of four, two and one bytes. The result is kept for this
+user by processor, number of cores and instruction set. It is measured once more an hour or more later, and the faster
+rates count. `hsd info --rates` starts anew.
 """
 
 from __future__ import annotations
@@ -98,11 +97,7 @@ MOST_CORES = 8
 
 
 def rates_here(has_kernels: bool) -> Rates:
-    """The rates of this process's device.
-
-    Args:
-      has_kernels: False on a mesh, where the CPU kernels are off.
-    """
+    """The rates of this process's device. `has_kernels` is False on a mesh, where the CPU kernels are off."""
     platform, isa = jax.default_backend(), isa_here(has_kernels)
     if platform != "cpu":
         return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
@@ -130,8 +125,6 @@ def shipped(isa: str) -> Rates:
         noise_seconds=rates.noise_seconds / cores,
     )
 
-
-# --- measuring --------------------------------------------------------------------------------------------------------
 
 FEW, MANY, WIDTH = 24, 96, 1024
 """Numbers of matrices [WIDTH, WIDTH] in bfloat16 that are read one after another: 50 and 201 MB. The further matrices
@@ -233,14 +226,8 @@ def _computing(kernel: int8.Kernel) -> Callable[[], float]:
     return loop_timer(run, {"weight": kernel}, rows, 32, None, True)
 
 
-# --- keeping ----------------------------------------------------------------------------------------------------------
-
-
 def kept_path(isa: str) -> Path | None:
-    """The file of this processor's rates; None if rates are not kept.
-
-    A version of hsd_jax that measures other rates has a file of its own.
-    """
+    """The file of this processor's rates, for these fields; None if rates are not kept."""
     fields = [field.name for field in dataclasses.fields(MeasuredRates)]
     return kept_file(FOLDER_VARIABLE, "rates", device_name(), isa, *fields)
 

@@ -1,7 +1,4 @@
-"""Texts that a model writes after prompts, each row with a seed of its own, and files that keep them.
-
-A text depends only on model, prompt, settings and seed, and not on the other rows.
-"""
+"""Texts that a model writes after prompts, each row with a seed of its own, and files that keep them."""
 
 from __future__ import annotations
 
@@ -107,10 +104,7 @@ def stored_texts(
     temperature: float,
     report: Callable[[str], None],
 ) -> Texts:
-    """The texts that the target writes after `prompts`. They are decoded once and kept in a file in `folder`.
-
-    The file is named after `name` and a hash of everything that the texts depend on, including the end tokens.
-    """
+    """The texts that the target writes after `prompts`, kept in `folder` by a hash of all that they depend on."""
     asked = (np.asarray([len(prompt), *prompt], "<i4").tobytes() for prompt in prompts)
     identity = sha256(target_hash, *asked, repr((max_new_tokens, temperature, params.eos, "with seeds")))
     path = Path(folder) / f"{name}-{identity[:16]}.npz"

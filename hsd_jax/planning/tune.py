@@ -19,7 +19,7 @@ from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding
 from hsd_jax.params import Params
-from hsd_jax.planning.costs import RoundCost
+from hsd_jax.planning.costs import round_seconds
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.plan import plan_for, trees_of
 from hsd_jax.planning.simulate import accepted_lengths
@@ -85,7 +85,11 @@ def tune(
     ways = _allowed(params, trees, reuses)
     if keep:
         check_keeping(params)
-    rows = _check_prompts(params, prompts, max_new_tokens)
+    rows = encode(params, prompts)
+    for number, row in enumerate(rows):
+        if len(row) < 2:
+            raise ValueError(f"prompt {number} has 1 token: at least 2 are needed for drafting")
+        check_length(params, f"prompt {number}", len(row), max_new_tokens)
     sizes = [(size, *some) for size in batches for some in _by_size(params, rows, size, max_new_tokens, report)]
     choices = []
     for size, slots, used in sizes:
@@ -145,13 +149,15 @@ class Calls:
             found.append(dataclasses.replace(way, **known))
         return runs, found
 
-    def predicted(self, trees: Sequence[TreeConfig], texts: Texts, cost: RoundCost) -> list[Candidate]:
+    def predicted(
+        self, trees: Sequence[TreeConfig], texts: Texts, cost: Callable[[TreeConfig], float]
+    ) -> list[Candidate]:
         """Predictions of trees, the fastest first: tau by a simulated decode of `texts`, and seconds from `cost`."""
         self.report(f"simulating {len(trees)} trees on text of the target")
         lengths, _ = accepted_lengths(*_models(self.params), texts, trees, self.temperature)
         found = []
         for tree, own in zip(trees, lengths, strict=True):
-            speed = own.tau * own.num_passes / (own.in_step(self.batch) * cost.seconds(tree))
+            speed = own.tau * own.num_passes / (own.in_step(self.batch) * cost(tree))
             found.append(Candidate(tree, predicted_tau=own.tau, predicted_tokens_per_second=speed))
         return sorted(found, key=lambda way: -way.promise)
 
@@ -161,7 +167,7 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_planned: bool, fi
     trees = list(dict.fromkeys(way.tree for way in ways if way.tree is not None))
     runs, sample = calls.measured([Candidate(tree) for tree in sample_of(trees)], 1)
     timed = {way.tree: way.seconds_per_round for way in sample}
-    cost = RoundCost.fit({tree: seconds["median"] for tree, seconds in timed.items() if tree and seconds})
+    cost = round_seconds({tree: seconds["median"] for tree, seconds in timed.items() if tree and seconds})
     seeds = [calls.seed + row for row in range(len(calls.prompts))]
     texts = Texts.join(calls.prompts, runs.texts(PLAIN), seeds)
     guesses = calls.predicted(trees, texts, cost)
@@ -222,16 +228,6 @@ def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequenc
         if refusal is not None and reuses is not None and len(allowed) == before:
             raise refusal
     return allowed
-
-
-def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[list[int]]:
-    """The prompts as token ids."""
-    rows = encode(params, prompts)
-    for number, row in enumerate(rows):
-        if len(row) < 2:
-            raise ValueError(f"prompt {number} has 1 token: at least 2 are needed for drafting")
-        check_length(params, f"prompt {number}", len(row), max_new_tokens)
-    return rows
 
 
 def _by_size(

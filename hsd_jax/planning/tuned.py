@@ -215,10 +215,7 @@ class Tuned:
 
 
 def kept_path(conditions: Conditions) -> Path | None:
-    """The file in which the record for these conditions is kept; None if records are not kept.
-
-    A version of hsd_jax whose choices have other fields has a file of its own.
-    """
+    """The file of the record for these conditions and fields of `Choice`; None if records are not kept."""
     fields = [field.name for field in dataclasses.fields(Choice)]
     return kept_file(FOLDER_VARIABLE, "tuned", repr(conditions), *fields)
 

@@ -16,10 +16,7 @@ LONGEST = 8
 
 @settings.dataclass
 class BothConfig(Based):
-    """A drafter that is trained on its target's features, with prompt lookup in addition.
-
-    Its weights are those of the base.
-    """
+    """A drafter that is trained on its target's features, with prompt lookup in addition, which has no weights."""
 
     kind: ClassVar[str] = "both"
 

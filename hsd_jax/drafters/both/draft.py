@@ -96,9 +96,6 @@ def no_tree(root: Int[Array, "B"], tree: TreeConfig, scheme: DrawScheme) -> Draf
     return with_scores(chain_of(root, rest, 0, scheme=scheme))
 
 
-# --- how likely drafts are --------------------------------------------------------------------------------------------
-
-
 def shared_nodes(tree: DraftTree, chain: Int[Array, "B D"]) -> Int[Array, "B D"]:
     """The node of the tree that equals each token of a chain; at least N for tokens after the chain left the tree."""
     num, at, found = tree.tokens.shape[1], jnp.zeros(len(chain), jnp.int32), []
@@ -136,9 +133,6 @@ def score_copied(found: Copied, is_shared: Bool[Array, "B D"], record: Record) -
     shares = worth.log_share(record.copied, record.tried, jnp.asarray(FIRST_SHARE)[None])
     edges = jnp.take_along_axis(shares.reshape(len(shares), -1), _cells(found, is_shared), 1)
     return jnp.where(found.run[:, None] > 0, jnp.cumsum(edges, 1), -jnp.inf)
-
-
-# --- one tree of both -------------------------------------------------------------------------------------------------
 
 
 def merged(
@@ -184,9 +178,6 @@ def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_co
     return chain_of(tree.tokens[:, 0], tokens, num, scheme=tree.scheme, score=jnp.where(is_copied, of_copied, of_tree))
 
 
-# --- what a round shows -----------------------------------------------------------------------------------------------
-
-
 def learned_of_tree(
     record: Record, tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int
 ) -> Record:
@@ -223,9 +214,6 @@ def learned_of_copied(
         copied=worth.DECAY * record.copied + counted(right),
         tried=worth.DECAY * record.tried + counted(was_tried),
     )
-
-
-# --- the drafter ------------------------------------------------------------------------------------------------------
 
 
 def both_drafter(

@@ -1,9 +1,4 @@
-"""When the trunk runs, and which logits the tree of a round grows from.
-
-The trunk reads only the target's features and its own states, so its states stay valid when drafts are rejected. For
-each form of reuse (`reuse.py`) `make_schedule` decides when the trunk runs and how the states of earlier rounds are
-used.
-"""
+"""When the trunk runs, and which logits the tree of a round grows from, for each form of reuse (`reuse.py`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Prompt lookup: drafts the tokens that followed an earlier occurrence of the last tokens. It has no weights.
 
-It works well if an answer repeats its prompt (summaries, edits, code). Drafting costs almost nothing. But the target's
-pass over all nodes costs the same if nothing is found. The search runs on the device, in the drafter's own copy of the
-context. Source: prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding). LLMA
-(arXiv:2304.04487) copies in the same way.
+The search runs on the device, in the drafter's own copy of the context. Source: prompt lookup decoding (Saxena, 2023,
+github.com/apoorvumang/prompt-lookup-decoding). LLMA (arXiv:2304.04487) copies in the same way.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.medusa.config import MedusaConfig
-from hsd_jax.drafters.medusa.weights import head_states
+from hsd_jax.drafters.medusa.weights import MedusaConfig, head_states
 from hsd_jax.drafters.reading import last_feature
 from hsd_jax.drafters.shared import check_tree
 from hsd_jax.infer import levels

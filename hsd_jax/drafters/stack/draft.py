@@ -13,7 +13,7 @@ stop later tokens. So a chain that ends there is lossless.
 
 Which noise is used. COUPLED drafts are drawn with the target's own noise. Then every level drafts the token that the
 target will choose, as well as it can predict it. Drafts of schemes that draw must not use that noise. For these, all
-levels share a separate noise, `level_keys`, keyed by position. After a rejection the levels use the noise of later
+levels share a separate noise, `LEVEL_NOISE`, keyed by position. After a rejection the levels use the noise of later
 positions again, for the reason in docs/design.md, "Rules and schemes". Here the verdict and the length of the chain,
 too, depended only on the tokens up to the rejection.
 """
@@ -86,11 +86,6 @@ class StackState:
     """Those of the layers that the inner drafter reads."""
     num_middle: Int[Array, "B"]
     """The number of tokens that the middle model wrote in this round."""
-
-
-def level_keys(keys: jax.Array) -> jax.Array:
-    """Row keys for the levels of a stack whose drafts are drawn. No other noise uses these keys."""
-    return jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
 
 
 class Stack(NamedTuple):
@@ -254,7 +249,7 @@ def write_on(
     inner, num_noisy = stack.inner, stack.inner.max_depth + 1
     keys, sampling, noise = inputs.keys, inputs.sampling, inputs.noise
     if stack.scheme in DRAWN_SCHEMES:
-        keys = level_keys(keys)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
     elif stack.scheme is DrawScheme.ARBITRARY:  # every level takes its likeliest tokens
         sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
     if noise is None:
