@@ -43,8 +43,7 @@ class Distilled(NamedTuple):
     save_added: Callable[..., None] = lambda folder, config, weights: None
     """`save_added(folder, config, weights)`: writes these parts into the folder of the model."""
     is_steered: bool = False
-    """Whether it reads its target's states. Then it cannot write text alone, and its trees are no deeper than those it
-    was trained for."""
+    """Whether it reads its target's states. Then it cannot write text alone."""
 
 
 class Planning(NamedTuple):
@@ -84,8 +83,8 @@ class DraftingMethod(NamedTuple):
     config: type
     """The frozen dataclass of its static configuration."""
     make: Callable[..., Drafter]
-    """`make(target_config, config, tree, cache_dtype, scheme) -> Drafter`. It also takes `reuse` if `reuses` has more
-    than NO_REUSE_FORM. Raises a ValueError for trees that it cannot draft."""
+    """`make(target_config, config, tree, cache_dtype, scheme) -> Drafter`, and `reuse` if `reuses` has several forms.
+    Raises a ValueError for trees that it cannot draft."""
     planning: Planning = Planning()
     training: Training | None = None
     """None: it is not trained on its target's features."""
@@ -101,8 +100,7 @@ class DraftingMethod(NamedTuple):
     distilled: Distilled | None = None
     """None: it is not trained by distillation."""
     is_language_model: bool = False
-    """Whether it is a plain language model. Such a model can write text alone, draft ahead of verification, and have a
-    drafter of its own."""
+    """Whether it is a plain language model, which can write text alone, draft ahead, and have a drafter of its own."""
     has_weights_of_base: bool = False
     """Whether its weights are those of the drafter `config.base`, and nothing else."""
     token_information: TokenInformation | None = None

@@ -1,8 +1,8 @@
 """How a model that drafts reads text.
 
-Tokens that a row has committed but its drafter has not read yet are pending. They are stored in an array of fixed size,
-of which the first entries count. The drafter reads them in one pass when it drafts next, and its cache keeps them. It
-reads the nodes of a tree with one pass per level, and its cache keeps none of them.
+Tokens that a row has committed but its drafter has not read yet are pending: the first entries of an array. The drafter
+reads them in one pass when it drafts next. It reads the nodes of a tree level by level, and its cache keeps none of
+them.
 """
 
 from __future__ import annotations
