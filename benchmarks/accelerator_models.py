@@ -129,7 +129,7 @@ def replaying(depth: int, vocab_size: int, working: Drafter | None = None) -> Dr
     def keep(models: dict, state: Any, *rest: Any) -> Any:
         return state
 
-    return Drafter(lambda *_: (), keep, draft, keep, lambda state, _: state, DrawScheme.ARBITRARY, depth)
+    return Drafter(lambda *_: (), keep, draft, keep, DrawScheme.ARBITRARY, depth)
 
 
 def replay_table(tokens: jax.Array, acceptance: float, seed: int = 0) -> tuple[jax.Array, jax.Array]:

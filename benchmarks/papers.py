@@ -29,7 +29,7 @@ import numpy as np
 
 from hsd_jax import TreeConfig, settings
 from hsd_jax.cli import options
-from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig
+from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
@@ -205,9 +205,8 @@ def score(drafters: list[Params], texts: Texts, depth: int, temperature: float) 
     passes, acceptance, overlaps = [], [], []
     for one in drafters:
         models = one.drafter, one.drafter_config, one.target, one.target_config
-        draft = TreeConfig.chain(depth), NO_REUSE
-        (found,), overlap = simulate.accepted_lengths(*models, texts, [draft], temperature)
-        passes.append([len(rounds) for rounds in found.trunk_runs])
+        (found,), overlap = simulate.accepted_lengths(*models, texts, [TreeConfig.chain(depth)], temperature)
+        passes.append(list(found.rounds))
         acceptance.append(found.acceptance)
         overlaps.append(overlap)
     mean = None if None in overlaps else float(np.mean(overlaps))

@@ -18,7 +18,7 @@ import numpy as np
 import hsd_jax
 from hsd_jax.arguments import encode
 from hsd_jax.cli.options import named_folders
-from hsd_jax.config import NO_REUSE, TreeConfig
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
 from hsd_jax.lab.bench.prompts import HALVES, Workload
 from hsd_jax.lab.bench.tables import Table, print_table, say
@@ -39,7 +39,7 @@ def own_texts(params: Params, work: Workload, temperature: float) -> Texts:
 def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:
     """Tokens per target pass of decoding these texts, by simulation."""
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    (found,), _ = accepted_lengths(*models, texts, [(tree, NO_REUSE)], temperature)
+    (found,), _ = accepted_lengths(*models, texts, [tree], temperature)
     return found.tau
 
 

@@ -370,7 +370,8 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
       FileNotFoundError, ValueError: if the scorer does not exist, if it belongs to another target or tokenizer, or if
         the states of the drafter depend on drafted tokens.
     """
-    config, weights = RescoredConfig.base_of(params.drafter_config), params.drafter
+    config, weights = params.drafter_config, params.drafter
+    config = config.base if isinstance(config, RescoredConfig) else config
     if not weights or config is None or method_of(config).lattice is None:
         kinds = " or ".join(kinds_with(lambda method: method.lattice is not None))
         raise ValueError(f"rescore() needs a drafter whose states read no drafted token: {kinds}")

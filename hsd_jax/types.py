@@ -268,8 +268,8 @@ class RoundInputs:
     """The keys of the rows. A drafter draws with `sampling.place_keys` and never with these keys directly."""
     sampling: SamplingParams
     noise: Float[Array, "B M V"] | None = None
-    """The target's own noise at the next positions (`sampling.round_noise`). Only COUPLED drafts read it, and they
-    compute it if it is None."""
+    """The target's own noise at the next positions (`sampling.round_noise`), for COUPLED drafts. `tree.Grower` computes
+    it if it is None."""
     stop: Stop | None = None
     """None: chains grow to their full depth."""
     live: Bool[Array, "B"] | None = None
@@ -307,7 +307,7 @@ class Drafter(NamedTuple):
     """A drafter as pure functions.
 
     `models` holds the weights of both models, "target" and "drafter". `state` is the drafter's own pytree. No other
-    code reads its fields, except `planning/simulate.py`: it reads the number of spare states of a drafter with reuse.
+    code reads its fields.
     """
 
     init: Callable[..., Any]
@@ -320,8 +320,6 @@ class Drafter(NamedTuple):
     """`draft(models, state, inputs: RoundInputs) -> (tree, state)`."""
     commit: Callable[..., Any]
     """`commit(models, state, verdict, output, num_committed) -> state`."""
-    resize: Callable[..., Any]
-    """`resize(state, capacity) -> state`, when the decode loop changes to a larger cache."""
     scheme: DrawScheme
     max_depth: int
     feature_layers: tuple[int, ...] = ()

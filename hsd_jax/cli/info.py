@@ -67,6 +67,5 @@ def _rates() -> dict[str, str]:
         "multiplies": f"{ours.flops_per_second / 1e9:.0f} GFLOP/s (shipped {theirs.flops_per_second / 1e9:.0f})",
         "with bfloat16 weights": f"{ours.narrow:.2f} times that (shipped {theirs.narrow:.2f})",
         "with int8 weights": f"{ours.integer:.2f} times that (shipped {theirs.integer:.2f})",
-        "spread of the timings": f"{found.spread:.0%}" + (", so the machine was busy" if found.is_busy else ""),
         "kept in": "nowhere: HSD_RATES is off" if path is None else str(path),
     }

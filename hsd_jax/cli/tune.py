@@ -44,9 +44,9 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
     otherwise = "chains, and trees of 8, 12 and 16 nodes, as the drafter allows"
     add_value(candidates, "--trees NxDxW,...", str, "for example 6x5x1,8x5x2,3.2.1", without=otherwise)
     add_value(candidates, "--reuse FORM", str, "forms of reuse", without="all that the drafter allows", nargs="+")
-    add_value(candidates, "--finalists N", COUNT, "candidates to measure: those with the best estimates", 3)
+    add_value(candidates, "--finalists N", COUNT, "trees to measure: those with the best estimates", 3)
     add_value(candidates, "--repeats R", COUNT, "timed passes", 3)
-    what = "write the record as JSON, for --tuned of generate and bench"
+    what = "write the record as JSON, for --tuned of generate"
     add_value(parser, "--out FILE", options.NEW_FILE, what)
     parser.add_argument("--no-keep", action="store_true", help="do not keep the record where decode() finds it")
 

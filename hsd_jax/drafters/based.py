@@ -1,14 +1,12 @@
-"""Shared parts of drafters that extend another drafter, their `base`.
-
-Plans and default trees are those of the base.
-"""
+"""Shared parts of drafters that extend another drafter, their `base`, whose plans and default trees they have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
-from hsd_jax.config import DrafterConfig, TreeConfig
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.method import DraftingMethod, Planning
 from hsd_jax.types import Drafter
 
@@ -16,29 +14,11 @@ from hsd_jax.types import Drafter
 class Based:
     """Properties that the configuration of every trained drafter has, taken from the base."""
 
-    base: DrafterConfig
-
-    @property
-    def num_steps(self) -> int:
-        return self.base.num_steps
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """The number of tokens that the base may draft. Lookup may copy any token."""
-        return self.base.draft_vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.base.vocab_size
-
-    @property
-    def profile(self) -> tuple[float, ...]:
-        """The profile of the base alone. We assume that the extension does not lower it."""
-        return self.base.profile
-
-    @property
-    def sampled_profile(self) -> tuple[float, ...]:
-        return self.base.sampled_profile
+    num_steps = property(attrgetter("base.num_steps"))
+    draft_vocab_size = property(attrgetter("base.draft_vocab_size"))
+    vocab_size = property(attrgetter("base.vocab_size"))
+    profile = property(attrgetter("base.profile"))  # we assume that the extension does not lower it
+    sampled_profile = property(attrgetter("base.sampled_profile"))
 
 
 def on_base(
@@ -47,12 +27,9 @@ def on_base(
     make: Callable[..., Drafter],
     more_seconds: Callable[..., float],
 ) -> DraftingMethod:
-    """The `DraftingMethod` of a drafter with a base, built from that of the base.
+    """The entry of a drafter with a base, from the table with those of all bases.
 
-    Args:
-      methods: the table of methods by kind, with those of all bases.
-      make: as `DraftingMethod.make`, with the method of the base as an additional first argument.
-      more_seconds: seconds of drafting in addition to the base, as `Planning.drafting_seconds`.
+    `make` takes the method of the base first. `more_seconds` are seconds of drafting in addition to the base.
     """
 
     def of(config: Any) -> Planning:

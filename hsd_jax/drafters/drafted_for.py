@@ -30,13 +30,8 @@ class DraftedFor(NamedTuple):
     def check_weights(self, trained_for: str, target_hash: str, vocabulary_hash: str, strict: bool) -> None:
         """Warns of a drafter that was trained for other weights of the right sizes, as those of a fine-tune.
 
-        The text does not depend on a drafter's guesses, only the speed does.
-
-        Args:
-          trained_for: text for messages that says for which target the drafter was trained.
-          target_hash: fingerprint of that target. Nothing is checked if it is empty.
-          vocabulary_hash: hash of the vocabulary of that target; empty if unknown.
-          strict: whether to refuse a drafter for other weights in any case.
+        Its guesses change only the speed. A drafter for another vocabulary is refused. `strict` refuses any other
+        weights. `trained_for` is text for messages. Nothing is checked if `target_hash` is empty.
         """
         if target_hash in ("", self.hash):
             return

@@ -1,7 +1,4 @@
-"""Saves trained drafters to folders and loads them.
-
-Every file is checked against its configuration before anything compiles.
-"""
+"""Saves trained drafters to folders and loads them. Every file is checked against its configuration."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ _DRAFT_TO_TARGET = "draft_to_target"
 
 
 def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
-    """Writes `drafter.safetensors` and `drafter_config.json`. Each appears completely or not at all.
-
-    With a reduced draft vocabulary its token ids are written. The rows of the target's head are not, because they can
-    be taken from the target.
-    """
+    """Writes both files. The rows of the target's head that a reduced draft vocabulary needs are left out."""
     dtype, folder = checked_dtype(dtype), Path(folder)
     if config.reduced_vocab_size is not None:
         weights = {name: part for name, part in weights.items() if name != "head"}
@@ -54,10 +47,7 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
 def read_drafter(
     folder: str | Path, dtype: Any = "float32", placement: Placement = HERE, vocab_size: int | None = None
 ) -> tuple[DrafterConfig, Weights]:
-    """Reads what `save_drafter` wrote. Weights have the type `dtype` and are placed as by `convert.read_weights`.
-
-    A drafter with a reduced draft vocabulary also needs rows of the target's head before it can draft:
-    `draft_vocab.attach` adds them.
+    """Reads what `save_drafter` wrote. With a reduced draft vocabulary `draft_vocab.attach` adds rows of the head.
 
     Args:
       vocab_size: the size of the vocabulary that the drafter gets. It differs from that of its file for a small model
@@ -70,30 +60,21 @@ def read_drafter(
     shapes = _shapes(config)
     names = {path: path for path in shapes}
     heads = sharding.heads_of(config)
-    held = config if vocab_size is None else _with_vocabulary(config, vocab_size)
+    held, hot = config, config.reduced_vocab_size
+    if vocab_size is not None:
+        reduced = hot and min(hot, vocab_size)
+        held = dataclasses.replace(config, vocab_size=vocab_size, reduced_vocab_size=reduced)
     rest = (_DRAFT_TO_TARGET,), placement, heads, _shapes(held)
     weights = load_tree(stored, names, shapes, dtype, file, DRAFTER_CONFIG, *rest)
-    if config.reduced_vocab_size is not None:
+    if hot is not None:
         ids = checked_ids(weights[_DRAFT_TO_TARGET], config.vocab_size, f"{file}: tensor {_DRAFT_TO_TARGET!r}")
         if ids[-1] >= held.vocab_size:
             return restrict(held, weights, ids[ids < held.vocab_size])
     return held, weights
 
 
-def _with_vocabulary(config: DrafterConfig, vocab_size: int) -> DrafterConfig:
-    """The configuration for a vocabulary of another size. A list of ascending ids has at most that many within it."""
-    hot = config.reduced_vocab_size
-    return dataclasses.replace(config, vocab_size=vocab_size, reduced_vocab_size=hot and min(hot, vocab_size))
-
-
 def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True) -> None:
-    """Checks that a drafter can draft for a target.
-
-    A drafter with an empty `target_hash` does not name its target. Then only the sizes are compared.
-
-    Args:
-      strict: whether to refuse a drafter for other weights of the same sizes. False: it gives a warning.
-    """
+    """Checks that a drafter can draft for a target: its sizes, then `DraftedFor.check_weights`."""
     trained_for = (
         f"the drafter was trained for target {config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
         f"{config.hidden_size}, vocab_size={config.vocab_size}"

@@ -43,8 +43,7 @@ class Distilled(NamedTuple):
     save_added: Callable[..., None] = lambda folder, config, weights: None
     """`save_added(folder, config, weights)`: writes these parts into the folder of the model."""
     is_steered: bool = False
-    """Whether it reads its target's states. Then it cannot write text alone, and its trees are no deeper than those it
-    was trained for."""
+    """Whether it reads its target's states. Then it cannot write text alone."""
 
 
 class Planning(NamedTuple):
@@ -78,29 +77,20 @@ class Training(NamedTuple):
     """As `models.unroll.unroll`: the states of many anchors at once."""
 
 
-class Inspection(NamedTuple):
-    """What profiling and simulation need from a drafter. No decode uses it."""
-
-    parts: Callable[..., Any] | None = None
-    """`parts(target_config, config, tree, scheme)`: the parts of drafting, to time each. None: only all of drafting
-    can be timed."""
-    aged: Callable[..., Any] | None = None
-    """`aged(models, target_config, config, num_states, state) -> (age -> state)`: drafter states with spare states of
-    any age. None: nothing is reused."""
-
-
 class DraftingMethod(NamedTuple):
     """A kind of drafter. Its name is `config.kind`."""
 
     config: type
     """The frozen dataclass of its static configuration."""
     make: Callable[..., Drafter]
-    """`make(target_config, config, tree, cache_dtype, scheme) -> Drafter`. It also takes `reuse` if `reuses` has more
-    than NO_REUSE_FORM. Raises a ValueError for trees that it cannot draft."""
+    """`make(target_config, config, tree, cache_dtype, scheme) -> Drafter`, and `reuse` if `reuses` has several forms.
+    Raises a ValueError for trees that it cannot draft."""
     planning: Planning = Planning()
     training: Training | None = None
     """None: it is not trained on its target's features."""
-    inspection: Inspection = Inspection()
+    parts: Callable[..., Any] | None = None
+    """`parts(target_config, config, tree, scheme)`: the parts of drafting, to time each. None: only all of drafting
+    can be timed. No decode uses it."""
     parse: Callable[[str], Any] | None = None
     """`parse(name)`: for drafters without weights, the configuration that a name such as "lookup:4" means; None for any
     other name."""
@@ -110,8 +100,7 @@ class DraftingMethod(NamedTuple):
     distilled: Distilled | None = None
     """None: it is not trained by distillation."""
     is_language_model: bool = False
-    """Whether it is a plain language model. Such a model can write text alone, draft ahead of verification, and have a
-    drafter of its own."""
+    """Whether it is a plain language model, which can write text alone, draft ahead, and have a drafter of its own."""
     has_weights_of_base: bool = False
     """Whether its weights are those of the drafter `config.base`, and nothing else."""
     token_information: TokenInformation | None = None
@@ -127,10 +116,7 @@ class DraftingMethod(NamedTuple):
 
 
 def planning_of_trained(drafting_seconds: Callable[..., float], has_score: bool = True) -> Planning:
-    """The planning of a drafter that is trained for a number of steps.
-
-    Its default tree is a chain as deep as these steps, but of at most 8 nodes.
-    """
+    """The planning of a drafter that is trained for a number of steps. By default it drafts at most 7 tokens."""
 
     def default_tree(config: DrafterConfig) -> TreeConfig:
         return TreeConfig.chain(min(7, config.num_steps))

@@ -1,8 +1,8 @@
 """How a model that drafts reads text.
 
-Tokens that a row has committed but its drafter has not read yet are pending. They are stored in an array of fixed size,
-of which the first entries count. The drafter reads them in one pass when it drafts next, and its cache keeps them. It
-reads the nodes of a tree with one pass per level, and its cache keeps none of them.
+Tokens that a row has committed but its drafter has not read yet are pending: the first entries of an array. The drafter
+reads them in one pass when it drafts next. It reads the nodes of a tree level by level, and its cache keeps none of
+them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ def unread(
     max_pending: int,
     cache_dtype: Any,
 ) -> tuple[KVCache, Int[Array, "B M"]]:
-    """The cache and the pending tokens before any part of the prompts is read.
-
-    The pending tokens have M = `max_pending` places. The root, which is the prompt's last token, is in the first.
-    """
+    """The cache and the pending tokens before the prompts are read: the root, in the first of `max_pending` places."""
     root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
     cache = cache_lib.cache_of(config, len(length), capacity, cache_dtype)
     return cache, jnp.pad(root, ((0, 0), (0, max_pending - 1)))
@@ -48,10 +45,7 @@ def read_on(
 ) -> tuple[ModelOutput, KVCache]:
     """Reads the first `num` tokens of each row after its cached tokens, and adds them to the cache.
 
-    XLA computes no logits if the caller does not use them.
-
-    Args:
-      options: of `forward`.
+    XLA computes no logits if the caller does not use them. `options` are those of `forward`.
     """
     output = _read_behind(weights, config, cache, tokens, **options)
     return output, cache_lib.commit(cache, output.new_kv, None, num, after=output.hidden)
@@ -80,9 +74,7 @@ def _read_behind(weights: Weights, config: ModelConfig, cache: KVCache, tokens: 
 def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: int | None = None) -> Array:
     """The first `num_waiting` entries of each row of `waiting` [B, M, ...], then those of `new` [B, M2, ...].
 
-    Args:
-      num_slots: entries of each row of the result; None: M + M2. Further entries are cut off. Entries after the joined
-        ones are arbitrary.
+    The result has `num_slots` entries (None: M + M2). Entries after the joined ones are arbitrary.
     """
     room = waiting.shape[1]
     slot, num = jnp.arange(num_slots or room + new.shape[1]), num_waiting[:, None]
@@ -113,11 +105,9 @@ class Ancestry(NamedTuple):
     def next_level(
         self, cache: KVCache, level: int, parents: Int[Array, "B w"], read: Callable[..., tuple[Any, NewKV]]
     ) -> tuple[Any, Ancestry]:
-        """Runs a pass over the nodes of the next level. The cache keeps none of them.
+        """Runs a pass over the nodes of the next level, of depth `level`. The cache keeps none of them.
 
         Args:
-          cache: of all committed tokens.
-          level: the depth of the nodes, at least 1.
           parents: their parents, as indices into this level.
           read: the pass: `read(positions [B, w], sees [B, w, X + w], earlier) -> (result, keys and values)`.
         Returns:

@@ -58,13 +58,9 @@ def follow_path(
     features: tuple[Float[Array, "B M2 H"], ...],
     num_committed: Int[Array, "B"],
 ) -> Any:
-    """The drafter's state after `num_committed` tokens that it did not draft.
+    """The drafter's state after `num_committed` tokens that it did not draft, the first ones of `emitted`.
 
-    Calls `Drafter.follow` as often as necessary.
-
-    Args:
-      emitted: the committed tokens, of which the first `num_committed` count.
-      hidden, features: the target's output at the token before each of them.
+    `hidden` and `features` are the target's output at the token before each of them.
     """
     num = drafter.max_depth + 1
     path = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), (emitted.shape[0], num))

@@ -57,13 +57,7 @@ def make_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
-    """The drafter that `config` describes.
-
-    Args:
-      tree: the shape of its trees.
-      scheme: how the children of a node are chosen.
-      reuse: how spare states are reused.
-    """
+    """The drafter that `config` describes, for trees of this shape whose children are chosen by `scheme`."""
     method = method_of(config)
     if reuse.form not in method.reuses:
         raise ValueError(f"reuse={str(reuse)!r}: a {config.kind} drafter has no spare states, allowed is {NO_REUSE}")
@@ -72,11 +66,7 @@ def make_drafter(
 
 
 def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, "V H"] | None = None) -> Weights:
-    """Random float32 weights of a drafter that is trained on its target's features.
-
-    Args:
-      embedding: the target's embedding matrix, from which token information is initialised.
-    """
+    """Random float32 weights. Token information is initialised from `embedding`, the target's, if it is given."""
     method = method_of(config)
     assert method.training is not None, f"a {config.kind} drafter is not trained"
     weights = method.training.init_weights(key, config)
@@ -86,11 +76,7 @@ def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, 
 
 
 def load_foreign(checkpoint: Checkpoint, *args: Any) -> tuple[Any, Weights]:
-    """Loads a language model as a drafter, with the first `DraftingMethod.load` that knows it.
-
-    Args:
-      checkpoint, args: the arguments of `DraftingMethod.load`.
-    """
+    """Loads a language model as a drafter, with the first `DraftingMethod.load` that knows it."""
     found = (method.load(checkpoint, *args) for method in DRAFTING_METHODS.values() if method.load is not None)
     return next(drafter for drafter in found if drafter is not None)
 

@@ -52,10 +52,7 @@ def trunk_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     max_pending: int | None = None,
 ) -> Drafter:
-    """A `Drafter` whose state is a `TrunkState`, with the given `draft` function.
-
-    The other functions are for drafters whose trunk runs in every round. With reuse a round may have no trunk run, and
-    `hidden/draft.py` replaces some of these functions.
+    """A `Drafter` whose state is a `TrunkState`, and whose trunk runs in every round.
 
     Args:
       draft: `Drafter.draft`. It must add the pending features to the trunk's cache.
@@ -99,21 +96,8 @@ def trunk_drafter(
         after = commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
         return cache_lib.undo_idle_rows(num_committed, state, after)
 
-    def resize(state: TrunkState, capacity: int):
-        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
-
-    return Drafter(
-        init,
-        read,
-        draft,
-        commit,
-        resize,
-        scheme,
-        tree.depth,
-        config.feature_layers,
-        lookahead=most - 1,
-        follow=follow,
-    )
+    options = {"lookahead": most - 1, "follow": follow}
+    return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, **options)
 
 
 def read_pending_features(
@@ -125,10 +109,9 @@ def read_pending_features(
 ) -> tuple[Float[Array, "B asked H"] | None, KVCache]:
     """One pass over the pending features.
 
-    Args:
-      asking: indices of the pending features whose states are needed; None: no states are needed.
     Returns:
-      The states after the features at `asking`, and the trunk's cache with all pending features.
+      The states after the features at the indices `asking`; None if none are asked for.
+      The trunk's cache with all pending features.
     """
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)

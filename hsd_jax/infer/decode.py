@@ -325,7 +325,6 @@ class Decoder:
 
     def grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with caches of `capacity` slots. The old buffers are freed one by one."""
-        drafter_state = None if self.drafter is None else self.drafter.resize(state.drafter, capacity)
         tokens = state.tokens
         if tokens.shape[1] <= capacity:
             tokens = cache_lib.pad_to(tokens, capacity + 1, axis=1, value=NO_TOKEN)
@@ -333,7 +332,7 @@ class Decoder:
             state,
             tokens=tokens,
             cache=cache_lib.grow(state.cache, capacity, self._slots(capacity)),
-            drafter=drafter_state,
+            drafter=cache_lib.grow_all(state.drafter, capacity),
         )
 
     def with_room(self, state: DecodeState, longest: int, most_slots: int = UNBOUNDED) -> DecodeState:

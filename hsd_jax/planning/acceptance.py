@@ -68,12 +68,7 @@ def mean(distribution: Distribution) -> float:
 
 
 def mixed(judged: Distribution, adds: Callable[[int], Distribution]) -> Distribution:
-    """The distribution of the tokens that a verification adds if its number of drafts is random too.
-
-    Args:
-      judged: the distribution of the number of drafts.
-      adds: the distribution of the added tokens, given the number of drafts.
-    """
+    """The distribution of the tokens that a verification adds: `adds(drafts)`, with `drafts` random too."""
     found: dict[int, float] = {}
     for drafts, p in judged.items():
         for count, q in adds(drafts).items():
@@ -82,12 +77,7 @@ def mixed(judged: Distribution, adds: Callable[[int], Distribution]) -> Distribu
 
 
 def accumulated(adds: Distribution, need: int) -> Distribution:
-    """The distribution of the number of tokens when rounds have accumulated at least `need`.
-
-    Args:
-      adds: the distribution of the tokens that one round adds.
-      need: rounds end as soon as there are this many tokens.
-    """
+    """The distribution of the number of tokens as soon as rounds have accumulated at least `need`."""
     reached, final = {0: 1.0}, {}
     for have in range(need):
         for more, p in adds.items():

@@ -2,20 +2,20 @@
 
 `CostModel` computes them from the sizes of the models and the rates of a processor; the seconds of drafting are in each
 drafter's folder (`Planning.drafting_seconds`). `types.Costs` is its table for the decode loop, which adds up a round's
-seconds in `infer/worth.py`. `RoundCost` fits seconds to timed rounds, for `tune`.
+seconds in `infer/worth.py`. `round_seconds` fits seconds to timed rounds, for `tune`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, weights_of_layer
+from hsd_jax.config import SLIDING, ModelConfig, TreeConfig, weights_of_layer
 from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.worth import first_trust, slots_read
 from hsd_jax.kernels.int8 import Int8
@@ -27,11 +27,7 @@ from hsd_jax.types import Costs
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Seconds of the passes of a pair of models.
-
-    Args:
-      itemsize, drafter_itemsize: bytes of a weight in memory.
-    """
+    """Seconds of the passes of a pair of models. An item size is the bytes of a weight in memory."""
 
     target: ModelConfig
     drafter: Any
@@ -54,11 +50,9 @@ class CostModel:
     def product(
         self, numbers: float, positions: float | np.ndarray, itemsize: int | None = None, cached_bytes: float = 0.0
     ) -> np.ndarray:
-        """Seconds to multiply the states of positions with weights.
+        """Seconds to multiply the states of `positions` positions with `numbers` weights.
 
         Args:
-          numbers: the number of weights.
-          positions: their number, or an array of such numbers.
           itemsize: bytes of a weight; None: `drafter_itemsize`.
           cached_bytes: bytes of the weights that need not be read from memory.
         """
@@ -111,14 +105,12 @@ class CostModel:
     ) -> float:
         """Predicted tokens per second of a call, if the best number of nodes is verified.
 
-        The call lasts as long as its slowest row.
+        The call lasts as long as its slowest row. Padding rows count as texts, so five rows are planned like eight.
 
         Args:
-          rows: rows of the program. Padding rows count as texts, so a call of five rows is planned like one of eight.
           filled: filled slots of the cache of each row.
           tree: the largest tree; None: plain decoding.
           profile: acceptance probabilities by depth.
-          is_sampled: whether the rows are sampled, else greedy.
         """
         tokens = np.ones(1) if tree is None else expected_tokens(profile_of_slowest(profile, rows), tree)
         nodes = np.arange(1, len(tokens) + 1)
@@ -130,12 +122,7 @@ class CostModel:
         return float(np.max(rows * tokens / (seconds + drafting + noise)))
 
     def table(self, rows: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
-        """The costs that the decode loop needs to decide which drafts to verify. They are those of greedy rows: the
-        noise of sampled ones is left out.
-
-        Args:
-          ends_early: whether chains may end early.
-        """
+        """The costs by which the decode loop decides which drafts to verify: those of greedy rows, without noise."""
 
         def computed(most: int) -> np.ndarray:
             """For each number of wanted positions or rows from 0 to `most`: how many are computed."""
@@ -153,40 +140,12 @@ def weights_of_language_model(config: Any) -> int:
     return config.num_layers * weights_of_layer(config) + config.vocab_size * config.hidden_size
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundCost:
-    """Seconds of a round, fitted to timings. They are linear in the nodes and the depth of the tree.
+def round_seconds(measured: Mapping[TreeConfig, float]) -> Callable[[TreeConfig], float]:
+    """Predicts the seconds of a round, linear in the nodes and the depth of its tree, by least squares.
 
-    The seconds of a trunk run are linear in its number of states.
+    No prediction is below half of the fastest measurement: outside the measured range the fit may be far too small.
     """
-
-    coefficients: tuple[float, float, float]
-    """Coefficients of the constant, the nodes and the depth. They are for rounds without reuse, whose trunk run makes
-    as many states as the tree is deep."""
-    least: float
-    """Lower bound of a prediction in seconds. Outside the measured range the linear fit may be far too small."""
-    trunk: tuple[int, float, float] | None = None
-    """The largest number of states K, the seconds of a run of one state, and those of a run of K states."""
-
-    @classmethod
-    def fit(cls, measured: Mapping[TreeConfig, float]) -> RoundCost:
-        """A least-squares fit. It is exact for up to three trees whose (nodes, depth) are not on one line."""
-        rows = np.array([[1.0, tree.nodes, tree.depth] for tree in measured])
-        seconds = np.array(list(measured.values()))
-        a, b, c = np.linalg.lstsq(rows, seconds, rcond=None)[0]
-        return cls((float(a), float(b), float(c)), float(seconds.min()) / 2)
-
-    def seconds(self, tree: TreeConfig, reuse: ReuseConfig = NO_REUSE, rounds: int = 1, runs: int = 1) -> float:
-        """Predicted seconds of `rounds` rounds.
-
-        With reuse the trunk runs in `runs` of them. The form of reuse says how many states such a run makes.
-        """
-        a, b, c = self.coefficients
-        fresh = rounds * max(a + b * tree.nodes + c * tree.depth, self.least)
-        if reuse == NO_REUSE:
-            return fresh
-        assert self.trunk is not None, "the trunk was not timed"
-        most, of_one, of_most = self.trunk
-        states = reuse.num_states(tree.depth, most), tree.depth
-        own, left_out = (float(np.interp(num, [1, most], [of_one, of_most])) for num in states)
-        return max(fresh + runs * own - rounds * left_out, rounds * self.least)
+    rows = np.array([[1.0, tree.nodes, tree.depth] for tree in measured])
+    seconds = np.array(list(measured.values()))
+    a, b, c = np.linalg.lstsq(rows, seconds, rcond=None)[0].tolist()
+    return lambda tree: max(a + b * tree.nodes + c * tree.depth, float(seconds.min()) / 2)

@@ -1,7 +1,4 @@
-"""Decodes the same prompts in several modes, interleaved in one process, and computes the figures of each mode.
-
-`time_modes` runs the modes, `mode_record` computes the figures of one mode, and `speedup` compares two modes.
-"""
+"""Decodes the same prompts in several modes, interleaved in one process, and computes the figures of each mode."""
 
 from __future__ import annotations
 
@@ -57,22 +54,12 @@ class Mode:
 
     @property
     def tree(self) -> Any:
-        """The requested tree."""
         return self.how.tree
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is ever drafted."""
         return not self.how.speculate
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether `decode` chooses the tree, or plain decoding, for each call."""
-        return self.how.speculate and self.tree is None
-
-    @property
-    def dtype(self) -> str:
-        return self.params.dtype
 
     def check(self) -> None:
         """Raises a ValueError if these settings do not fit together, before anything compiles."""
@@ -102,7 +89,7 @@ class Runs:
     results: dict[str, list[Any]]
     seconds: dict[str, list[list[float]]]
     """Of decoding, without prefill."""
-    whole_seconds: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
+    whole_seconds: dict[str, list[list[float]]]
     """Of the whole call, from token ids to text."""
 
     def texts(self, name: str) -> list[list[int]]:
@@ -153,13 +140,12 @@ def time_modes(
     """Decodes all prompts in all modes `repeats` times, after decodes that compile. Prefill is timed separately.
 
     The modes take turns on every batch of prompts, and the mode that goes first rotates. So a change in the machine's
-    speed, and what the previous mode left in the processor's caches, affect all modes alike. `Mode.eos` says which
-    tokens end a text.
+    speed, and what the previous mode left in the processor's caches, affect all modes alike. Prompt i has the seed
+    `seed` + i.
 
     Args:
       prompts: texts or token ids.
       batch: rows decoded at once. The last batch may be smaller.
-      seed: prompt i has the seed `seed` + i.
       progress: called as `progress(what, done, of)` before each batch.
       warms_all: True: all prompts are decoded once to compile. False: only one batch for each program is. The prompts
         must then be token ids.
@@ -178,12 +164,8 @@ def time_modes(
         for mode in modes:
             decode(mode, rows)
     results: dict[str, list] = {mode.name: [] for mode in modes}
-    seconds: dict[str, list[list[float]]] = {mode.name: [] for mode in modes}
-    whole_seconds: dict[str, list[list[float]]] = {mode.name: [] for mode in modes}
+    seconds, whole_seconds = ({mode.name: [[] for _ in range(repeats)] for mode in modes} for _ in range(2))
     for repeat in range(repeats):
-        for mode in modes:
-            seconds[mode.name].append([])
-            whole_seconds[mode.name].append([])
         for i, rows in enumerate(batches):
             progress(f"timing, pass {repeat + 1} of {repeats}", i, len(batches))
             first = (repeat + i) % len(modes)
@@ -200,10 +182,7 @@ def time_modes(
 def one_of_each_size(
     max_len: int, prompts: Sequence[Sequence[int]], batches: Sequence[range], max_new_tokens: int
 ) -> list[range]:
-    """The batches that compile all programs: for each size of the caches the batch with the longest prompt.
-
-    Every batch whose caches grow while it is decoded is included too.
-    """
+    """For each size of the caches the batch with the longest prompt, and all whose caches grow while they decode."""
     sizes: dict[Any, range] = {}
     for rows in sorted(batches, key=lambda rows: -max(len(prompts[row]) for row in rows)):
         longest = max(len(prompts[row]) for row in rows)
@@ -229,20 +208,18 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     differing = [i for i, (a, b) in enumerate(zip(runs.texts(mode.name), plain_texts, strict=True)) if a != b]
     record = {
         "kind": "plain" if mode.is_plain else "speculative",
-        "dtype": mode.dtype,
+        "dtype": mode.params.dtype,
         "pad_rows": mode.how.pad_rows,
         "num_tokens": num_tokens,
         "num_target_passes": passes,
         "tau": num_tokens / max(passes, 1),
         "tokens_per_second": spread(runs.speeds(mode.name)),
+        "whole_tokens_per_second": spread([num_tokens / sum(batches) for batches in runs.whole_seconds[mode.name]]),
         "seconds_per_round": spread([sum(batches) / max(rounds, 1) for batches in seconds]),
         "same_text_as_plain": len(plain_texts) - len(differing),
         "differing_prompts": differing,
     }
-    if runs.whole_seconds:
-        whole = runs.whole_seconds[mode.name]
-        record["whole_tokens_per_second"] = spread([num_tokens / sum(batches) for batches in whole])
-    if mode.is_planned:
+    if not mode.is_plain and mode.tree is None:  # `decode` chooses the tree, or plain decoding, for each call
         record["plans"] = dict(Counter(str(r.stats.plan) for r in results))
         record["drafted_share"] = statistics.mean(r.stats.drafted_share for r in results)
     if not mode.is_plain:
@@ -262,14 +239,12 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
 def call_record(name: str, index: int, runs: Runs) -> dict[str, Any]:
     """The raw figures of one mode on one batch of prompts."""
     result = runs.results[name][index]
-    record = {
+    return {
         "num_tokens": int(sum(result.num_tokens)),
         "num_target_passes": result.stats.num_target_passes,
         "seconds": [batches[index] for batches in runs.seconds[name]],
+        "whole_seconds": [batches[index] for batches in runs.whole_seconds[name]],
     }
-    if runs.whole_seconds:
-        record["whole_seconds"] = [batches[index] for batches in runs.whole_seconds[name]]
-    return record
 
 
 def fastest(names: Sequence[str], runs: Runs) -> str:
@@ -282,10 +257,7 @@ def speedup(name: str, rival: str, runs: Runs, whole: bool = False) -> dict[str,
 
     `median`, `min` and `max` are those of the ratios of the repeats. `value` is the ratio of the speeds over all
     batches, where each batch counts with its median time. `low` and `high` are a paired percentile bootstrap interval
-    of `value` over the batches. They are None for fewer than FEWEST_BATCHES batches.
-
-    Args:
-      whole: whether the times of whole calls count. False: the times without prefill.
+    of `value` over the batches, or None for fewer than FEWEST_BATCHES. If `whole`, prefill counts too.
     """
     seconds = runs.whole_seconds if whole else runs.seconds
     tokens = np.array([runs.num_tokens(n) for n in (name, rival)], float)
@@ -298,11 +270,7 @@ def speedup(name: str, rival: str, runs: Runs, whole: bool = False) -> dict[str,
 
 
 def bootstrap_ratio(tokens: np.ndarray, seconds: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """A CONFIDENCE interval of the speed of row 0 divided by that of row 1, with columns resampled.
-
-    Args:
-      tokens, seconds: [2, P], for P batches of prompts.
-    """
+    """A CONFIDENCE interval of the speed of row 0 over that of row 1 of arrays [2, batches], with columns resampled."""
     num = tokens.shape[1]
     drawn = np.random.default_rng(seed).integers(0, num, (RESAMPLES, num))
     speeds = tokens[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)

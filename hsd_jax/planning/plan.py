@@ -1,9 +1,7 @@
 """Plans a call that names no tree: the largest tree or plain decoding, and the costs for the decode loop.
 
-No tree is timed here; the first call on a machine measures its rates (`rates.py`). `costs.py` predicts seconds, and
-`acceptance.py` predicts tokens from the profile that was stored when the drafter was trained. Within the call
-`infer/worth.py` then verifies only the drafts that pay. Where `hsd_jax.tune` has measured, its record decides instead
-(`tuned.py`).
+No tree is timed here. `costs.py` predicts seconds, and `acceptance.py` tokens, from the profile that was stored when
+the drafter was trained. Where `hsd_jax.tune` has measured, its record decides instead (`tuned.py`).
 """
 
 from __future__ import annotations
@@ -53,12 +51,7 @@ class Plan(Way):
 def trees_of(
     config: Any, chains: Sequence[int] = PLANNED_CHAINS, wide: Sequence[tuple[int, int, int]] = PLANNED_WIDE
 ) -> list[TreeConfig]:
-    """The trees of two lists that may be chosen for a drafter.
-
-    Args:
-      chains: drafts of chains. Longer ones than the drafter can make are left out.
-      wide: nodes, depth and width of wide trees, each made as small as the drafter needs it.
-    """
+    """The trees that may be chosen for a drafter: chains that it can make, and wide trees, made small enough."""
     planning = method_of(config).planning
     steps = planning.max_depth(config)
     trees = [TreeConfig.chain(depth) for depth in chains if depth <= steps]
@@ -72,14 +65,8 @@ def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan
     """The plan by the cost model and the drafter's profile.
 
     It is the deepest of the trees that are about as fast as the fastest (EQUALLY_GOOD), or plain decoding if that tree
-    gains too little (LEAST_GAIN).
-
-    Args:
-      rows: of the program.
-      slots: of the caches, for each row. All calls of these sizes have one plan.
-      is_sampled: whether the calls are planned as sampled ones, else as greedy ones.
+    gains too little (LEAST_GAIN). `rows` are those of the program, `slots` those of a row's caches.
     """
-
     profile = profile_of(model.drafter, is_sampled)
 
     def speed(tree: TreeConfig | None) -> float:
@@ -104,7 +91,6 @@ def plan_for(params: Params, rows: int, slots: int, temperature: float, tuned: b
     """The plan of a call that names no tree. Calls of the same sizes share a plan and its programs.
 
     Args:
-      rows, slots: of the program.
       temperature: the highest of all rows.
       tuned: a record, or whether to use the record that was kept for these params.
     """
@@ -155,7 +141,6 @@ def loop_costs(
     """The costs with which the decode loop decides whether drafts pay, on the device.
 
     Args:
-      ends_early: whether chains may end early.
       slots_of_trial: slots of the caches, for a session that drafts only while few rows run. Drafts are tried with
         n rows if greedy batches of 1, 2, ... n rows would all get a tree. None: with any number of rows.
     """

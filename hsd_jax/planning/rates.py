@@ -1,10 +1,9 @@
 """The speed of this processor: measured where one process runs our CPU kernels, else the shipped rates of this file.
 
-The cost model (`costs.py`) computes with these rates. The first call that leaves a choice to the cost model measures
-five of them for a second or two and prints a line about it: what the memory gives, what the cache keeps, and products
-with weights of four, two and one bytes. The others are the shipped ones. The result is kept for this user by processor,
-number of cores and instruction set of the kernels. It is measured once more an hour or more later, and the faster rates
-count. `hsd info --rates` starts anew.
+The first call that leaves a choice to the cost model (`costs.py`) measures five of them for a second or two: what the
+memory gives, what the cache keeps, and products with weights of four, two and one bytes. The result is kept for this
+user by processor, number of cores and instruction set. It is measured once more an hour or more later, and the faster
+rates count. `hsd info --rates` starts anew.
 """
 
 from __future__ import annotations
@@ -98,11 +97,7 @@ MOST_CORES = 8
 
 
 def rates_here(has_kernels: bool) -> Rates:
-    """The rates of this process's device.
-
-    Args:
-      has_kernels: False on a mesh, where the CPU kernels are off.
-    """
+    """The rates of this process's device. `has_kernels` is False on a mesh, where the CPU kernels are off."""
     platform, isa = jax.default_backend(), isa_here(has_kernels)
     if platform != "cpu":
         return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
@@ -131,8 +126,6 @@ def shipped(isa: str) -> Rates:
     )
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
 FEW, MANY, WIDTH = 24, 96, 1024
 """Numbers of matrices [WIDTH, WIDTH] in bfloat16 that are read one after another: 50 and 201 MB. The further matrices
 give the speed of the memory. What the first ones would take longer at that speed, the cache has kept."""
@@ -141,10 +134,8 @@ OF_ONE = 2 * WIDTH**2
 SMALL_WIDTH, ROWS = 512, 64
 """Sizes of the products whose weights the processor's cache holds."""
 TIMES = 15
-BUSY = 0.25
-"""A relative spread of the timings above BUSY means that the machine had other work."""
 AGAIN_AFTER = 3600.0
-"""Seconds after which rates are measured again, once, or until the machine is not busy."""
+"""Seconds after which rates are measured again, once."""
 
 
 @settings.dataclass
@@ -158,24 +149,15 @@ class MeasuredRates:
     narrow: Positive
     integer: Positive
     """As in `Rates`, like the four fields above."""
-    spread: NotNegative
-    """The interquartile range of the timings divided by their median, the largest of all kinds of timings, in the last
-    measurement."""
     at: NotNegative
     """The time of the last measurement, in seconds since 1970."""
     is_confirmed: Flag = False
     """Whether these are the best of several measurements at different times."""
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the machine had other work during the last measurement."""
-        return self.spread > BUSY
-
-    @property
     def is_stale(self) -> bool:
-        """Whether to measure again. Other work that slows the memory evenly leaves no spread, so one measurement is no
-        proof."""
-        return (self.is_busy or not self.is_confirmed) and time.time() - self.at > AGAIN_AFTER
+        """Whether to measure again: other work may have slowed the machine during a single measurement."""
+        return not self.is_confirmed and time.time() - self.at > AGAIN_AFTER
 
     def confirmed(self, now: MeasuredRates) -> MeasuredRates:
         """The best of these rates and those of a later measurement: other work on a machine only makes it slower."""
@@ -209,8 +191,8 @@ def measure_rates() -> MeasuredRates:
         "narrow": _computing(kernel.astype(jnp.bfloat16)),
         "integer": _computing(int8.grouped(int8.quantize(kernel))),
     }
-    quartiles = {name: np.percentile(s, (25, 50, 75)) for name, s in interleaved(timers, TIMES).items()}
-    seconds = {name: float(low) for name, (low, _, _) in quartiles.items()}  # other work only makes it slower
+    # The lower quartile, because other work only makes it slower.
+    seconds = {name: float(np.percentile(s, 25)) for name, s in interleaved(timers, TIMES).items()}
     # The further matrices are read no faster than all on average. Where it seems so, the cache has kept nothing.
     further = max(seconds["many"] - seconds["few"], seconds["many"] * (MANY - FEW) / MANY)
     bytes_per_second = (MANY - FEW) * OF_ONE / further
@@ -221,7 +203,6 @@ def measure_rates() -> MeasuredRates:
         flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / seconds["wide"],
         narrow=seconds["wide"] / seconds["narrow"],
         integer=seconds["wide"] / seconds["integer"],
-        spread=max(float((high - low) / middle) for low, middle, high in quartiles.values()),
         at=time.time(),
     )
 
@@ -245,14 +226,8 @@ def _computing(kernel: int8.Kernel) -> Callable[[], float]:
     return loop_timer(run, {"weight": kernel}, rows, 32, None, True)
 
 
-# --- keeping ----------------------------------------------------------------------------------------------------------
-
-
 def kept_path(isa: str) -> Path | None:
-    """The file of this processor's rates; None if rates are not kept.
-
-    A version of hsd_jax that measures other rates has a file of its own.
-    """
+    """The file of this processor's rates, for these fields; None if rates are not kept."""
     fields = [field.name for field in dataclasses.fields(MeasuredRates)]
     return kept_file(FOLDER_VARIABLE, "rates", device_name(), isa, *fields)
 

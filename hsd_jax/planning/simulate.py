@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.api import conditional_acceptance
-from hsd_jax.config import (
-    AHEAD,
-    NO_REUSE,
-    NO_REUSE_FORM,
-    DrafterConfig,
-    ModelConfig,
-    ReuseConfig,
-    TreeConfig,
-)
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import drafter_after
@@ -40,22 +31,6 @@ from hsd_jax.planning.acceptance import Distribution
 from hsd_jax.planning.texts import Texts
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 
-Shape = tuple[TreeConfig, ReuseConfig]
-"""The shape of the trees and the form of reuse."""
-
-
-class AcceptedByAge(NamedTuple):
-    """How many tokens would be accepted from every root, for spare states of each age.
-
-    Spares of age n come from a run of the trunk n tokens before the root. At the largest age no spare is left. Without
-    reuse there is only age 0.
-    """
-
-    counts: Int[Array, "*texts ages roots"]
-    """The number of tokens of the text that the tree of each root contains."""
-    age: Int[Array, "*texts ages"]
-    """The age of the spares after the round has drafted: 0 if the trunk ran in this round."""
-
 
 def accepted_nodes(
     tree: DraftTree, text: Int[Array, "B T"], root: Int[Array, "B"], length: Int[Array, "B"], max_depth: int
@@ -65,32 +40,32 @@ def accepted_nodes(
     return jnp.max(jnp.where(followed, tree.depth, 0), 1)
 
 
-@functools.partial(jax.jit, static_argnames=("target_config", "config", "drafts", "num_roots"))
-def accepted_by_age(
+@functools.partial(jax.jit, static_argnames=("target_config", "config", "trees", "num_roots"))
+def accepted_from_roots(
     drafter: Weights,
     target: Weights,
     target_config: ModelConfig,
     config: Any,
-    drafts: tuple[Shape, ...],
+    trees: tuple[TreeConfig, ...],
     num_roots: int,
     tokens: Int[Array, "texts T"],
     length: Int[Array, "texts"],
     first: Int[Array, "texts"],
     keys: jax.Array,
     temperature: Float[Array, ""],
-) -> tuple[list[AcceptedByAge], Float[Array, "texts roots"] | None]:
+) -> tuple[list[Int[Array, "texts roots"]], Float[Array, "texts roots"] | None]:
     """Drafts from `num_roots` positions of every text, beginning at position `first`.
 
     Args:
       keys: the row keys [texts] with which the texts were drawn. COUPLED drafts depend on them.
       temperature: at which the texts were drawn.
     Returns:
-      For each of `drafts`, how many tokens would be accepted.
+      For each of `trees`, the number of tokens of the text that the tree of each root contains.
       For each root, the sum of min(p, q) at depth 1, with p and q at temperature 1. None for drafters that are not
       trained on their target's features.
     """
     scheme, method = RULES["match"].scheme, method_of(config)
-    drafters = [make_drafter(target_config, config, tree, scheme=scheme, reuse=reuse) for tree, reuse in drafts]
+    drafters = [make_drafter(target_config, config, tree, scheme=scheme) for tree in trees]
     num_noisy = max(drafter.max_depth for drafter in drafters)
     models = {"target": target, "drafter": drafter}
     index = jnp.arange(num_roots)
@@ -111,25 +86,12 @@ def accepted_by_age(
             begin = lambda root: drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 
-        def counted(drafter: Drafter, state: Any) -> tuple[Array, Any]:
-            tree, after = drafter.draft(models, state, RoundInputs(text[roots], roots, own_keys, as_drawn, noise))
-            return accepted_nodes(tree, texts, roots, ends, drafter.max_depth), after
+        def counted(drafter: Drafter) -> Array:
+            inputs = RoundInputs(text[roots], roots, own_keys, as_drawn, noise)
+            tree, _ = drafter.draft(models, state_of(drafter), inputs)
+            return accepted_nodes(tree, texts, roots, ends, drafter.max_depth)
 
-        def followed(drafter: Drafter, draft: Shape) -> AcceptedByAge:
-            (tree, reuse), state = draft, state_of(drafter)
-            if reuse == NO_REUSE:
-                return AcceptedByAge(counted(drafter, state)[0][None], none[:1])
-            assert method.inspection.aged is not None, "make_drafter refuses drafters without spare states"
-            num_states = reuse.num_states(tree.depth, config.num_steps)
-            state_at = method.inspection.aged(models, target_config, config, num_states, state)
-
-            def at_age(age: Array) -> AcceptedByAge:
-                counts, after = counted(drafter, state_at(age))
-                return AcceptedByAge(counts, num_states - after.spares.num[0])
-
-            return lax.map(at_age, jnp.arange(num_states + 1))
-
-        found = [followed(drafter, draft) for drafter, draft in zip(drafters, drafts, strict=True)]
+        found = [counted(drafter) for drafter in drafters]
         if method.training is None:
             return found, None
         one_draw = make_drafter(target_config, config, TreeConfig.chain(1), scheme=DrawScheme.INDEPENDENT)
@@ -151,8 +113,8 @@ class AcceptedLengths:
     """Tokens per target pass, the target's own token included."""
     histogram: tuple[int, ...]
     """The number of rounds by accepted length, [D+1]."""
-    trunk_runs: tuple[tuple[bool, ...], ...]
-    """For each text and each of its rounds, whether the drafter's trunk ran."""
+    rounds: tuple[int, ...]
+    """The number of rounds of each text."""
 
     @property
     def num_passes(self) -> int:
@@ -163,14 +125,9 @@ class AcceptedLengths:
         """The distribution of the number of tokens of a round."""
         return {num + 1: count / self.num_passes for num, count in enumerate(self.histogram)}
 
-    def in_step(self, batch: int) -> tuple[int, int]:
-        """The number of rounds, and the number of rounds with a trunk run, if `batch` texts are decoded at once.
-
-        A batch ends when its last row ends. Its trunk runs in a round if any row needs it.
-        """
-        batches = (self.trunk_runs[first : first + batch] for first in range(0, len(self.trunk_runs), batch))
-        rounds = [any(runs) for some in batches for runs in itertools.zip_longest(*some, fillvalue=False)]
-        return len(rounds), sum(rounds)
+    def in_step(self, batch: int) -> int:
+        """The number of rounds if `batch` texts are decoded at once. A batch ends when its last row ends."""
+        return sum(max(self.rounds[first : first + batch]) for first in range(0, len(self.rounds), batch))
 
     @property
     def acceptance(self) -> list[float]:
@@ -178,30 +135,20 @@ class AcceptedLengths:
         return conditional_acceptance(self.histogram).tolist()
 
 
-def accepted_along(
-    counts: np.ndarray, texts: Texts, depth: int, age_after: Sequence[int] = (0,), first_age: int = 0
-) -> AcceptedLengths:
-    """The rounds that a decode of `texts` would take, from the counts of `accepted_by_age`.
+def accepted_along(counts: Int[np.ndarray, "texts roots"], texts: Texts, depth: int) -> AcceptedLengths:
+    """The rounds that a decode of `texts` would take, from the tokens accepted at each root.
 
-    Args:
-      counts: [texts, ages, roots], tokens accepted at each age and root. Root 0 is the last token of a prompt.
-      age_after: [ages], the age of spares of each age after the round has drafted: 0 if the trunk ran in this round.
-      first_age: the age in the first round.
+    Root 0 is the last token of a prompt.
     """
-    histogram, runs, emitted = np.zeros(depth + 1, int), [], 0
-    oldest = counts.shape[1] - 1
-    for row, to_emit in enumerate(texts.length - texts.prompt_length):
-        root, age, ran = 0, first_age, []
+    histogram, rounds, written = np.zeros(depth + 1, int), [], texts.length - texts.prompt_length
+    for row, to_emit in enumerate(written):
+        root, before = 0, histogram.sum()
         while root < to_emit:
-            num = min(int(counts[row, age, root]) + 1, int(to_emit) - root)
+            num = min(int(counts[row, root]) + 1, int(to_emit) - root)
             histogram[num - 1] += 1  # as in decoding: a round that the end cuts short counts the tokens it emitted
-            after = int(age_after[age])
-            ran.append(after == 0)
-            root, age = root + num, min(after + num, oldest)
-        runs.append(tuple(ran))
-        emitted += root
-    passes = int(histogram.sum())
-    return AcceptedLengths(emitted / max(passes, 1), tuple(int(n) for n in histogram), tuple(runs))
+            root += num
+        rounds.append(int(histogram.sum() - before))
+    return AcceptedLengths(float(written.sum()) / max(sum(rounds), 1), tuple(histogram.tolist()), tuple(rounds))
 
 
 def accepted_lengths(
@@ -210,44 +157,33 @@ def accepted_lengths(
     target: Weights,
     target_config: ModelConfig,
     texts: Texts,
-    drafts: Sequence[Shape],
+    trees: Sequence[TreeConfig],
     temperature: float,
 ) -> tuple[list[AcceptedLengths], float | None]:
-    """Simulates each of `drafts` on `texts`, which the target wrote at `temperature`.
+    """Simulates each of `trees` on `texts`, which the target wrote at `temperature`.
 
-    If the beginning of a drafter's chain is its shorter chain, only the longest chain without reuse is drafted. The
-    shorter ones are read from it.
+    If the beginning of a drafter's chain is its shorter chain, only the longest chain is drafted. The shorter ones are
+    read from it.
 
     Returns:
-      The accepted lengths of each of `drafts`, and the mean overlap (see `simulate`). The overlap is None for a drafter
+      The accepted lengths of each of `trees`, and the mean overlap (see `simulate`). The overlap is None for a drafter
       that is not trained on its target's features.
     """
 
-    def is_chain(draft: Shape) -> bool:
-        return draft[0].width == 1 and draft[1] == NO_REUSE and method_of(config).planning.chains_nest
-
-    longest = max(filter(is_chain, drafts), key=lambda draft: draft[0].depth, default=None)
-    source = {draft: longest if is_chain(draft) and longest else draft for draft in drafts}
+    chains = [tree for tree in trees if tree.width == 1 and method_of(config).planning.chains_nest]
+    longest = max(chains, key=lambda tree: tree.depth, default=None)
+    source = {tree: longest if longest and tree in chains else tree for tree in trees}
     asked = tuple(sorted(set(source.values()), key=repr))  # sorted, so that the same set compiles once
     written = texts.length - texts.prompt_length
     models = drafter, target, target_config, config
     keys = row_keys([(int(seed), 0) for seed in texts.seeds])
     rows = texts.tokens, texts.length, texts.prompt_length - 1, keys, np.float32(temperature)
-    found, overlap = accepted_by_age(*models, asked, int(written.max()), *rows)
+    found, overlap = accepted_from_roots(*models, asked, int(written.max()), *rows)
     of = dict(zip(asked, jax.tree.map(fetch, found), strict=True))
-
-    def lengths_of(draft: Shape) -> AcceptedLengths:
-        (tree, reuse), (counts, age) = draft, of[source[draft]]
-        starts_fresh = reuse.form in (
-            NO_REUSE_FORM,
-            AHEAD,
-        )  # AHEAD runs its trunk after prefill; other forms have no spares yet
-        first_age = 0 if starts_fresh else counts.shape[1] - 1
-        return accepted_along(np.minimum(counts, tree.depth), texts, tree.depth, age[0], first_age)
 
     if overlap is not None:
         overlap = float(fetch(overlap)[np.arange(written.max()) < written[:, None]].mean())
-    return [lengths_of(draft) for draft in drafts], overlap
+    return [accepted_along(np.minimum(of[source[tree]], tree.depth), texts, tree.depth) for tree in trees], overlap
 
 
 def simulate(
@@ -268,8 +204,8 @@ def simulate(
         temperature 1.
     """
     chain = TreeConfig.chain(config.num_steps)
-    drafts = (tree, NO_REUSE), (chain, NO_REUSE)
-    (of_tree, of_chain), overlap = accepted_lengths(drafter, config, target, target_config, texts, drafts, temperature)
+    models = drafter, config, target, target_config
+    (of_tree, of_chain), overlap = accepted_lengths(*models, texts, (tree, chain), temperature)
     return {
         "tau": of_tree.tau,
         "acceptance": of_tree.acceptance,

@@ -1,7 +1,4 @@
-"""Texts that a model writes after prompts, each row with a seed of its own, and files that keep them.
-
-A text depends only on model, prompt, settings and seed, and not on the other rows.
-"""
+"""Texts that a model writes after prompts, each row with a seed of its own, and files that keep them."""
 
 from __future__ import annotations
 
@@ -47,11 +44,7 @@ class Texts:
         written: Sequence[Sequence[int] | np.ndarray],
         seeds: Sequence[int] | None = None,
     ) -> Texts:
-        """Joins prompts and the texts written after them.
-
-        Args:
-          seeds: the seeds with which the texts were drawn; None: they are greedy.
-        """
+        """Joins prompts and the texts written after them. Without `seeds`, with which texts were drawn, all are 0."""
         if any(len(p) < 2 for p in prompts):
             raise ValueError("a prompt has fewer than 2 tokens: at least 2 are needed for drafting")
         rows = [np.array([*prompt, *text], np.int32) for prompt, text in zip(prompts, written, strict=True)]
@@ -73,13 +66,8 @@ def write(
     """Yields the answers to requests as their rows end. Close the generator if you do not read all answers.
 
     All programs have the size of `max_len`, whatever the requests are. Without the CPU kernels rounding depends on that
-    size. So a run that was interrupted continues with the same programs.
-
-    Args:
-      requests: arguments of `Session.admit`.
-      max_len: tokens of the longest text, prompt included.
-      tree: of the drafter in `params`; None: plain decoding. No text depends on it.
-      ordered: as in `Session.generate`.
+    size. So a run that was interrupted continues with the same programs. Without a tree decoding is plain; no text
+    depends on it.
     """
     longest = min(max_len, params.max_len)
     with Session(params, slots, longest, tree=tree, speculate=tree is not None, accept="match") as session:
@@ -88,11 +76,7 @@ def write(
 
 
 def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, max_len: int) -> list[np.ndarray]:
-    """The answers of plain decoding, in the order of the requests.
-
-    Args:
-      slots: the largest number of requests decoded at once.
-    """
+    """The answers of plain decoding, at most `slots` at once, in the order of the requests."""
     answers = list(write(params, requests, min(slots, bucket(len(requests), 1)), max_len, ordered=True))
     check_valid(answers)
     return [answer.tokens for answer in answers]
@@ -101,11 +85,7 @@ def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, ma
 def write_texts(
     params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
 ) -> Texts:
-    """Writes texts by plain decoding. Prompt i has the seed `seed` + i, as if it were decoded alone.
-
-    Args:
-      batch: the largest number of prompts decoded at once.
-    """
+    """Writes texts by plain decoding, at most `batch` at once. Prompt i has the seed `seed` + i."""
     Texts.join(prompts, [()] * len(prompts))  # raises for short prompts before anything is decoded
     seeds = [seed + i for i in range(len(prompts))]
     asked = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -124,10 +104,7 @@ def stored_texts(
     temperature: float,
     report: Callable[[str], None],
 ) -> Texts:
-    """The texts that the target writes after `prompts`. They are decoded once and kept in a file in `folder`.
-
-    The file is named after `name` and a hash of everything that the texts depend on, including the end tokens.
-    """
+    """The texts that the target writes after `prompts`, kept in `folder` by a hash of all that they depend on."""
     asked = (np.asarray([len(prompt), *prompt], "<i4").tobytes() for prompt in prompts)
     identity = sha256(target_hash, *asked, repr((max_new_tokens, temperature, params.eos, "with seeds")))
     path = Path(folder) / f"{name}-{identity[:16]}.npz"

@@ -18,10 +18,7 @@ from hsd_jax.infer.decode import traced_with
 def loop_timer(
     run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None, use_native: bool
 ) -> Callable[[], float]:
-    """A function that times `run(models, inputs) -> (outputs, inputs)` in a compiled loop, in seconds per iteration.
-
-    Its first call compiles.
-    """
+    """Times `run(models, inputs) -> (outputs, inputs)` in a compiled loop, in seconds per iteration."""
     repeated = jax.jit(traced_with(precision, use_native, None, _repeated(run, iterations)))
     zero = jnp.zeros((), jnp.float32)
 
@@ -34,10 +31,7 @@ def loop_timer(
 
 
 def interleaved(timers: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, list[float]]:
-    """`repeats` timings of each timer, after one that compiles.
-
-    The timers take turns, so that a change in the machine's speed affects all alike.
-    """
+    """`repeats` timings of each timer in turns, so that other work affects all alike, after one that compiles."""
     for timer in timers.values():
         timer()
     seconds = [{name: timer() for name, timer in timers.items()} for _ in range(repeats)]
@@ -50,10 +44,7 @@ def interleaved_medians(timers: Mapping[Any, Callable[[], float]], repeats: int)
 
 
 def _repeated(run: Callable, iterations: int) -> Callable:
-    """`run` in a compiled loop. Each iteration reads the outputs of the last one, so that XLA can hoist nothing.
-
-    `zero` is traced, so XLA cannot know that the inputs keep their values.
-    """
+    """`run` in a loop. Each iteration reads the last outputs times a traced `zero`, so XLA can hoist nothing."""
 
     def repeated(models, inputs, zero):
         def body(_, carry):

@@ -1,43 +1,36 @@
 """Finds the fastest way to decode on this machine: which tree and form of reuse, or no speculation at all.
 
-A candidate must be compiled to be measured. So the speed of most candidates is only predicted: their tau by simulation
-on text that the target wrote (`simulate.py`), and the seconds of a round from the timings of a few trees. The best
-candidates are then measured, interleaved with plain decoding, and the fastest is chosen.
+A tree must be compiled to be measured. So the speed of most trees is only predicted: their tau by simulation on text
+that the target wrote (`simulate.py`), and the seconds of a round from the timings of a few trees. The best trees, and
+each form of reuse on the best tree that allows it, are then measured, interleaved with plain decoding, and the fastest
+is chosen.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hsd_jax.arguments import Prompt, Sampling, check_length, encode
+from hsd_jax.arguments import Prompt, check_length, encode
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding
 from hsd_jax.params import Params
-from hsd_jax.planning.costs import RoundCost
+from hsd_jax.planning.costs import round_seconds
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.plan import plan_for, trees_of
 from hsd_jax.planning.simulate import accepted_lengths
 from hsd_jax.planning.texts import Texts
-from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
-from hsd_jax.session import prepare
 from hsd_jax.settings import Count, Temperature, take
-from hsd_jax.types import DrawScheme, Weights
+from hsd_jax.types import Weights
 
-LEAST_GAIN_OF_REUSE = 1.01
-"""A form of reuse is measured only if its predicted speed is at least this many times that of the same tree without."""
-TREES_PER_FORM = 2
-"""The number of trees on which a form of reuse is tried: those with the highest predicted speed without reuse."""
 LEAST_SPEEDUP = 1.02
 """The least measured speed-up over plain decoding. A smaller one may be noise."""
-TRUNK_RUNS, TRUNK_TIMINGS = 20, 5
-"""The number of trunk runs in a timing, and the number of timings. The median counts."""
 SHORTEST_CHAIN, LONGEST_CHAIN = 3, 15
 """Drafts of the chains that are candidates."""
 WIDE_CANDIDATES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
@@ -73,7 +66,7 @@ def tune(
       batch: rows decoded at once, one number or several.
       trees: candidates. None: chains, and trees of 8, 12 and 16 nodes, as far as the drafter's steps allow.
       reuses: forms of reuse, as `decode` takes them. None: all that the drafter allows.
-      finalists: the number of candidates to measure, those with the best prediction.
+      finalists: the number of trees to measure, those with the best prediction. Of each form of reuse one more way is.
       repeats: timed passes over the prompts.
       seed: prompt i has the seed `seed` + i.
       keep: whether to keep the record where `decode` finds it. Choices for other sizes that are there stay.
@@ -92,7 +85,11 @@ def tune(
     ways = _allowed(params, trees, reuses)
     if keep:
         check_keeping(params)
-    rows = _check_prompts(params, prompts, max_new_tokens)
+    rows = encode(params, prompts)
+    for number, row in enumerate(rows):
+        if len(row) < 2:
+            raise ValueError(f"prompt {number} has 1 token: at least 2 are needed for drafting")
+        check_length(params, f"prompt {number}", len(row), max_new_tokens)
     sizes = [(size, *some) for size in batches for some in _by_size(params, rows, size, max_new_tokens, report)]
     choices = []
     for size, slots, used in sizes:
@@ -129,11 +126,7 @@ class Calls:
         return Choice(way.tree, way.reuse, way.is_adaptive, **size, speedup=speedup, table=tuple(table))
 
     def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, list[Candidate]]:
-        """Measures plain decoding and some candidates in turns.
-
-        Returns:
-          The runs, and the candidates with their measurements, plain decoding first.
-        """
+        """Measures plain decoding and some candidates in turns. The result has plain decoding first."""
         ways = [Candidate(None), *ways]
         modes = [Mode.of_choice(way.name, self.params, self.choice(way, 1.0)) for way in ways]
         self.report(f"measuring {', '.join(mode.name for mode in modes)}")
@@ -156,39 +149,33 @@ class Calls:
             found.append(dataclasses.replace(way, **known))
         return runs, found
 
-    def predicted(self, ways: Sequence[Candidate], texts: Texts, cost: RoundCost) -> list[Candidate]:
-        """Some candidates with their predictions: tau from a simulated decode of `texts`, and seconds from `cost`."""
-        self.report(f"simulating {len(ways)} ways to draft on text of the target")
-        drafts, models = [way.shape for way in ways], _models(self.params)
-        lengths, _ = accepted_lengths(*models, texts, drafts, self.temperature)
+    def predicted(
+        self, trees: Sequence[TreeConfig], texts: Texts, cost: Callable[[TreeConfig], float]
+    ) -> list[Candidate]:
+        """Predictions of trees, the fastest first: tau by a simulated decode of `texts`, and seconds from `cost`."""
+        self.report(f"simulating {len(trees)} trees on text of the target")
+        lengths, _ = accepted_lengths(*_models(self.params), texts, trees, self.temperature)
         found = []
-        for way, (tree, reuse), found_lengths in zip(ways, drafts, lengths, strict=True):
-            rounds = found_lengths.in_step(self.batch)
-            speed = found_lengths.tau * found_lengths.num_passes / cost.seconds(tree, reuse, *rounds)
-            found.append(dataclasses.replace(way, predicted_tau=found_lengths.tau, predicted_tokens_per_second=speed))
-        return found
+        for tree, own in zip(trees, lengths, strict=True):
+            speed = own.tau * own.num_passes / (own.in_step(self.batch) * cost(tree))
+            found.append(Candidate(tree, predicted_tau=own.tau, predicted_tokens_per_second=speed))
+        return sorted(found, key=lambda way: -way.promise)
 
 
 def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_planned: bool, finalists: int, repeats: int) -> Choice:
-    """The fastest candidate for calls of one size.
-
-    Args:
-      may_be_planned: whether the tree that `decode` chooses by itself is a candidate too.
-    """
+    """The fastest candidate for calls of one size. `may_be_planned`: whether the tree that `decode` chooses is one."""
     trees = list(dict.fromkeys(way.tree for way in ways if way.tree is not None))
     runs, sample = calls.measured([Candidate(tree) for tree in sample_of(trees)], 1)
     timed = {way.tree: way.seconds_per_round for way in sample}
-    cost = RoundCost.fit({tree: seconds["median"] for tree, seconds in timed.items() if tree and seconds})
+    cost = round_seconds({tree: seconds["median"] for tree, seconds in timed.items() if tree and seconds})
     seeds = [calls.seed + row for row in range(len(calls.prompts))]
     texts = Texts.join(calls.prompts, runs.texts(PLAIN), seeds)
-    fresh = {way.tree: way for way in calls.predicted([Candidate(tree) for tree in trees], texts, cost)}
-    guesses = [fresh[way.tree] for way in ways if way.reuse == NO_REUSE_FORM]
-    rest = _promising(ways, fresh)
-    if rest:
-        calls.report("timing the trunk")
-        trunk = trunk_seconds(calls.params, calls.prompts[: calls.batch], calls.max_new_tokens, sample_of(trees)[0])
-        guesses += calls.predicted(rest, texts, dataclasses.replace(cost, trunk=trunk))
-    final = best_of(guesses, finalists)
+    guesses = calls.predicted(trees, texts, cost)
+    final = []
+    for form in dict.fromkeys(way.reuse for way in ways):
+        allowed = {way.tree for way in ways if way.reuse == form}
+        best = [guess for guess in guesses if guess.tree in allowed]
+        final += best[:finalists] if form == NO_REUSE_FORM else [Candidate(best[0].tree, form)]
     # Trees of which a round verifies only the drafts that pay: the one with the best prediction, and that of `decode`.
     in_part = [next((way.tree for way in final if way.reuse == NO_REUSE_FORM), None)]
     if may_be_planned:
@@ -243,16 +230,6 @@ def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequenc
     return allowed
 
 
-def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[list[int]]:
-    """The prompts as token ids."""
-    rows = encode(params, prompts)
-    for number, row in enumerate(rows):
-        if len(row) < 2:
-            raise ValueError(f"prompt {number} has 1 token: at least 2 are needed for drafting")
-        check_length(params, f"prompt {number}", len(row), max_new_tokens)
-    return rows
-
-
 def _by_size(
     params: Params, rows: Sequence[list[int]], batch: int, max_new_tokens: int, report: Callable[[str], None]
 ) -> list[tuple[int, list[list[int]]]]:
@@ -270,53 +247,9 @@ def _by_size(
     return [(slots, some) for slots, some in full.items() if some]
 
 
-def _promising(ways: Sequence[Candidate], fresh: Mapping[TreeConfig | None, Candidate]) -> list[Candidate]:
-    """For each form of reuse TREES_PER_FORM candidates: those in the trees that are the fastest without reuse."""
-    ranked = sorted(ways, key=lambda way: -fresh[way.tree].promise)
-    forms = dict.fromkeys(way.reuse for way in ways if way.reuse != NO_REUSE_FORM)
-    return [way for form in forms for way in [w for w in ranked if w.reuse == form][:TREES_PER_FORM]]
-
-
-def trunk_seconds(
-    params: Params, prompts: Sequence[Prompt], max_new_tokens: int, tree: TreeConfig
-) -> tuple[int, float, float]:
-    """Seconds of a trunk run and the head after it, as `RoundCost.trunk`.
-
-    A round that drafts only from spare states saves this time.
-
-    Args:
-      prompts, max_new_tokens, tree: of a decode, whose shapes are timed.
-    """
-    config, session = params.drafter_config, prepare(params, prompts, Sampling(max_new_tokens), Speculation(tree))
-    parts, rows = method_of(config).inspection.parts, session.rows
-    assert config is not None and parts is not None and rows is not None, "only a trunk has forms of reuse"
-    trunk, head, _ = parts(params.target_config, config, TreeConfig.chain(1), DrawScheme.ARBITRARY)
-
-    def timer(count: int) -> Callable[[], float]:
-        def run(models: Any, inputs: Any):
-            states, inputs = trunk(models, inputs, count)
-            return head(models, states), inputs
-
-        given = session.setup.models, rows[0].drafter, TRUNK_RUNS
-        return loop_timer(run, *given, params.matmul_precision, params.mesh is None)
-
-    medians = interleaved_medians({count: timer(count) for count in (1, config.num_steps)}, TRUNK_TIMINGS)
-    return config.num_steps, medians[1], medians[config.num_steps]
-
-
 def sample_of(trees: Sequence[TreeConfig]) -> list[TreeConfig]:
     """Up to three trees whose times show the cost of nodes and of depth: the smallest, the deepest and the largest."""
     smallest = min(trees, key=lambda tree: (tree.nodes, tree.depth))
     deepest = min(trees, key=lambda tree: (-tree.depth, tree.nodes))
     largest = max(trees, key=lambda tree: (tree.nodes, tree.depth))
     return list(dict.fromkeys((smallest, deepest, largest)))
-
-
-def best_of(guesses: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The `count` candidates with the best prediction.
-
-    A candidate with reuse counts only if it is predicted to gain over the same tree without reuse.
-    """
-    least = {way.tree: LEAST_GAIN_OF_REUSE * way.promise for way in guesses if way.reuse == NO_REUSE_FORM}
-    ranked = sorted(guesses, key=lambda way: -way.promise)
-    return [way for way in ranked if way.reuse == NO_REUSE_FORM or way.promise > least.get(way.tree, 0.0)][:count]

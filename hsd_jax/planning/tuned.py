@@ -10,7 +10,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -39,10 +38,7 @@ def is_warm(temperature: float) -> bool:
 
 @settings.dataclass
 class Conditions:
-    """The conditions under which a record was made.
-
-    For another pair of models the trees may not be allowed. The other conditions only change speeds.
-    """
+    """The conditions under which a record was made. Those after the pair of models only change speeds."""
 
     target: str
     """Fingerprint of the target's weights. `drafter` is that of the drafter's weights and configuration."""
@@ -92,11 +88,6 @@ class Candidate(Way):
     tokens_per_second: dict[str, float] | None = None
     speedup: dict[str, float] | None = None
     """Its speed divided by that of plain decoding. Both were timed in turns."""
-
-    @property
-    def shape(self) -> tuple[Any, ReuseConfig]:
-        """As `simulate.Shape`."""
-        return self.tree, ReuseConfig.parse(self.reuse)
 
     @property
     def speed(self) -> float:
@@ -160,12 +151,9 @@ class Tuned:
         return [c for c in self.choices if c.rows == rows and is_warm(c.temperature) == is_warm(temperature)]
 
     def choice(self, rows: int, slots: int, temperature: float) -> Choice | None:
-        """The choice for calls of a size; None if no similar size was measured.
+        """The choice for as many rows of a program, the nearest slots and the same side of WARM; None: none is near.
 
-        Args:
-          rows: of the program. Only choices for the same number of rows count.
-          slots: of the caches. The nearest choice counts, if it is at most FARTHEST_CACHE times as large or as small.
-          temperature: the highest of all rows. Only choices on the same side of WARM count.
+        `temperature` is the highest of all rows.
         """
         alike = self.alike(rows, temperature)
         near = [(max(c.slots, slots) / min(c.slots, slots), number) for number, c in enumerate(alike)]
@@ -227,10 +215,7 @@ class Tuned:
 
 
 def kept_path(conditions: Conditions) -> Path | None:
-    """The file in which the record for these conditions is kept; None if records are not kept.
-
-    A version of hsd_jax whose choices have other fields has a file of its own.
-    """
+    """The file of the record for these conditions and fields of `Choice`; None if records are not kept."""
     fields = [field.name for field in dataclasses.fields(Choice)]
     return kept_file(FOLDER_VARIABLE, "tuned", repr(conditions), *fields)
 
@@ -249,8 +234,8 @@ _read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}
 def kept(params: Params) -> Tuned | None:
     """The record that was kept for such params on this machine, or None.
 
-    Several processes must all agree, so they use no record. The file is checked at every call, so a new record is found
-    at once. A file that cannot be read gives a warning, once.
+    Several processes must all agree, so they use no record. A new record is found at once. A file that cannot be read
+    gives a warning, once.
     """
     if params.fingerprint_pair is None or jax.process_count() > 1:
         return None

@@ -15,7 +15,6 @@ from hsd_jax.drafters.medusa.draft import FIRST_RANK, NEXT_RANK, static_tree
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.sampling import position_noise
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.types import RoundInputs
 
 
 def paths_of(parents, labels) -> list[tuple[int, ...]]:
@@ -55,7 +54,6 @@ def test_drafts_are_the_best_guesses_of_each_head():
     setup, call = setups.setup("llama", "medusa"), calls.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
     shape = static_tree(setups.TREES["medusa"])
     state = call.start(setup.decoder, setup.models)
-    draft = jax.jit(setup.drafter.draft)
     noise_at = jax.jit(position_noise, static_argnums=2)
     target_pass = jax.jit(lambda tokens: forward_sequence(setup.models["target"], setup.config, tokens).hidden)
     _, _, keys, _, sampling = call.arrays()
@@ -63,7 +61,7 @@ def test_drafts_are_the_best_guesses_of_each_head():
         hidden = np.asarray(target_pass(jnp.maximum(state.tokens, 0)))
         position = np.asarray(state.length) - 1
         root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
-        tree, _ = draft(setup.models, state.drafter, RoundInputs(root, jnp.asarray(position), keys, sampling))
+        tree, _ = setups.draft(setup, state, sampling)
         for row in np.flatnonzero(position >= 1):
             feature = hidden[row, position[row] - 1]
             np.testing.assert_allclose(state.drafter.feature[row], feature, rtol=1e-4, atol=1e-5)

@@ -190,7 +190,7 @@ def test_a_user_drafts_ahead(pair):
 def test_other_drafters_are_refused(pair):
     hidden = setups.setup("llama", "beam")
     params = pair.replace(drafter=hidden.models["drafter"], drafter_config=hidden.drafter_config)
-    with pytest.raises(ValueError, match=r"kind 'hidden'.*reuse='ahead'"):
+    with pytest.raises(ValueError, match="kind 'hidden'"):
         hsd_jax.pearl(params)
     with pytest.raises(ValueError, match="small language model"):
         hsd_jax.pearl(pair.replace(drafter=None, drafter_config=None))

@@ -26,7 +26,7 @@ from hsd_jax.drafters.rescored.scorers import low_rank_scorer
 from hsd_jax.drafters.table import DRAFTING_METHODS, make_drafter
 from hsd_jax.infer.sampling import position_noise
 from hsd_jax.params import Params
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import DrawScheme
 
 
 def test_low_rank_scores_are_the_bias_of_token_information():
@@ -111,11 +111,10 @@ def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer):
     hot = setup.models["drafter"].get("draft_to_target")
     hot = None if hot is None else np.asarray(hot)
     state = call.start(setup.decoder, setup.models)
-    draft, (_, _, keys, _, sampling) = jax.jit(setup.drafter.draft), call.arrays()
+    _, _, keys, _, sampling = call.arrays()
     for _ in range(3):
         position = state.length - 1
-        root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
-        tree, _ = draft(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
+        tree, _ = setups.draft(setup, state, sampling)
         base = np.asarray(levels(state.drafter.base))
         for row in np.flatnonzero(~np.asarray(state.done)):
             temperature = call.temperature[row]

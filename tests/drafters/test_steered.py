@@ -22,9 +22,10 @@ import hsd_jax
 from hsd_jax.config import ModelConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.files import read_scorer
+from hsd_jax.drafters.small_lm.tree import joined_features
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, save_steering
-from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_features, steer
+from hsd_jax.drafters.steered.steering import STEERING, init_steering, steer
 from hsd_jax.kernels.ops import matmul
 from hsd_jax.lab.bench.facts import facts_of
 from hsd_jax.models.convert import save_target

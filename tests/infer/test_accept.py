@@ -154,7 +154,7 @@ def test_a_rule_refuses_schemes_it_is_not_exact_for():
     nothing = match_rule(1)._replace(name="chain", schemes=frozenset())
     with pytest.raises(ValueError, match=r"accept='chain'.*draw='arbitrary'"):
         check_legal(nothing, DrawScheme.ARBITRARY)
-    drafter = Drafter(*[lambda *_: None] * 5, DrawScheme.ARBITRARY, 2, 1)
+    drafter = Drafter(*[lambda *_: None] * 4, DrawScheme.ARBITRARY, 2, 1)
     with pytest.raises(ValueError, match="arbitrary"):
         make_step(ModelConfig(4, 8, 1, 1, 1, 8, 8), drafter, nothing)
     for scheme in DrawScheme:

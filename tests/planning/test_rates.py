@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """What a processor would measure, and how often it did."""
-    found = rates.MeasuredRates("a processor", 5e10, 9e6, 3e11, 1.5, 4.5, 0.01, time.time())
+    found = rates.MeasuredRates("a processor", 5e10, 9e6, 3e11, 1.5, 4.5, time.time())
     calls = []
     monkeypatch.setattr(rates, "measure_rates", lambda: calls.append("measured") or found)
     return found, calls
@@ -78,7 +78,7 @@ def test_a_folder_that_takes_no_file_leaves_the_shipped_rates(folder, measured):
         assert rates.rates_here(True) == rates.shipped(ISA)
 
 
-def test_rates_are_measured_again_later_once_or_until_the_machine_is_not_busy(folder, measured):
+def test_rates_are_measured_again_later_once(folder, measured):
     _, calls = measured
     rates.rates_here(True)
     path = rates.kept_path(ISA)
@@ -86,10 +86,8 @@ def test_rates_are_measured_again_later_once_or_until_the_machine_is_not_busy(fo
     old = {"at": kept["at"] - 2 * rates.AGAIN_AFTER}
     for change, times in (
         ({}, 1),
-        ({"spread": 0.5}, 1),
         (old | {"is_confirmed": True}, 1),
         (old, 2),
-        (old | {"is_confirmed": True, "spread": 0.5}, 3),
     ):
         path.write_text(json.dumps(kept | change))
         rates._kept_or_measured.cache_clear()
@@ -97,7 +95,7 @@ def test_rates_are_measured_again_later_once_or_until_the_machine_is_not_busy(fo
         assert len(calls) == times, change
     rates._kept_or_measured.cache_clear()
     rates.rates_here(True)
-    assert len(calls) == 3 and json.loads(path.read_text())["is_confirmed"]
+    assert len(calls) == 2 and json.loads(path.read_text())["is_confirmed"]
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels do not run here")
@@ -136,5 +134,4 @@ def test_rates_follow_from_the_timings(timings):
     matrix = 2 * rates.WIDTH**2
     assert (found.bytes_per_second, found.cached_bytes) == (18 * matrix, 6 * matrix)
     assert found.flops_per_second == pytest.approx(rates.ROWS * rates.SMALL_WIDTH**2 * 1e3)
-    assert (found.narrow, found.integer, found.is_busy) == (2.0, 4.0, True)
-    assert found.spread == pytest.approx(0.3)
+    assert (found.narrow, found.integer) == (2.0, 4.0)

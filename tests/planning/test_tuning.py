@@ -55,7 +55,7 @@ class Clock:
         self.calls.append([mode.name for mode in modes])
         tokens = [int(result.num_tokens[0]) for result in self.results]
         seconds = {mode.name: [[n / rates[mode.name] for n in tokens]] * repeats for mode in modes}
-        return measure.Runs({mode.name: self.results for mode in modes}, seconds)
+        return measure.Runs({mode.name: self.results for mode in modes}, seconds, seconds)
 
 
 def tuned_by(monkeypatch, params: Params, clock: Clock, **changes) -> hsd_jax.Tuned:
@@ -78,6 +78,18 @@ def test_the_measurement_counts_and_not_the_prediction(monkeypatch, params):
     clock = Clock(params, RATES, RATES | {"plain": 200.0})
     (found,) = tuned_by(monkeypatch, params, clock).choices
     assert found.tree is None
+
+
+@pytest.mark.slow
+def test_reuse_is_measured_too(monkeypatch, params):
+    """On the tree with the best prediction, and beside the finalists."""
+    clock = Clock(params, RATES | {"3x2x1 skip:1": 300.0})
+    changes = {"trees": [SMALL, CHAIN], "reuses": ["none", "skip:1"], "finalists": 2}
+    record = tuned_by(monkeypatch, params, clock, **changes)
+    assert clock.calls[-1] == ["plain", "3x2x1", "5x4x1", "3x2x1 skip:1", "up to 3x2x1"]
+    assert record.choices[0].reuse == "skip:1"
+    out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, tuned=record)
+    assert str(out.stats.plan.reuse) == "skip:1"
 
 
 def test_what_pays_is_verified_where_that_was_the_fastest(monkeypatch, params):
@@ -233,7 +245,7 @@ def test_bad_calls_end_before_anything_compiles(params, monkeypatch, name):
 
 
 @pytest.mark.slow
-def test_tune_then_generate_and_bench(folders, tmp_path, capsys):
+def test_tune_then_generate(folders, tmp_path, capsys):
     """Nothing faked: every form, two trees; the record serves the other commands, whatever it says."""
     out = tmp_path / "tuned.json"
     settings = ["--prompts", folders.data, "--max-new-tokens", "12", "--dtype", "float32"]
@@ -246,23 +258,10 @@ def test_tune_then_generate_and_bench(folders, tmp_path, capsys):
     for row in finalists:  # what is predicted of the text is what decoding then does
         assert row["tau"] == pytest.approx(row["predicted_tau"]), row
     assert "tokens/s predicted" in shown.out and "simulating" in shown.err
-    (chosen,) = hsd_jax.Tuned.load(out, hsd_jax.load(**vars_of(folders), dtype="float32")).choices
     prompt = [*both(folders), "--dtype", "float32", "--max-new-tokens", "12", "the cat"]
     assert hsd("generate", "--tuned", out, *prompt) == 0 and hsd("generate", "--no-speculate", *prompt) == 0
     texts = capsys.readouterr().out.splitlines()
     assert texts[0] == texts[1]
-    arguments = [
-        "--tuned",
-        out,
-        *both(folders),
-        *settings,
-        "--repeats",
-        "1",
-        "--no-stages",
-        "--json",
-        tmp_path / "b.json",
-    ]
-    assert hsd("bench", *arguments) == (0 if chosen.tree else 2)
 
 
 def vars_of(folders) -> dict[str, str]:

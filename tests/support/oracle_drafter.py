@@ -59,7 +59,7 @@ def oracle_drafter(layout: str, vocab: int = VOCAB) -> Drafter:
     def commit(models, state, verdict, output, num_committed):
         return {"num_rounds": state["num_rounds"] + 1}
 
-    return Drafter(init, read, draft, commit, lambda state, capacity: state, DrawScheme.ARBITRARY, ORACLE_DEPTH)
+    return Drafter(init, read, draft, commit, DrawScheme.ARBITRARY, ORACLE_DEPTH)
 
 
 def oracle_table(state: DecodeState, wrong_share: float, seed: int = 0) -> dict[str, jax.Array]:

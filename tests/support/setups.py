@@ -39,15 +39,17 @@ from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.drafters.table import make_drafter as drafter_of
+from hsd_jax.infer import step
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
 from hsd_jax.params import Params
 from hsd_jax.train.ngram import make_ngram
-from hsd_jax.types import DecodeState, Drafter, DrawScheme
+from hsd_jax.types import DecodeState, Drafter, DraftTree, DrawScheme, SamplingParams
 from support.calls import Call, cut, generated, mixed_call
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
 from support.toy import VOCAB, drafter_config, make_drafter, make_small_lm, make_target, target_config
@@ -384,6 +386,17 @@ def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "re
     drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
     found = dataclasses.replace(beam, drafter=drafter)
     return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))
+
+
+def draft(one: Setup, state: DecodeState, sampling: SamplingParams) -> tuple[DraftTree, Any]:
+    """What a round drafts, with the noise of the round."""
+    size = one.drafter.max_depth, one.config.vocab_size
+
+    def drafted(models, state):
+        noise = round_noise(state.keys, state.length - 1, *size, sampling)
+        return step.draft(models, one.drafter, sampling, state, noise)
+
+    return jax.jit(drafted)(one.models, state)
 
 
 def params_of(proposer: str, variant: str = "llama", **options: Any) -> Params:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import ClassVar
 
 from hsd_jax import settings
@@ -15,10 +16,7 @@ LONGEST = 8
 
 @settings.dataclass
 class BothConfig(Based):
-    """A drafter that is trained on its target's features, with prompt lookup in addition.
-
-    Its weights are those of the base.
-    """
+    """A drafter that is trained on its target's features, with prompt lookup in addition, which has no weights."""
 
     kind: ClassVar[str] = "both"
 
@@ -37,11 +35,5 @@ class BothConfig(Based):
         lookup = LookupConfig(LONGEST) if lookup is not None and rest == "lookup" else lookup
         return None if lookup is None else (base, lookup)
 
-    @property
-    def num_heads(self) -> int:
-        """Query heads of the base's trunk. Raises an AttributeError, as the base does, if the base has no trunk."""
-        return self.base.num_heads  # type: ignore[attr-defined]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.base.num_kv_heads  # type: ignore[attr-defined]
+    num_heads = property(attrgetter("base.num_heads"))  # an AttributeError, as of the base, if that has no trunk
+    num_kv_heads = property(attrgetter("base.num_kv_heads"))

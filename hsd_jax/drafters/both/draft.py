@@ -28,7 +28,6 @@ from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
 from hsd_jax.types import (
     DRAWN_SCHEMES,
-    NO_PARENT,
     Drafter,
     DraftTree,
     DrawScheme,
@@ -97,9 +96,6 @@ def no_tree(root: Int[Array, "B"], tree: TreeConfig, scheme: DrawScheme) -> Draf
     return with_scores(chain_of(root, rest, 0, scheme=scheme))
 
 
-# --- how likely drafts are --------------------------------------------------------------------------------------------
-
-
 def shared_nodes(tree: DraftTree, chain: Int[Array, "B D"]) -> Int[Array, "B D"]:
     """The node of the tree that equals each token of a chain; at least N for tokens after the chain left the tree."""
     num, at, found = tree.tokens.shape[1], jnp.zeros(len(chain), jnp.int32), []
@@ -125,10 +121,7 @@ def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
 def score_tree(tree: DraftTree, record: Record, first: float = 1.0) -> Float[Array, "B N"]:
     """Log of the acceptance probability of the base's nodes, from its own scores and their recent accuracy.
 
-    -inf for places without a node.
-
-    Args:
-      first: `worth.first_trust` of the base.
+    -inf for places without a node. `first` is `worth.first_trust` of the base.
     """
     assert tree.score is not None, "`with_scores` gave it one"
     edge = worth.log_share(record.accepted, record.predicted, first)
@@ -140,9 +133,6 @@ def score_copied(found: Copied, is_shared: Bool[Array, "B D"], record: Record) -
     shares = worth.log_share(record.copied, record.tried, jnp.asarray(FIRST_SHARE)[None])
     edges = jnp.take_along_axis(shares.reshape(len(shares), -1), _cells(found, is_shared), 1)
     return jnp.where(found.run[:, None] > 0, jnp.cumsum(edges, 1), -jnp.inf)
-
-
-# --- one tree of both -------------------------------------------------------------------------------------------------
 
 
 def merged(
@@ -167,23 +157,15 @@ def merged(
     scores = jnp.maximum(of_tree, jnp.max(jnp.where(is_node, of_copied[:, :, None], -jnp.inf), 1))
     of_rest = jnp.where(nodes < num, -jnp.inf, of_copied)
 
-    # Candidates are the nodes of the tree except the root, then the tokens of the chain. Index = node - 1.
+    # Candidates are the nodes of the tree except the root, then the tokens of the chain. Index = node - 1, so a child
+    # of the root has NO_PARENT = -1.
     def joined(of_nodes: Array, of_chain: Array) -> Array:
         return jnp.concatenate([of_nodes[:, 1:], of_chain], 1)
 
     parents = joined(jnp.where(tree.valid, tree.parents, 0), _above(nodes, 0)) - 1
-    assert NO_PARENT == -1, "the root is no candidate, so its children have index -1 as their parent"
     depths = joined(tree.depth, jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape))
-    return best_tree(
-        tree.tokens[:, 0],
-        joined(tree.tokens, found.tokens),
-        parents,
-        depths,
-        joined(scores, of_rest),
-        num_nodes,
-        tree.scheme,
-        may_lack=True,
-    )
+    candidates = joined(tree.tokens, found.tokens), parents, depths, joined(scores, of_rest)
+    return best_tree(tree.tokens[:, 0], *candidates, num_nodes, tree.scheme, may_lack=True)
 
 
 def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"]) -> DraftTree:
@@ -194,9 +176,6 @@ def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_co
     num = jnp.where(is_copied[:, 0], depth, jnp.sum(tree.valid, 1) - 1)
     tokens = jnp.where(is_copied, found.tokens, tree.tokens[:, 1:])
     return chain_of(tree.tokens[:, 0], tokens, num, scheme=tree.scheme, score=jnp.where(is_copied, of_copied, of_tree))
-
-
-# --- what a round shows -----------------------------------------------------------------------------------------------
 
 
 def learned_of_tree(
@@ -237,9 +216,6 @@ def learned_of_copied(
     )
 
 
-# --- the drafter ------------------------------------------------------------------------------------------------------
-
-
 def both_drafter(
     method: DraftingMethod,
     target_config: ModelConfig,
@@ -248,12 +224,9 @@ def both_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose trees have the best nodes of `config.base` and of lookup.
+    """A `Drafter` whose trees have the best nodes of `config.base`, whose `method` is given, and of lookup.
 
     For chains each round takes the chain of one of the two, the likelier one.
-
-    Args:
-      method: of the base.
     """
     if scheme in DRAWN_SCHEMES:
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled")
@@ -301,9 +274,4 @@ def both_drafter(
         other = lookup.commit(models, state.lookup, verdict, output, num_committed)
         return dataclasses.replace(state, base=own, lookup=other)
 
-    def resize(state: BothState, capacity: int):
-        return dataclasses.replace(
-            state, base=base.resize(state.base, capacity), lookup=lookup.resize(state.lookup, capacity)
-        )
-
-    return base._replace(init=init, read=read, draft=draft, commit=commit, resize=resize, follow=follow)
+    return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow)

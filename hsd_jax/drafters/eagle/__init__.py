@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hsd_jax.config import TreeConfig, weights_of_trunk
-from hsd_jax.drafters.eagle.config import EagleConfig
-from hsd_jax.drafters.eagle.draft import eagle_drafter
-from hsd_jax.drafters.eagle.weights import init_weights
+from hsd_jax.drafters.eagle.draft import EagleConfig, eagle_drafter, init_weights
 from hsd_jax.drafters.method import DraftingMethod, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 

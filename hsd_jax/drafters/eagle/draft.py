@@ -8,20 +8,33 @@ shape, and the best nodes of all levels are verified (EAGLE-2, arXiv:2406.16858,
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.eagle.config import EagleConfig
+from hsd_jax import settings
+from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.reading import Ancestry, at_root
 from hsd_jax.drafters.trunk_state import TrunkState, read_pending_features, trunk_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
-from hsd_jax.types import Drafter, DrawScheme, NewKV, RoundInputs
+from hsd_jax.models.trunk import base_logits, embed_committed, init_fusion, init_trunk, trunk_pass
+from hsd_jax.types import Drafter, DrawScheme, NewKV, RoundInputs, Weights
+
+
+@settings.dataclass
+class EagleConfig(TrunkConfig):
+    """A recurrent trunk that reads the embeddings of drafted tokens."""
+
+    kind: ClassVar[str] = "eagle"
+    reads_drafts: ClassVar[bool] = True
+
+
+def init_weights(key: jax.Array, config: EagleConfig) -> Weights:
+    """Random float32 weights. The trunk equals that of a hidden-state drafter with the same key."""
+    return init_fusion(key, config) | {"trunk": init_trunk(jax.random.split(key)[0], config)}
 
 
 def eagle_drafter(
@@ -31,12 +44,10 @@ def eagle_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`, with children chosen as `scheme` says.
+    """The `Drafter`. A round costs `tree.depth` trunk passes and as many products with the LM head.
 
-    A round costs `tree.depth` trunk passes and as many products with the LM head. The first pass reads the pending
-    features, and each other pass reads up to `width` nodes.
+    The first pass reads the pending features, and each other pass reads up to `width` nodes.
     """
-
     grower = Grower(tree, scheme, config.vocab_size)
 
     def draft(models, state: TrunkState, inputs: RoundInputs):

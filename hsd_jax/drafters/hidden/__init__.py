@@ -8,11 +8,9 @@ from typing import Any
 
 from hsd_jax.config import RECURRENT, REUSES, TreeConfig, weights_of_trunk
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice
-from hsd_jax.drafters.hidden.parts import parts
-from hsd_jax.drafters.hidden.schedule import aged
+from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, parts
 from hsd_jax.drafters.hidden.weights import begin_from, init_weights, inject, read_paths, token_bias
-from hsd_jax.drafters.method import DraftingMethod, Inspection, TokenInformation, Training, planning_of_trained
+from hsd_jax.drafters.method import DraftingMethod, TokenInformation, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 
 ROWS_PER_STATE = 0.9
@@ -44,7 +42,7 @@ HIDDEN = DraftingMethod(
     hidden_drafter,
     planning_of_trained(drafting_seconds),
     Training(init_weights, unroll),
-    Inspection(parts, aged),
+    parts=parts,
     token_information=TokenInformation(inject, read_paths, token_bias, begin_from),
     reuses=REUSES,
     lattice=lattice,

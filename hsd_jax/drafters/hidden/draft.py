@@ -14,17 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.parts import grow
-from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, trunk_logits
+from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, trunk_logits, trunk_states
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
 from hsd_jax.infer.tree import Grower
-from hsd_jax.types import Drafter, DrawScheme, ModelOutput, RoundInputs, Verdict
+from hsd_jax.models.trunk import base_logits
+from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict, Weights
 
 
 def hidden_drafter(
@@ -35,14 +35,10 @@ def hidden_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`, with children chosen as `scheme` says.
+    """The `Drafter`. Without reuse all functions except `draft` are those of `trunk_drafter`.
 
-    Without reuse all functions except `draft` are those of `trunk_drafter`. With reuse `init` and `commit` also keep
-    the spare states. Under AHEAD `ready` makes the states of the first tree. With reuse `follow` is None, because the
-    drafter must draft in every round.
-
-    Args:
-      reuse: how the spare states of a round are reused. It never changes the decoded text.
+    With reuse `init` and `commit` also keep the spare states. Under AHEAD `ready` makes the states of the first tree.
+    With reuse `follow` is None, because the drafter must draft in every round.
     """
     reuse_lib.check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)
@@ -63,7 +59,8 @@ def hidden_drafter(
         return basis
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        spares = reuse_lib.no_spares(len(length), num_states, config.draft_vocab_size)
+        logits = jnp.zeros((len(length), num_states, config.draft_vocab_size))
+        spares = reuse_lib.Spares(logits, jnp.zeros(len(length), jnp.int32))
         return dataclasses.replace(basis.init(tokens, length, capacity), spares=spares)
 
     def ready(models, state: TrunkState):
@@ -80,6 +77,43 @@ def hidden_drafter(
         return append_pending(state, after.pending, after.next_tokens, num_committed)
 
     return basis._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
+
+
+def grow(
+    grower: Grower,
+    weights: Weights,
+    config: HiddenConfig,
+    logits: Float[Array, "B D C"],
+    inputs: RoundInputs,
+    num_levels: Int[Array, "B"] | None = None,
+) -> DraftTree:
+    """The tree that grows from base logits and token information. `num_levels` is that of `Grower`."""
+    added_by = functools.partial(inject, weights, config)
+    return grower.grow_token_free(logits, added_by, inputs, weights.get("draft_to_target"), num_levels)
+
+
+def parts(
+    target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, scheme: DrawScheme
+) -> tuple[Callable, ...]:
+    """As `DraftingMethod.parts`. The length of the trunk's cache does not change, so every run does the same work.
+
+    Returns:
+      `trunk(models, state) -> (states, state)`, `head(models, states) -> logits` and
+      `tree(models, logits, inputs) -> tree`.
+    """
+    grower = Grower(tree, scheme, config.vocab_size)
+
+    def trunk(models, state: TrunkState):
+        states, cache = trunk_states(models, target_config, config, tree.depth, state)
+        return states, dataclasses.replace(state, cache=dataclasses.replace(cache, length=state.cache.length))
+
+    def head(models, states):
+        return base_logits(models["drafter"], config, models["target"], target_config, states)
+
+    def tree_of(models, logits, inputs: RoundInputs) -> DraftTree:
+        return grow(grower, models["drafter"], config, logits, inputs)
+
+    return trunk, head, tree_of
 
 
 def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) -> Callable[..., Any]:

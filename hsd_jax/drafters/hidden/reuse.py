@@ -17,7 +17,7 @@ import typing
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
@@ -39,11 +39,6 @@ class Spares:
 def fresh_spares(logits: Float[Array, "B K C"]) -> Spares:
     """All states of a trunk run, before the round commits a token."""
     return Spares(logits, jnp.full(logits.shape[:1], logits.shape[1], jnp.int32))
-
-
-def no_spares(batch: int, num_states: int, num_columns: int) -> Spares:
-    """No spare states, as before the first trunk run of a decode."""
-    return Spares(jnp.zeros((batch, num_states, num_columns)), jnp.zeros(batch, jnp.int32))
 
 
 def after_commit(spares: Spares, num_committed: Int[Array, "B"]) -> Spares:
@@ -68,11 +63,6 @@ def add(fresh: Float[Array, "B D C"], spares: Spares) -> Float[Array, "B D C"]:
 def enough_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
     """The number of spare states with which a row needs no trunk run, under SKIP."""
     return reuse.min_spares or min(depth, num_steps - 1)
-
-
-def needs_run(reuse: ReuseConfig, spares: Spares, depth: int, num_steps: int) -> Bool[Array, "B"]:
-    """Which rows have too few spare states to draft only from these, under SKIP."""
-    return spares.num < enough_spares(reuse, depth, num_steps)
 
 
 def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> None:

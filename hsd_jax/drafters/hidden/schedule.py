@@ -1,9 +1,4 @@
-"""When the trunk runs, and which logits the tree of a round grows from.
-
-The trunk reads only the target's features and its own states, so its states stay valid when drafts are rejected. For
-each form of reuse (`reuse.py`) `make_schedule` decides when the trunk runs and how the states of earlier rounds are
-used.
-"""
+"""When the trunk runs, and which logits the tree of a round grows from, for each form of reuse (`reuse.py`)."""
 
 from __future__ import annotations
 
@@ -59,36 +54,10 @@ def trunk_states(
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 
-def aged(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
-) -> Callable[[Array], TrunkState]:
-    """A function `state_at(age)` for a drafter state whose rows are consecutive roots of one text.
-
-    Row i of `state` is the i-th root of the text. `state_at(a)` gives row i the states made at root i - a.
-    """
-    logits, _ = trunk_logits(models, target_config, config, num_states, state)
-    rows = jnp.arange(logits.shape[0])
-
-    def state_at(age: Array) -> TrunkState:
-        made = reuse_lib.fresh_spares(logits[jnp.maximum(rows - age, 0)])
-        return dataclasses.replace(state, spares=reuse_lib.after_commit(made, jnp.broadcast_to(age, rows.shape)))
-
-    return state_at
-
-
-def spares_of(state: TrunkState) -> Spares:
-    """The spare states of a drafter state that was made with reuse."""
-    assert state.spares is not None, "the state was made without reuse"
-    return state.spares
-
-
 def append_pending(
     state: TrunkState, features: Float[Array, "B M2 H"], tokens: Int[Array, "B M2"], num_new: Int[Array, "B"]
 ) -> TrunkState:
-    """Appends `num_new` features of each row, and the tokens after them, to the pending ones.
-
-    The caller guarantees that they fit. Entries that do not count may be cut off.
-    """
+    """Appends `num_new` features of each row, which must fit, and the tokens after them, to the pending ones."""
     num, num_slots = state.num_pending, state.pending.shape[1]
     return dataclasses.replace(
         state,
@@ -101,10 +70,9 @@ def append_pending(
 def make_schedule(
     target_config: ModelConfig, config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
 ) -> Callable[..., tuple[Forecast, TrunkState]]:
-    """A function `levels_of_round(models, state, live=None) -> (levels, state)` for this form of reuse.
+    """`levels_of_round(models, state, live=None) -> (levels, state)` for this form of reuse: the `Forecast` of a round.
 
-    It runs the trunk if the round needs it, and returns the `Forecast` from which the round drafts. `live` is
-    `RoundInputs.live`.
+    It runs the trunk if the round needs it. `live` is `RoundInputs.live`.
     """
 
     def fresh_logits(models, state: TrunkState) -> tuple[Float[Array, "B K C"], TrunkState]:
@@ -123,18 +91,14 @@ def make_schedule(
         """SUM: old and new states make one tree, so one target pass judges both."""
         fresh, after = fresh_logits(models, state)
         with jax.named_scope("reuse"):
-            levels = Forecast(reuse_lib.add(fresh, spares_of(state)))
+            levels = Forecast(reuse_lib.add(fresh, state.spares))
         # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_ahead(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
-        """AHEAD: the tree grows from states of the last round, while the trunk runs for the next round.
-
-        The tree does not need this trunk run, and the run does not need this round's target pass. So they may run at
-        the same time.
-        """
+        """AHEAD: the tree grows from states of the last round, and the trunk may run beside the target's pass."""
         fresh, after = fresh_logits(models, state)
-        levels = Forecast(spares_of(state).logits[:, : tree.depth])
+        levels = Forecast(state.spares.logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_if_needed(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
@@ -143,8 +107,8 @@ def make_schedule(
         A row with enough spare states uses them even if the trunk runs for another row. So the states that a row drafts
         from do not depend on the other rows. A finished row needs no run, so that the others do not wait for one.
         """
-        old = spares_of(state)
-        needs = reuse_lib.needs_run(reuse, old, tree.depth, config.num_steps)
+        old = state.spares
+        needs = old.num < reuse_lib.enough_spares(reuse, tree.depth, config.num_steps)
         needs = needs if live is None else needs & live
 
         def run():

@@ -45,10 +45,8 @@ def begin_from(weights: Weights, embedding: Float[Array, "V H"]) -> Weights:
     """Initialises W1 with the first principal components of the target's embeddings.
 
     So tokens with similar embeddings are read alike from the first step. After 0.2 M tokens of training the demo
-    drafter's loss was 0.31 instead of 0.45 (docs/history.md). Columns beyond H stay random. So do rows of tokens whose
-    components are all zero.
-
-    The embedding may be sharded. This function must not be called under `jit`.
+    drafter's loss was 0.31 instead of 0.45 (docs/history.md). Columns beyond H stay random, and rows of tokens whose
+    components are all zero. The embedding may be sharded.
     """
     if "injector" not in weights:
         return weights
@@ -77,9 +75,7 @@ def read_token(
 ) -> Float[Array, "... r"]:
     """The injector's state after it has read a token: RMSNorm(W1[token] + R . above), a vector of `rank` numbers.
 
-    Args:
-      token: any token of the target, also one that may not be drafted (methods.md, A10).
-      above: the injector's state after the token's parent; None at a root. Without PATH, R is zero.
+    `above` is its state after the token's parent; None at a root. Without PATH, R is zero.
     """
     if config.rank == 0:
         return jnp.zeros((*token.shape, 0))
@@ -90,10 +86,7 @@ def read_token(
 
 
 def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... C"]:
-    """The bias after a token: the injector's state times W2, for the C tokens that may be drafted.
-
-    A drafter with rank 0 was trained without token information, and its bias is zero.
-    """
+    """The bias after a token: the injector's state times W2, for the C tokens that may be drafted; zero with rank 0."""
     if config.rank == 0:
         return jnp.zeros((*read.shape[:-1], config.draft_vocab_size))
     return matmul(read, weights["injector"]["bias"])
@@ -102,10 +95,7 @@ def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r
 def inject(
     weights: Weights, config: HiddenConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
 ) -> tuple[Float[Array, "... C"], Float[Array, "... r"] | None]:
-    """The bias after each token, and the argument `above` of the call for its children, which is None without PATH.
-
-    The bias is zero at initialisation (methods.md 1.5 step 3).
-    """
+    """The bias after each token, and the argument `above` of the call for its children, which is None without PATH."""
     read = read_token(weights, config, tokens, above)
     return token_bias(weights, config, read), read if config.injection == PATH else None
 

@@ -1,9 +1,7 @@
 """Prompt lookup: drafts the tokens that followed an earlier occurrence of the last tokens. It has no weights.
 
-It works well if an answer repeats its prompt (summaries, edits, code). Drafting costs almost nothing. But the target's
-pass over all nodes costs the same if nothing is found. The search runs on the device, in the drafter's own copy of the
-context. Source: prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding). LLMA
-(arXiv:2304.04487) copies in the same way.
+The search runs on the device, in the drafter's own copy of the context. Source: prompt lookup decoding (Saxena, 2023,
+github.com/apoorvumang/prompt-lookup-decoding). LLMA (arXiv:2304.04487) copies in the same way.
 """
 
 from __future__ import annotations
@@ -45,12 +43,9 @@ class Copied(NamedTuple):
 def find_repetition(
     tokens: Int[Array, "B T"], length: Int[Array, "B"], config: LookupConfig
 ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """Finds the longest earlier occurrence of the end of the context.
+    """The position after the longest earlier occurrence of the end of the context, and its length in tokens.
 
-    An occurrence is at most `max_ngram` tokens long. If several are equally long, the latest counts.
-
-    Returns:
-      The position after the occurrence, and its length in tokens; 0 if none is at least `min_ngram` long.
+    The length is at most `max_ngram`, and 0 if it is below `min_ngram`. Of equally long ones the latest counts.
     """
     num = tokens.shape[1]
     place = jnp.arange(num)
@@ -111,7 +106,4 @@ def lookup_drafter(
         tokens = cache_lib.write_rows(state.tokens, verdict.emitted, state.length, axis=1)
         return LookupState(tokens, state.length + num_committed)
 
-    def resize(state: LookupState, capacity: int):
-        return LookupState(cache_lib.pad_to(state.tokens, capacity + 1, axis=1), state.length)
-
-    return Drafter(init, read, draft, commit, resize, scheme, depth, follow=commit)
+    return Drafter(init, read, draft, commit, scheme, depth, follow=commit)

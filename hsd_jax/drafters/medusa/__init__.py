@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.draft import lattice, medusa_drafter
-from hsd_jax.drafters.medusa.weights import init_weights, unroll
+from hsd_jax.drafters.medusa.weights import MedusaConfig, init_weights, unroll
 from hsd_jax.drafters.method import DraftingMethod, Training, planning_of_trained
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.medusa.config import MedusaConfig
-from hsd_jax.drafters.medusa.weights import head_states
+from hsd_jax.drafters.medusa.weights import MedusaConfig, head_states
 from hsd_jax.drafters.reading import last_feature
 from hsd_jax.drafters.shared import check_tree
 from hsd_jax.infer import levels
@@ -119,10 +118,7 @@ def medusa_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads.
-
-    A round costs one product for all heads and one with the LM head.
-    """
+    """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads."""
     check_tree(target_config, config, tree, scheme)
     shape, levels = static_tree(tree), lattice(target_config, config, tree)
 
@@ -140,13 +136,8 @@ def medusa_drafter(
         if scheme in DRAWN_SCHEMES:
             return Grower(tree, scheme, config.vocab_size).grow_token_free(logits, None, inputs, draft_to_target), state
         if scheme is DrawScheme.COUPLED:
-            noise, sampling = inputs.noise, inputs.sampling
-            if noise is None:
-                size = tree.depth, config.vocab_size
-                noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
-            logits = sampling_lib.perturb(
-                lambda: draft_columns(draft_to_target, noise[:, : tree.depth]), logits, sampling
-            )
+            noise = lambda: draft_columns(draft_to_target, inputs.noise[:, : tree.depth])  # noqa: E731
+            logits = sampling_lib.perturb(noise, logits, inputs.sampling)
         guesses = to_tokens(draft_to_target, ops.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
         nodes = (len(inputs.root), tree.nodes)
@@ -160,17 +151,4 @@ def medusa_drafter(
         feature = cache_lib.take_nodes(features, last, axis=1)[:, 0]
         return MedusaState(jnp.where((num_committed > 0)[:, None], feature, state.feature))
 
-    def resize(state: MedusaState, capacity: int):
-        return state
-
-    return Drafter(
-        init,
-        read,
-        draft,
-        commit,
-        resize,
-        scheme,
-        tree.depth,
-        config.feature_layers,
-        follow=commit,
-    )
+    return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, follow=commit)

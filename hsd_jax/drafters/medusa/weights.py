@@ -1,15 +1,25 @@
-"""The weights of Medusa heads, and the states that they compute: one for each position ahead."""
+"""The configuration and the weights of Medusa heads, and the states that they compute: one for each position ahead."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.drafters.medusa.config import MedusaConfig
+from hsd_jax import settings
+from hsd_jax.config import DrafterConfig
 from hsd_jax.kernels.ops import matmul
 from hsd_jax.models.trunk import init_fusion
 from hsd_jax.types import Weights
+
+
+@settings.dataclass
+class MedusaConfig(DrafterConfig):
+    """`num_steps` heads over one feature."""
+
+    kind: ClassVar[str] = "medusa"
 
 
 def init_weights(key: jax.Array, config: MedusaConfig) -> Weights:

@@ -17,8 +17,7 @@ decoding.
 A round has two halves: that of the small model (`Halves.propose`) and that of the target (`Halves.chained`,
 `Halves.after_verdict`). The small model gets the outcome of a round when it begins the next one. Here one program runs
 the two halves one after the other, which gives the same text but no overlap. `overlap.py` runs each half on its own
-devices. A hidden-state drafter does not need this: with `reuse="ahead"` its states are computed ahead of verification,
-and tokens are chosen from them afterwards.
+devices.
 """
 
 from __future__ import annotations
@@ -121,14 +120,11 @@ class Halves(NamedTuple):
 
     def first(self, length: Int[Array, "B"]) -> tuple[RoundOutcome, Phase]:
         """The state before the first round: nothing to roll back, and nothing is pending."""
-        batch, none = len(length), jnp.zeros_like(length)
-        pending, fresh = (self._no_drafts(batch, num) for num in (self.gamma - 1, self.gamma))
-        phase = Phase(none > 0, pending, fresh, none, none, jnp.zeros((batch, 2), jnp.int32))
+        size, none = (len(length), self.gamma), jnp.zeros_like(length)
+        logp = None if self.vocab_size is None else jnp.zeros((*size, self.vocab_size))
+        fresh = DraftChain(jnp.zeros(size, jnp.int32), logp)
+        phase = Phase(none > 0, after_first(fresh), fresh, none, none, jnp.zeros((len(length), 2), jnp.int32))
         return RoundOutcome(none == 0, none, none), phase
-
-    def _no_drafts(self, batch: int, num: int) -> DraftChain:
-        logp = None if self.vocab_size is None else jnp.zeros((batch, num, self.vocab_size))
-        return DraftChain(jnp.zeros((batch, num), jnp.int32), logp)
 
     def propose(
         self, models, base: SmallLMState, outcome: RoundOutcome, keys: jax.Array, sampling: SamplingParams
@@ -169,9 +165,14 @@ class Halves(NamedTuple):
         now = jnp.stack([~phase.is_post, phase.is_post], 1) & (num_committed > 0)[:, None]
         text = jnp.concatenate([phase.root[:, None], verdict.emitted], 1)
         root = jnp.take_along_axis(text, num_committed[:, None], 1)[:, 0]
-        pending, rounds = jax.tree.map(lambda x: x[:, 1:], phase.fresh), phase.rounds + now.astype(jnp.int32)
-        phase = dataclasses.replace(phase, is_post=is_right, pending=pending, rounds=rounds)
+        rounds = phase.rounds + now.astype(jnp.int32)
+        phase = dataclasses.replace(phase, is_post=is_right, pending=after_first(phase.fresh), rounds=rounds)
         return RoundOutcome(is_right, root, phase.position + num_committed), phase
+
+
+def after_first(drafts: DraftChain) -> DraftChain:
+    """y_2 .. y_gamma."""
+    return jax.tree.map(lambda x: x[:, 1:], drafts)
 
 
 def halves(
@@ -212,17 +213,13 @@ def pearl_drafter(
         outcome, phase = both.after_verdict(state.phase, verdict, num_committed)
         return dataclasses.replace(state, outcome=outcome, phase=phase)
 
-    def resize(state: PearlState, capacity: int):
-        return dataclasses.replace(state, base=both.base.resize(state.base, capacity))
-
     def counts(state: PearlState) -> dict[str, Array]:
         pre, post = state.phase.rounds.T
         overlapped = pre + post if state.is_overlapped else jnp.zeros_like(pre)
         return {"pre-verify rounds": pre, "post-verify rounds": post, "overlapped rounds": overlapped}
 
-    functions = init, read, draft, commit, resize
-    lookahead = 2 * both.gamma + MAX_PENDING
-    return Drafter(*functions, scheme, both.gamma, lookahead=lookahead, drafts_ahead=True, counts=counts)
+    options = {"lookahead": 2 * both.gamma + MAX_PENDING, "drafts_ahead": True, "counts": counts}
+    return Drafter(init, read, draft, commit, scheme, both.gamma, **options)
 
 
 def kept(own: SmallLMState, outcome: RoundOutcome) -> SmallLMState:

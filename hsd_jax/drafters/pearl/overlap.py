@@ -29,7 +29,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.pearl.draft import DraftChain, Halves, PearlState, Phase, RoundOutcome, halves, pearl_drafter
+from hsd_jax.drafters.pearl.draft import DraftChain, PearlState, RoundOutcome, halves, pearl_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
@@ -48,7 +48,6 @@ from hsd_jax.types import (
     Limits,
     ModelOutput,
     SamplingParams,
-    Verdict,
 )
 
 EVERY = 2
@@ -56,12 +55,7 @@ EVERY = 2
 
 
 class Overlapped(Decoder):
-    """The compiled functions of PEARL on two meshes, with the interface of a `Decoder`.
-
-    Args:
-      tree: a chain of gamma drafts.
-      mesh, drafter_mesh: the mesh of the target's devices, and that of the small model's devices.
-    """
+    """The compiled functions of PEARL on the meshes of the two models, with the interface of a `Decoder`."""
 
     def __init__(
         self,
@@ -78,20 +72,53 @@ class Overlapped(Decoder):
         drafter = pearl_drafter(config, drafter_config, tree, cache_dtype, scheme)
         check_legal(rule, drafter.scheme, drafter.drafts_ahead)
         both = halves(config, drafter_config, tree, cache_dtype, scheme)
-        here = target_half(drafter, both)
-        # The target's half. The loop of this decoder, which would be one program, is never compiled.
-        self.here = Decoder(config, make_plain_step(config), here, cache_dtype, precision, mesh=mesh)
+        # The target's half as a drafter that drafts nothing. Its state is (RoundOutcome, Phase), or Phase for `commit`.
+        half = drafter._replace(
+            init=lambda tokens, length, capacity: both.first(length),
+            read=lambda models, state, *chunk: state,
+            commit=lambda models, phase, verdict, output, num: both.after_verdict(phase, verdict, num),
+        )
+        # The loop of this decoder, which would be one program, is never compiled.
+        self.here = Decoder(config, make_plain_step(config), half, cache_dtype, precision, mesh=mesh)
         self.drafter, self.mesh, self.drafter_mesh = drafter, mesh, drafter_mesh
         self.max_depth, self.lookahead, self._slots = self.here.max_depth, self.here.lookahead, self.here._slots
         self.compile, self.chunk = self.here.compile, self.here.chunk
-        self.look = self.compile(make_look(config, here, both))
-        self.judge = self.compile(make_judge(here, rule, both), donate_argnums=2)
+
+        def look(models: dict, sampling: SamplingParams, state: DecodeState) -> tuple[ModelOutput, Array]:
+            """The target's pass over the root and the pending drafts, and the noise of the round.
+
+            The tip is not known yet. Its node has an older token, which the target does not read.
+            """
+            noise = round_noise(state.keys, state.length - 1, half.max_depth + 1, config.vocab_size, sampling)
+            tree, _ = both.chained(state.drafter, state.drafter.fresh, *root_of(state))
+            return step_lib.target_pass(models, config, half, state, tree)[0], noise
+
+        def judge(
+            sampling: SamplingParams,
+            limits: Limits,
+            state: DecodeState,
+            fresh: DraftChain,
+            output: ModelOutput,
+            noise: Array,
+        ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
+            """The state after the round and its outcome. The lengths, and whether rows are done, are for `landed`."""
+            tree, phase = both.chained(state.drafter, fresh, *root_of(state))
+            judged = dataclasses.replace(state, drafter=phase), tree, output, ancestor_mask(tree, half.max_depth), noise
+            after, _, _ = step_lib.judge_and_commit({}, half, rule, sampling, limits, *judged)
+            outcome, phase = after.drafter
+            after = rows.placed(dataclasses.replace(after, drafter=phase))
+            return after, outcome, jnp.stack([after.length, after.done.astype(jnp.int32)])
+
+        def propose(models: dict, *args: Any) -> tuple[DraftChain, SmallLMState]:
+            fresh, base = both.propose(models, *args)
+            return fresh, rows.placed(base)
 
         def there(function: Callable, **options) -> Callable:
             return jax.jit(traced_with(precision, True, drafter_mesh, function), **options)
 
+        self.look, self.judge = self.compile(look), self.compile(judge, donate_argnums=2)
         self.read_ahead = there(make_read(drafter_config.base, both.base), static_argnames="capacity")
-        self.propose = there(make_propose(both), donate_argnums=1)
+        self.propose = there(propose, donate_argnums=1)
         self._insert_ahead = there(rows.copied, donate_argnums=0)
         self._clear_ahead = there(rows.zeroed, donate_argnums=0)
 
@@ -178,9 +205,7 @@ class Overlapped(Decoder):
     def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int, least_live: int) -> bool:
         """Whether a further round may be needed by enough rows, and certainly fits into the caches.
 
-        Args:
-          num: rounds that were dispatched. Each gives a row 1 to gamma tokens.
-          longest: the length in tokens at which each row is done.
+        `num` rounds were dispatched. Each gives a row 1 to gamma tokens. A row is done at its `longest` tokens.
         """
         since = num - seen.num
         may_go_on = ~seen.done & (seen.length + since < longest)
@@ -231,26 +256,10 @@ class OverlappedDecode:
         return dataclasses.replace(self.state, drafter=drafter)
 
 
-# --- the programs -----------------------------------------------------------------------------------------------------
-
-
-def target_half(drafter: Drafter, both: Halves) -> Drafter:
-    """The target's half as a `Drafter` that drafts nothing. Its state is (RoundOutcome, Phase)."""
-
-    def commit(models, state: Phase, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        return both.after_verdict(state, verdict, num_committed)
-
-    def read(models, state, *chunk):
-        return state
-
-    return drafter._replace(init=lambda tokens, length, capacity: both.first(length), read=read, commit=commit)
-
-
 def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
-    """`read(models, tokens [B, P], length [B], num_chunks, state, capacity=) -> SmallLMState`.
+    """`read(...)` reads `num_chunks` further chunks of the prompts, without their last tokens.
 
-    It reads `num_chunks` further chunks of the prompts, without their last tokens. If `state` is None, it begins with a
-    new one. If there are no weights, it reads nothing.
+    If `state` is None, it begins with a new one. If there are no weights, it reads nothing.
     """
 
     def read(
@@ -275,57 +284,6 @@ def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
         return rows.placed(own)
 
     return read
-
-
-def make_propose(both: Halves) -> Callable:
-    """`propose(models, base, outcome, keys, sampling) -> (drafts, base)`.
-
-    It is `Halves.propose`, with the resulting state placed on the mesh as before.
-    """
-
-    def propose(models: dict, base: SmallLMState, outcome: RoundOutcome, keys: jax.Array, sampling: SamplingParams):
-        fresh, base = both.propose(models, base, outcome, keys, sampling)
-        return fresh, rows.placed(base)
-
-    return propose
-
-
-def make_look(config: ModelConfig, here: Drafter, both: Halves) -> Callable:
-    """`look(models, sampling, state) -> (output, noise)`: the target's pass over the root and the pending drafts.
-
-    The tip is not known yet. Its node has an older token, which does not matter, because the target does not read it.
-    """
-
-    def look(models: dict, sampling: SamplingParams, state: DecodeState) -> tuple[ModelOutput, Array]:
-        noise = round_noise(state.keys, state.length - 1, here.max_depth + 1, config.vocab_size, sampling)
-        tree, _ = both.chained(state.drafter, state.drafter.fresh, *root_of(state))
-        return step_lib.target_pass(models, config, here, state, tree)[0], noise
-
-    return look
-
-
-def make_judge(here: Drafter, rule: AcceptRule, both: Halves) -> Callable:
-    """`judge(sampling, limits, state, drafts, output, noise) -> (state, outcome, where)`.
-
-    `where` [2, B] is for `landed`: the length of each row, and whether it is done.
-    """
-
-    def judge(
-        sampling: SamplingParams,
-        limits: Limits,
-        state: DecodeState,
-        fresh: DraftChain,
-        output: ModelOutput,
-        noise: Array,
-    ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
-        tree, phase = both.chained(state.drafter, fresh, *root_of(state))
-        state, ancestors = dataclasses.replace(state, drafter=phase), ancestor_mask(tree, here.max_depth)
-        after, _, _ = step_lib.judge_and_commit({}, here, rule, sampling, limits, state, tree, output, ancestors, noise)
-        outcome, phase = after.drafter
-        after = rows.placed(dataclasses.replace(after, drafter=phase))
-        return after, outcome, jnp.stack([after.length, after.done.astype(jnp.int32)])
-
-    return judge
 
 
 def root_of(state: DecodeState) -> tuple[Int[Array, "B"], Int[Array, "B"]]:

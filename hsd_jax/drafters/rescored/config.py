@@ -49,11 +49,6 @@ class RescoredConfig(Based):
     arcs: Count = ARCS
     """The number of tokens that may follow a node: the likeliest ones of its state."""
 
-    @staticmethod
-    def base_of(config: Any) -> Any:
-        """The drafter that makes the states: the base of a `RescoredConfig`, and any other drafter itself."""
-        return config.base if isinstance(config, RescoredConfig) else config
-
     @property
     def draft_vocab_size(self) -> int:
         """The largest number of children of a node, which are its arcs."""

@@ -8,7 +8,6 @@ tree.
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from typing import Any, NamedTuple
 
@@ -59,11 +58,7 @@ class ArcExpander(NamedTuple):
     Without it they could lack the token that the target draws."""
 
     def arcs(self, level: Any, logits: Float[Array, "B M C"]) -> Candidates:
-        """The likeliest tokens of each state.
-
-        Args:
-          level: the level of all M states; None: state i is that of level i.
-        """
+        """The likeliest tokens of each state. Without `level`, that of all M states, state i is that of level i."""
         ranked = logits
         if self.noise is not None:
             noise = self.noise[:, : logits.shape[1]] if level is None else self.noise[:, level, None]
@@ -73,11 +68,7 @@ class ArcExpander(NamedTuple):
         return Candidates(jnp.take_along_axis(logits, columns, -1), to_tokens(self.draft_to_target, columns))
 
     def expand(self, base_logits: Float[Array, "B D C"], inject: Inject | None) -> Expand:
-        """As `token_free`, but only for the arcs.
-
-        Without `inject` drafted tokens add nothing, and the arcs are chosen once for all levels. Otherwise they are
-        chosen for every node.
-        """
+        """As `token_free`, but only for the arcs. Without `inject` they are chosen once, else for every node."""
         if inject is not None:
             whole = token_free(base_logits, inject)
 
@@ -119,11 +110,7 @@ def rescored_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """The drafter `config.base`, with trees that `config.scorer` rescores.
-
-    Args:
-      method: of the base.
-    """
+    """The drafter `config.base`, whose `method` is given, with trees that `config.scorer` rescores."""
     if tree.width > config.arcs:
         raise ValueError(f"TreeConfig.width={tree.width}: a lattice of {config.arcs} arcs allows 1 to {config.arcs}")
     assert method.lattice is not None, "drafters without it were refused"
@@ -143,12 +130,7 @@ def rescored_drafter(
         weights, draft_to_target = models["drafter"]["rescorer"], models["drafter"].get("draft_to_target")
         with jax.named_scope("tree"):
             begun, remembered = scorer.root_carry(weights, state.scorer)
-            if scheme is DrawScheme.COUPLED and inputs.noise is None:
-                size = tree.depth, config.base.vocab_size
-                noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, inputs.sampling)
-                inputs = dataclasses.replace(inputs, noise=noise)
-            noise = inputs.noise if scheme is DrawScheme.COUPLED else None
-            expand = ArcExpander(config.arcs, draft_to_target, inputs.sampling, noise).expand(logits, inject)
+            expand = ArcExpander(config.arcs, draft_to_target, inputs.sampling, inputs.noise).expand(logits, inject)
             drafted, _ = grower.grow(weighed(expand, scorer, weights), (None, begun), inputs)
         return drafted, RescoredState(own, remembered)
 
@@ -161,15 +143,5 @@ def rescored_drafter(
         own = base.follow(models, state.base, verdict, output, num_committed)
         return RescoredState(own, scorer.follow(models["drafter"]["rescorer"], state.scorer, verdict, num_committed))
 
-    def resize(state: RescoredState, capacity: int):
-        return RescoredState(base.resize(state.base, capacity), scorer.resize(state.scorer, capacity))
-
-    return base._replace(
-        init=init,
-        read=read,
-        draft=draft,
-        commit=commit,
-        resize=resize,
-        follow=follow,
-        lookahead=max(base.lookahead, tree.depth + 1),
-    )
+    lookahead = max(base.lookahead, tree.depth + 1)
+    return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, lookahead=lookahead)

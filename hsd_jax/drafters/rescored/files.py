@@ -19,13 +19,7 @@ from hsd_jax.types import Weights
 def read_scorer(
     scorer: Source, target: DraftedFor, dtype: Any = "float32", placement: Placement = HERE
 ) -> tuple[Any, Weights]:
-    """The configuration and the weights of a scorer.
-
-    Args:
-      scorer: one of four: ZERO_GRAM; a folder of `hsd train ngram`; the folder of a hidden-state drafter, whose token
-        information scores; or a language model, named as a target is.
-      dtype: of weights that are multiplied.
-    """
+    """The configuration and the weights of a scorer, named as in `params.rescore`."""
     if scorer == ZERO_GRAM:
         return None, {}
     checkpoint = find(scorer)

@@ -6,7 +6,6 @@ nothing. `draft.py` adds the weighted scores to the logits of a drafter.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,8 +43,6 @@ class Scorer(NamedTuple):
     """`commit(weights, state, verdict, num_committed) -> state`, after a round that scored a tree."""
     follow: Callable[..., Any]
     """The same after plain passes, which scored no tree."""
-    resize: Callable[..., Any]
-    """`resize(state, capacity) -> state`."""
 
 
 def make_scorer(config: Any, depth: int, cache_dtype: Any) -> Scorer:
@@ -72,7 +69,6 @@ def _stateless(carry: Any, score: Callable[..., tuple[Array, Any]]) -> Scorer:
         score=score,
         commit=_keep,
         follow=_keep,
-        resize=lambda state, capacity: state,
     )
 
 
@@ -123,7 +119,7 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
         text = jnp.concatenate([state, verdict.emitted], 1)
         return jnp.take_along_axis(text, num_committed[:, None] + jnp.arange(num), 1)
 
-    return Scorer(init, _keep, root_carry, score, commit, commit, lambda state, capacity: state)
+    return Scorer(init, _keep, root_carry, score, commit, commit)
 
 
 def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
@@ -132,12 +128,6 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
     It takes one pass per level, as when it drafts trees of its own. A token that the model does not know is as likely
     as in a uniform distribution.
     """
-
-    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> tree.SmallLMState:
-        return tree.empty_state(config, tokens, length, capacity, depth + 1, cache_dtype)
-
-    def read(weights: Weights, state: tree.SmallLMState, tokens: Array, start: Any, length: Array):
-        return tree.read_prompt(weights, config, state, tokens, start, length)
 
     def root_carry(weights: Weights, state: tree.SmallLMState):
         logits, state = tree.read_pending_tokens(weights, config, state)
@@ -151,14 +141,17 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), arcs, 2)
         return jnp.where(arcs < config.num_tokens, logp, -math.log(config.num_tokens)), (cache, logits, ancestry)
 
-    def commit(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
-        return tree.all_pending(state, verdict, num_committed)
-
     def follow(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
         _, after = root_carry(weights, state)
         return cache_lib.undo_idle_rows(num_committed, state, tree.all_pending(after, verdict, num_committed))
 
-    def resize(state: tree.SmallLMState, capacity: int) -> tree.SmallLMState:
-        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
-
-    return Scorer(init, read, root_carry, score, commit, follow, resize)
+    return Scorer(
+        init=lambda tokens, length, capacity: tree.empty_state(
+            config, tokens, length, capacity, depth + 1, cache_dtype
+        ),
+        read=lambda weights, *chunk: tree.read_prompt(weights, config, *chunk),
+        root_carry=root_carry,
+        score=score,
+        commit=lambda weights, *judged: tree.all_pending(*judged),
+        follow=follow,
+    )

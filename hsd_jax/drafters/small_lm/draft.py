@@ -19,7 +19,7 @@ from hsd_jax.drafters.shared import check_children, check_vocabulary
 from hsd_jax.drafters.small_lm.tree import (
     SmallLMState,
     Steered,
-    bias_of_pending,
+    biases,
     empty_state,
     features_of_text,
     read_prompt,
@@ -52,13 +52,10 @@ def small_lm_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     steered: Steered | None = None,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`, with children chosen as `scheme` says.
+    """The `Drafter`. A round costs `tree.depth` passes of the small model.
 
-    A round costs `tree.depth` passes of the small model. For a chain each pass reads one or two tokens. For a tree the
-    first pass reads the tokens that the last round committed, and each other pass reads the nodes of a level.
-
-    Args:
-      steered: how states of the target steer the model (`drafters/steered`); None: they do not.
+    For a chain each pass reads one or two tokens. For a tree the first pass reads the tokens that the last round
+    committed, and each other pass reads the nodes of a level. `steered`: how states of the target steer the model.
     """
     check_children(tree, config.num_tokens)
     if scheme in DRAWN_SCHEMES:
@@ -77,14 +74,14 @@ def small_lm_drafter(
         return read_prompt(models["drafter"], config, state, tokens, start, length, steer)
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
-        bias = bias_of_pending(models["drafter"], steered, state)
+        of_pending, of_drafts = biases(models["drafter"], steered, state)
 
         def expand(level: int | Int[Array, ""], tokens: Array, parents: Array, cache: KVCache):
             """Reads the pending tokens, then one draft per level. The cache keeps them all."""
             is_first = isinstance(level, int) and level == 0  # if the chain may end early, later levels are traced
             num_read = state.num_pending if is_first else jnp.ones_like(inputs.root)
             nodes = state.pending if is_first else tokens
-            up_bias = bias.pending if is_first else bias.drafts
+            up_bias = of_pending if is_first else of_drafts
             return logits_after(models["drafter"], config, cache, nodes, num_read, up_bias=up_bias)
 
         drafted, cache = grower.grow(expand, state.cache, inputs)
@@ -104,7 +101,7 @@ def small_lm_drafter(
         cache = dataclasses.replace(state.cache, length=root_position + num_read)
         features = None
         if steered is not None:
-            features = cache_lib.take_nodes(features_of_text(steered, state, verdict, output), places, axis=1)
+            features = cache_lib.take_nodes(features_of_text(state, verdict, output), places, axis=1)
         return SmallLMState(cache, pending, 1 + num_committed - num_read, state.num_drafted, features)
 
     def follow(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
@@ -114,7 +111,7 @@ def small_lm_drafter(
         active, bias, features = jnp.arange(nodes.shape[1]) < num_read[:, None], None, None
         if steered is not None:
             assert state.features is not None, "the state of a steered model"
-            of_text = features_of_text(steered, state, verdict, output)
+            of_text = features_of_text(state, verdict, output)
             with native.only(active):
                 of_nodes = joined(state.features, state.num_pending, of_text[:, 1:])
                 bias = steered.steer(models["drafter"], of_nodes)
@@ -126,9 +123,6 @@ def small_lm_drafter(
         after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
         return cache_lib.undo_idle_rows(num_committed, state, after)
 
-    def resize(state: SmallLMState, capacity: int):
-        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
-
     of_round = (draft, commit) if is_chain else tree_round(config, grower, steered)
     feature_layers, lookahead = () if steered is None else steered.feature_layers, depth + max_pending
-    return Drafter(init, read, *of_round, resize, scheme, depth, feature_layers, lookahead, follow=follow)
+    return Drafter(init, read, *of_round, scheme, depth, feature_layers, lookahead, follow=follow)

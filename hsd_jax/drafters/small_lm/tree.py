@@ -50,20 +50,13 @@ class Steered(NamedTuple):
     feature_layers: tuple[int, ...]
     width: int
     """Length of a token's feature vector, all layers together."""
-    joined: Callable[..., Float[Array, "B N X"]]
-    """`joined(ModelOutput.features)`: the features of all layers side by side."""
     steer: Callable[..., Steer]
     """`steer(weights, features [B, N, X])`: the `up_bias` of `forward`."""
 
 
-class Bias(NamedTuple):
-    """`up_bias` of the tokens of a round; None: no steering."""
-
-    pending: Float[Array, "B M L F"] | None = None
-    drafts: Float[Array, "B 1 L F"] | None = None
-
-
-NO_BIAS = Bias()
+def joined_features(features: tuple[Float[Array, "B N H"], ...]) -> Float[Array, "B N X"]:
+    """The states of several layers side by side, in float32."""
+    return jnp.concatenate([part.astype(jnp.float32) for part in features], -1)
 
 
 def empty_state(
@@ -103,14 +96,12 @@ def steered_prompt(
     start: Int[Array, ""] | int,
     length: Int[Array, "B"],
 ) -> tuple[Steer, SmallLMState]:
-    """The steering of a chunk's tokens.
+    """The steering of a chunk's tokens, each by the target's states of the token before it; and the state.
 
-    Returns:
-      The steering, each token by the target's states of the token before it.
-      The state with the features of the newest token so far. After the last chunk that is the token before the root.
+    The state has the features of the newest token so far. After the last chunk that is the token before the root.
     """
     assert state.features is not None, "the state of a steered model"
-    features, before = steered.joined(output.features), state.features[:, :1]
+    features, before = joined_features(output.features), state.features[:, :1]
     num = features.shape[1]
     shifted = jnp.concatenate([before, features[:, :-1]], 1)
     with native.only(start + jnp.arange(num) < length[:, None] - 1):
@@ -120,28 +111,30 @@ def steered_prompt(
     return steer, dataclasses.replace(state, features=state.features.at[:, :1].set(newest))
 
 
-def bias_of_pending(weights: Weights, steered: Steered | None, state: SmallLMState) -> Bias:
-    """The bias of the pending tokens, and of the drafts, which is that of the root. NO_BIAS without steering."""
+def biases(
+    weights: Weights, steered: Steered | None, state: SmallLMState
+) -> tuple[Float[Array, "B M L F"] | None, Float[Array, "B 1 L F"] | None]:
+    """`up_bias` of the pending tokens, and of the drafts, which is that of the root. None: no steering."""
     if steered is None:
-        return NO_BIAS
+        return None, None
     with native.only(jnp.arange(state.pending.shape[1]) < state.num_pending[:, None]):
         pending = steered.steer(weights, state.features).up_bias()
-    return Bias(pending, cache_lib.take_nodes(pending, state.num_pending[:, None] - 1, axis=1))
+    return pending, cache_lib.take_nodes(pending, state.num_pending[:, None] - 1, axis=1)
 
 
-def features_of_text(steered: Steered, state: SmallLMState, verdict: Verdict, output: ModelOutput) -> Array:
+def features_of_text(state: SmallLMState, verdict: Verdict, output: ModelOutput) -> Array:
     """The features that steer the root and each emitted token, [B, D + 2, X]: those of the token before it."""
     assert state.features is not None, "the state of a steered model"
     root = cache_lib.take_nodes(state.features, state.num_pending[:, None] - 1, axis=1)
-    return jnp.concatenate([root, cache_lib.take_nodes(steered.joined(output.features), verdict.path, axis=1)], 1)
+    return jnp.concatenate([root, cache_lib.take_nodes(joined_features(output.features), verdict.path, axis=1)], 1)
 
 
 def read_pending_tokens(
-    weights: Weights, config: ModelConfig, state: SmallLMState, bias: Bias = NO_BIAS
+    weights: Weights, config: ModelConfig, state: SmallLMState, up_bias: Array | None = None
 ) -> tuple[Float[Array, "B 1 V"], SmallLMState]:
     """The logits after the root, and the state with all pending tokens in the cache."""
     is_there = jnp.arange(state.pending.shape[1]) < state.num_pending[:, None]
-    options = {"active": is_there, "up_bias": bias.pending}
+    options = {"active": is_there, "up_bias": up_bias}
     first, cache = logits_after(weights, config, state.cache, state.pending, state.num_pending, **options)
     return first, dataclasses.replace(state, cache=cache)
 
@@ -154,14 +147,10 @@ def read_level(
     tokens: Int[Array, "B w"],
     parents: Int[Array, "B w"],
     above: Ancestry,
-    bias: Bias = NO_BIAS,
+    bias: Float[Array, "B 1 L F"] | None = None,
 ) -> tuple[Float[Array, "B w V"], Ancestry]:
-    """The logits after the nodes of a level, and their ancestry. The cache keeps none of them.
-
-    Args:
-      level: depth of the nodes, at least 1.
-    """
-    up_bias = None if bias.drafts is None else jnp.broadcast_to(bias.drafts, (*tokens.shape, *bias.drafts.shape[2:]))
+    """The logits after the nodes of a level, at least 1, and their ancestry. The cache keeps none of them."""
+    up_bias = None if bias is None else jnp.broadcast_to(bias, (*tokens.shape, *bias.shape[2:]))
 
     def read(positions: Array, sees: Array, earlier: NewKV | None):
         output = forward(weights, config, tokens, positions, sees, cache, earlier=earlier, up_bias=up_bias)
@@ -178,10 +167,8 @@ def all_pending(
 ) -> SmallLMState:
     """The state after a round that began with `read_pending_tokens`. All tokens that it committed are pending.
 
-    A finished row has committed nothing. There the root is pending again.
-
-    Args:
-      features: the features that steer the root and each token of the verdict.
+    In a finished row, which has committed nothing, the root is pending again. `features` steer the root and each token
+    of the verdict.
     """
     root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
     is_idle = num_committed == 0
@@ -197,8 +184,8 @@ def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> 
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
         """Reads the pending tokens, which the cache keeps; then the nodes of each level, which it does not keep."""
-        bias = bias_of_pending(models["drafter"], steered, state)
-        first, state = read_pending_tokens(models["drafter"], config, state, bias)
+        of_pending, bias = biases(models["drafter"], steered, state)
+        first, state = read_pending_tokens(models["drafter"], config, state, of_pending)
 
         def expand(level: int, tokens: Array, parents: Array, above: Ancestry):
             if level == 0:
@@ -209,7 +196,7 @@ def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> 
         return drafted, state
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        features = None if steered is None else features_of_text(steered, state, verdict, output)
+        features = None if steered is None else features_of_text(state, verdict, output)
         return all_pending(state, verdict, num_committed, features)
 
     return draft, commit

@@ -13,7 +13,7 @@ stop later tokens. So a chain that ends there is lossless.
 
 Which noise is used. COUPLED drafts are drawn with the target's own noise. Then every level drafts the token that the
 target will choose, as well as it can predict it. Drafts of schemes that draw must not use that noise. For these, all
-levels share a separate noise, `level_keys`, keyed by position. After a rejection the levels use the noise of later
+levels share a separate noise, `LEVEL_NOISE`, keyed by position. After a rejection the levels use the noise of later
 positions again, for the reason in docs/design.md, "Rules and schemes". Here the verdict and the length of the chain,
 too, depended only on the tokens up to the rejection.
 """
@@ -80,36 +80,12 @@ class StackState:
     inner: Any
     stats: DecodeStats
     """Counts of the middle model's rounds: its passes, and their accepted lengths."""
-    states: MiddleStates
-    """The middle model's states, while a round is judged."""
-    num_middle: Int[Array, "B"]
-    """The number of tokens that the middle model wrote in this round."""
-
-
-@typing.no_type_check
-@flax.struct.dataclass
-class MiddleStates:
-    """The middle model's states of the root and of each token that it wrote after it, in order."""
-
     hidden: Float[Array, "B M H"]
+    """The middle model's states of the root and of each token that it wrote after it, while a round is judged."""
     features: tuple[Float[Array, "B M H"], ...]
     """Those of the layers that the inner drafter reads."""
-
-
-@typing.no_type_check
-@flax.struct.dataclass
-class Drawn:
-    """The probabilities of each token that the middle model wrote."""
-
-    logp: Float[Array, "B M"] | None
-    """Log of the predicted probability that the token is accepted; None for drawn chains."""
-    distribution: Float[Array, "B M V"] | None
-    """Log-probabilities from which the token was drawn; None for chains that are not drawn."""
-
-
-def level_keys(keys: jax.Array) -> jax.Array:
-    """Row keys for the levels of a stack whose drafts are drawn. No other noise uses these keys."""
-    return jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
+    num_middle: Int[Array, "B"]
+    """The number of tokens that the middle model wrote in this round."""
 
 
 class Stack(NamedTuple):
@@ -155,12 +131,9 @@ def stack_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose chains are text of the middle model.
+    """A `Drafter` whose chains are text of the middle model. `method` is that of the inner drafter.
 
     `models["drafter"]` has the weights of both levels, "middle" and "inner".
-
-    Args:
-      method: of the inner drafter.
     """
     check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
@@ -180,20 +153,21 @@ def stack_drafter(
     def draft(models, state: StackState, inputs: RoundInputs):
         own = models_below(models)
         state = read_unread(stack, own, state, inputs.live)
-        now, states, drawn = write_on(stack, own, state, inputs)
+        now, (hidden, *features), logp = write_on(stack, own, state, inputs)
         num = now.length - state.length
         drafted = cache_lib.take_nodes(now.tokens, state.length[:, None] + jnp.arange(stack.depth), axis=1)
         # The state if no draft is accepted. The caches have further entries, after the lengths that count.
         cache = dataclasses.replace(now.cache, length=state.cache.length)
         known = counted(cache_lib.rolled_back(state.inner, now.drafter), now.drafter)
-        state = dataclasses.replace(state, cache=cache, inner=known, stats=now.stats, states=states, num_middle=num)
-        return handed_up(inputs.root, drafted, num, drawn, scheme), state
+        written = {"hidden": hidden, "features": tuple(features), "num_middle": num}
+        state = dataclasses.replace(state, cache=cache, inner=known, stats=now.stats, **written)
+        return handed_up(inputs.root, drafted, num, logp, scheme), state
 
     def commit(models, state: StackState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Keeps the committed tokens that the middle model has read, and updates the inner drafter with them."""
         num = jnp.minimum(num_committed, state.num_middle)
         cache = dataclasses.replace(state.cache, length=state.cache.length + num)
-        states = state.states.hidden, state.states.features
+        states = state.hidden, state.features
         known = follow_path(inner, models_below(models), state.inner, verdict.emitted, *states, num)
         state = dataclasses.replace(state, cache=cache, inner=known)
         return follow(models, state, verdict, output, num_committed)
@@ -202,14 +176,6 @@ def stack_drafter(
         """Appends the committed text. The middle model reads the unread part when it drafts next."""
         tokens = cache_lib.write_rows(state.tokens, verdict.emitted, state.length, axis=1)
         return dataclasses.replace(state, tokens=tokens, length=state.length + num_committed)
-
-    def resize(state: StackState, capacity: int):
-        return dataclasses.replace(
-            state,
-            tokens=cache_lib.pad_to(state.tokens, capacity + 1, axis=1),
-            cache=cache_lib.grow(state.cache, capacity),
-            inner=inner.resize(state.inner, capacity),
-        )
 
     def counts(state: StackState) -> dict[str, Array]:
         found = {}
@@ -220,7 +186,7 @@ def stack_drafter(
         return found
 
     last = {"lookahead": stack.most + 1 + inner.most_written, "follow": follow, "counts": counts}
-    return Drafter(init, read, draft, commit, resize, scheme, stack.depth, **last)
+    return Drafter(init, read, draft, commit, scheme, stack.depth, **last)
 
 
 def models_below(models: Any) -> dict[str, Any]:
@@ -241,7 +207,8 @@ def empty_state(
         cache_lib.cache_of(middle, batch, capacity, cache_dtype),
         inner.init(tokens, length, capacity),
         DecodeStats(none, jnp.zeros((batch, inner.max_depth + 1), jnp.int32), none),
-        MiddleStates(hidden, (hidden,) * len(inner.feature_layers)),
+        hidden,
+        (hidden,) * len(inner.feature_layers),
         none,
     )
 
@@ -249,8 +216,7 @@ def empty_state(
 def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
     """The middle model reads committed tokens that it has not read, if there are any, and the inner drafter follows.
 
-    Args:
-      live: as `RoundInputs.live`. The other rows may keep unread tokens.
+    Rows that are not `live` may keep unread tokens.
     """
     inner, num_nodes = stack.inner, stack.depth + 1
 
@@ -272,18 +238,18 @@ def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: B
 
 def write_on(
     stack: Stack, models: dict[str, Any], state: StackState, inputs: RoundInputs
-) -> tuple[DecodeState, MiddleStates, Drawn]:
+) -> tuple[DecodeState, tuple[Array, ...], Array]:
     """Runs rounds of the middle model and the inner drafter until every row has enough tokens.
 
     A row is done here if it has enough tokens, or if the target's loop has finished it.
 
     Returns:
-      The state of the middle model's decode, and its states and probabilities, token by token.
+      The state of the middle model's decode; its `hidden` and `features`; and how likely each token was (`logp_of`).
     """
     inner, num_noisy = stack.inner, stack.inner.max_depth + 1
     keys, sampling, noise = inputs.keys, inputs.sampling, inputs.noise
     if stack.scheme in DRAWN_SCHEMES:
-        keys = level_keys(keys)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
     elif stack.scheme is DrawScheme.ARBITRARY:  # every level takes its likeliest tokens
         sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
     if noise is None:
@@ -297,7 +263,7 @@ def write_on(
         return jnp.any(~carry[0].done)
 
     def round_of(carry):
-        now, states, drawn = carry
+        now, states, logp = carry
         num = now.length - before
         of_round = cache_lib.take_nodes(noise, num[:, None] + jnp.arange(num_noisy), axis=1)
         tree, known = step_lib.draft(models, inner, sampling, now, of_round)
@@ -307,37 +273,37 @@ def write_on(
         judged = now, tree, output, ancestors, of_round
         now, verdict, _ = step_lib.judge_and_commit(models, inner, stack.rule, sampling, limits, *judged)
         now = dataclasses.replace(now, done=is_done | (now.length - before >= stack.enough))
-        put = lambda old, new: cache_lib.write_rows(old, along(verdict, new), num, axis=1)  # noqa: E731
-        states = MiddleStates(put(states.hidden, output.hidden), tuple(map(put, states.features, output.features)))
-        how = how_drawn(stack, verdict, along(verdict, output.logits), of_round, sampling, inputs.sampling)
-        return now, states, jax.tree.map(lambda old, new: cache_lib.write_rows(old, new, num, axis=1), drawn, how)
+        along = lambda x: cache_lib.take_nodes(x, verdict.path, axis=1)  # noqa: E731
+        put = lambda old, new: cache_lib.write_rows(old, new, num, axis=1)  # noqa: E731
+        states = tuple(put(old, along(new)) for old, new in zip(states, (output.hidden, *output.features), strict=True))
+        said = logp_of(stack, verdict.emitted, along(output.logits), of_round, sampling, inputs.sampling.temperature)
+        return now, states, put(logp, said)
 
-    batch = len(before)
     begin = DecodeState(state.tokens, before, is_done, state.cache, state.inner, keys, state.stats)
-    size = batch, stack.room
-    is_drawn = stack.scheme in DRAWN_SCHEMES
-    drawn = Drawn(None, jnp.zeros((*size, stack.middle.vocab_size))) if is_drawn else Drawn(jnp.zeros(size), None)
-    return lax.while_loop(goes_on, round_of, (begin, state.states, drawn))
+    size = (stack.middle.vocab_size,) if stack.scheme in DRAWN_SCHEMES else ()
+    logp = jnp.zeros((len(before), stack.room, *size))
+    return lax.while_loop(goes_on, round_of, (begin, (state.hidden, *state.features), logp))
 
 
-def how_drawn(
+def logp_of(
     stack: Stack,
-    verdict: Verdict,
+    tokens: Int[Array, "B M"],
     logits: Float[Array, "B M V"],
     noise: Float[Array, "B M V"],
     sampling: SamplingParams,
-    asked: SamplingParams,
-) -> Drawn:
-    """The `Drawn` of the tokens of a verdict.
+    asked_temperature: Float[Array, "B"],
+) -> Array:
+    """Of drawn chains the log-probabilities [B, M, V] from which tokens were drawn with `sampling`.
 
-    Args:
-      sampling: the settings with which the middle model draws.
-      asked: the settings of the target.
+    Else the log-probability [B, M] of each token as a beam would score it (`tree.Grower`): under the scaled logits of
+    the draw.
     """
     if stack.scheme in DRAWN_SCHEMES:
-        return Drawn(None, sampling_lib.target_distribution(logits, sampling))
+        return sampling_lib.target_distribution(logits, sampling)
     scale = coupled_sharpness if stack.scheme is DrawScheme.COUPLED else sharpness
-    return Drawn(logp_of(verdict.emitted, logits, noise, sampling, scale(asked.temperature)), None)
+    scaled = sampling_lib.perturb(noise, logits, sampling) * scale(asked_temperature)[:, None, None]
+    own = jnp.take_along_axis(scaled, tokens[:, :, None], 2)[:, :, 0]
+    return jnp.fmin(own - jax.nn.logsumexp(scaled, axis=-1), 0.0)
 
 
 def counted(before: Any, after: Any) -> Any:
@@ -352,41 +318,18 @@ def rounds_of_levels(state: Any) -> list[DecodeStats]:
     return [state.stats, *rounds_of_levels(state.inner)] if isinstance(state, StackState) else []
 
 
-def along(verdict: Verdict, values: Float[Array, "B N C"]) -> Float[Array, "B M C"]:
-    """The values of a pass at the nodes of the accepted path."""
-    return cache_lib.take_nodes(values, verdict.path, axis=1)
-
-
 def sane(output: ModelOutput) -> ModelOutput:
-    """Replaces numbers that are not finite, so that logits always give a distribution.
-
-    A broken middle model then costs only speed.
-    """
+    """Replaces numbers that are not finite, so that a broken middle model costs only speed."""
     least = float(jnp.finfo(jnp.float32).min)
     logits, hidden = (jnp.nan_to_num(x, nan=0.0, posinf=0.0, neginf=least) for x in (output.logits, output.hidden))
     return dataclasses.replace(output, logits=logits, hidden=hidden)
 
 
-def logp_of(
-    tokens: Int[Array, "B M"],
-    logits: Float[Array, "B M V"],
-    noise: Float[Array, "B M V"],
-    sampling: SamplingParams,
-    scale: Float[Array, "B"],
-) -> Float[Array, "B M"]:
-    """Log-probability of each token as a beam would score it (`tree.Grower`): under `scale` times the draw's logits."""
-    scaled = sampling_lib.perturb(noise, logits, sampling) * scale[:, None, None]
-    own = jnp.take_along_axis(scaled, tokens[:, :, None], 2)[:, :, 0]
-    return jnp.fmin(own - jax.nn.logsumexp(scaled, axis=-1), 0.0)
-
-
 def handed_up(
-    root: Int[Array, "B"], drafted: Int[Array, "B D"], num: Int[Array, "B"], drawn: Drawn, scheme: DrawScheme
+    root: Int[Array, "B"], drafted: Int[Array, "B D"], num: Int[Array, "B"], logp: Array, scheme: DrawScheme
 ) -> DraftTree:
     """The chain of the first `num` drafted tokens, for the target."""
-    score, draft_logp = drawn.logp, drawn.distribution
-    if score is not None:
-        score = jnp.pad(jnp.cumsum(score[:, : drafted.shape[1]], 1), ((0, 0), (1, 0)))
-    if draft_logp is not None:
-        draft_logp = draft_logp[:, : drafted.shape[1]]
-    return chain_of(root, jnp.maximum(drafted, 0), num, draft_logp=draft_logp, scheme=scheme, score=score)
+    logp, tokens = logp[:, : drafted.shape[1]], jnp.maximum(drafted, 0)
+    if scheme in DRAWN_SCHEMES:
+        return chain_of(root, tokens, num, draft_logp=logp, scheme=scheme)
+    return chain_of(root, tokens, num, scheme=scheme, score=jnp.pad(jnp.cumsum(logp, 1), ((0, 0), (1, 0))))

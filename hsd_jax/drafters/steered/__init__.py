@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters import small_lm
 from hsd_jax.drafters.method import Distilled, DraftingMethod, Planning
+from hsd_jax.drafters.small_lm.tree import joined_features
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.draft import steered_drafter
 from hsd_jax.drafters.steered.files import load_steered, save_steering
-from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_features, steered_sequence
+from hsd_jax.drafters.steered.steering import STEERING, init_steering, steered_sequence
 from hsd_jax.types import Weights
 
 

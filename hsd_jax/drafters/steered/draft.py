@@ -20,7 +20,7 @@ from hsd_jax.drafters.shared import check_depth
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
 from hsd_jax.drafters.small_lm.tree import Steered
 from hsd_jax.drafters.steered.config import SteeredConfig
-from hsd_jax.drafters.steered.steering import joined_features, steer
+from hsd_jax.drafters.steered.steering import steer
 from hsd_jax.types import Drafter, DrawScheme
 
 
@@ -35,7 +35,5 @@ def steered_drafter(
     config.check_target(target_config)
     check_depth(tree, config.num_steps)
     width = len(config.steering_layers) * config.target_hidden_size
-    steered = Steered(
-        config.feature_layers, width, joined_features, lambda weights, features: steer(weights, config, features)
-    )
+    steered = Steered(config.feature_layers, width, lambda weights, features: steer(weights, config, features))
     return small_lm_drafter(target_config, config, tree, cache_dtype, scheme, steered)

@@ -31,11 +31,6 @@ def init_steering(key: jax.Array, config: SteeredConfig) -> Weights:
     return dict(_module(config).init(key, jnp.zeros((1, 1, width)))["params"])
 
 
-def joined_features(features: tuple[Float[Array, "B N H"], ...]) -> Float[Array, "B N X"]:
-    """The states of several layers side by side, in float32."""
-    return jnp.concatenate([part.astype(jnp.float32) for part in features], -1)
-
-
 def steered_sequence(
     weights: Weights,
     config: SteeredConfig,
@@ -45,12 +40,9 @@ def steered_sequence(
     starts: Int[Array, "B T"] | None = None,
     remat: bool = False,
 ) -> ModelOutput:
-    """`forward_sequence` with steering. Each token is steered by the target's states of an earlier token.
+    """`forward_sequence`, each token steered by the target's states `features` of the token `lag` >= 1 before it.
 
-    Args:
-      features: the target's states of every token, the steering layers side by side. No gradient flows into them.
-      lag: the distance to the token whose states steer, at least 1.
-      starts: as in `sequence_layout`. A token whose lag reaches before the start of its document is steered by zeros.
+    No gradient flows into the features. A token whose lag reaches before its document's start is steered by zeros.
     """
     at = jnp.arange(tokens.shape[1]) - jnp.broadcast_to(jnp.asarray(lag), tokens.shape)
     is_there = at >= (0 if starts is None else starts)

@@ -127,7 +127,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
 
     drafted, (output, ancestors) = one_round(models, state)
     drafting = {"trunk": (draft, state.drafter)}
-    parts = method_of(drafter_config).inspection.parts
+    parts = method_of(drafter_config).parts
     if parts is not None:
         trunk, head, grow = parts(config, drafter_config, tree, scheme)
         states, _ = jax.jit(trunk)(models, state.drafter)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from hsd_jax.arguments import sampling_of_row
-from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.sampling import draw, row_keys
@@ -65,16 +65,16 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[D
     if method_of(pair.drafter_config).is_language_model:
         counts = count_accepted(pair, texts, temperature)
         return [accepted_along(np.minimum(counts, n), texts, n).distribution for n in range(1, most + 1)]
-    drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
+    chains = [TreeConfig.chain(n) for n in range(1, most + 1)]
     models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
-    return [fate.distribution for fate in accepted_lengths(*models, texts, drafts, temperature)[0]]
+    return [fate.distribution for fate in accepted_lengths(*models, texts, chains, temperature)[0]]
 
 
-def count_accepted(pair: Params, texts: Texts, temperature: float) -> Int[np.ndarray, "texts ages roots"]:
+def count_accepted(pair: Params, texts: Texts, temperature: float) -> Int[np.ndarray, "texts roots"]:
     """The number of tokens that a language model would draft correctly after every token of text that the target of its
     pair wrote, from the last one of the prompt on. One pass per text.
 
-    The form is that of `simulate.accepted_along`, with one age: a counted draft has the text before it.
+    The form is that of `simulate.accepted_along`.
     """
     sampling, (num, length) = sampling_of_row(temperature), texts.tokens.shape
     right = np.zeros((num, length), int)
@@ -84,7 +84,7 @@ def count_accepted(pair: Params, texts: Texts, temperature: float) -> Int[np.nda
         for place in reversed(range(int(texts.length[row]) - 1)):
             right[row, place] = right[row, place + 1] + 1 if drafts[0, place] == texts.tokens[row, place + 1] else 0
     roots = texts.prompt_length[:, None] - 1 + np.arange(int((texts.length - texts.prompt_length).max()))
-    return np.take_along_axis(right, np.minimum(roots, length - 1), 1)[:, None]
+    return np.take_along_axis(right, np.minimum(roots, length - 1), 1)
 
 
 @functools.partial(jax.jit, static_argnames="config")

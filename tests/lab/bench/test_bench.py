@@ -75,7 +75,7 @@ def fake_runs(num: int = 2, **rates: list[float]) -> measure.Runs:
 
     counts = [10, 30] * (num // 2)
     seconds = {name: [[count / rate for count in counts] for rate in repeats] for name, repeats in rates.items()}
-    return measure.Runs({name: [result(count) for count in counts] for name in rates}, seconds)
+    return measure.Runs({name: [result(count) for count in counts] for name in rates}, seconds, seconds)
 
 
 def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():

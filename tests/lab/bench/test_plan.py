@@ -12,7 +12,7 @@ from support import command_line, toy
 from support.command_line import TEXTS, hsd
 
 import hsd_jax
-from hsd_jax.config import NO_REUSE, TreeConfig
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.lab.bench import hierarchy, methods, rounds
 from hsd_jax.models import convert
@@ -128,7 +128,7 @@ def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
     prompts = [rng.integers(0, params.target_config.vocab_size, n) for n in (3, 6)]
     texts = write_texts(params, prompts, 12, temperature, seed=5)
     laws = rounds.laws_of(params, texts, 4, temperature)
-    drafts = [(TreeConfig.chain(n), NO_REUSE) for n in (1, 2, 3, 4)]
+    drafts = [TreeConfig.chain(n) for n in (1, 2, 3, 4)]
     names = params.drafter, params.drafter_config, params.target, params.target_config
     fates, _ = accepted_lengths(*names, texts, drafts, temperature)
     for n, (law, fate) in enumerate(zip(laws, fates, strict=True), 1):
@@ -136,7 +136,7 @@ def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
         assert [law[k + 1] * fate.num_passes for k in range(n + 1)] == pytest.approx(list(fate.histogram))
     assert mean(laws[3]) > 1.2  # so something was right
     counts = rounds.count_accepted(params, texts, temperature)
-    assert counts.shape == (2, 1, int((texts.length - texts.prompt_length).max()))
+    assert counts.shape == (2, int((texts.length - texts.prompt_length).max()))
 
 
 def test_stacks_by_name(folders, models, prompts, capsys):
