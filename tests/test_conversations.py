@@ -20,7 +20,7 @@ from support import chat
 import hsd_jax
 from hsd_jax import tokenizer as tokenizer_lib
 from hsd_jax.arguments import encode
-from hsd_jax.tokenizer import Tokenizer, check_messages
+from hsd_jax.tokenizer import Tokenizer
 
 HI = {"role": "user", "content": "hi"}
 BRIEF = {"role": "system", "content": "be brief"}
@@ -124,11 +124,6 @@ def test_what_is_no_prompt_is_named(params, prompt, error):
         hsd_jax.decode(params, prompt)
 
 
-def test_no_messages():
-    with pytest.raises(ValueError, match=r"^here"):
-        check_messages([], "here")
-
-
 def test_without_a_chat_template_or_a_tokenizer(params, tmp_path):
     bare = dataclasses.replace(params, tokenizer=Tokenizer.find(chat.write_tokenizer(tmp_path, None)))
     with pytest.raises(ValueError, match=r"prompt 1: .*chat template"):
@@ -186,13 +181,6 @@ def test_rendering_checks_no_roles(found):
 def test_the_token_that_ends_a_turn(found, template, end):
     tokenizer = found(template)
     assert [tokenizer.spelling(token) for token in tokenizer.turn_ends] == [end] * (end is not None)
-
-
-def test_ends_of_turns_are_found_once(found, monkeypatch):
-    tokenizer = found(chat.CHATML)
-    first = tokenizer.turn_ends
-    monkeypatch.setattr(Tokenizer, "render", None)
-    assert tokenizer.turn_ends is first
 
 
 def test_a_template_without_end_ends_no_turn(found, monkeypatch):

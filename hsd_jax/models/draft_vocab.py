@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.models.target import head_rows
+from hsd_jax.settings import shown
 from hsd_jax.types import Weights
 
 TokensOfColumns = Int[Array, "C"] | Int[Array, "B w C"] | None
@@ -102,15 +103,9 @@ def checked_ids(
 ) -> np.ndarray:
     """The ids as int32 [C]."""
     ids = np.asarray(draft_to_target)
-    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{where} has shape {list(ids.shape)} and dtype {ids.dtype}: expected a list of token ids")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"{where} holds token {wrong}: allowed are 0 to {vocab_size - 1}")
-    falls = np.flatnonzero(np.diff(ids) <= 0)
-    if falls.size:
-        one, other = ids[falls[0]], ids[falls[0] + 1]
-        raise ValueError(f"{where} holds {other} after {one}: expected ascending ids, each once")
+    is_list = ids.ndim == 1 and ids.size and np.issubdtype(ids.dtype, np.integer)
+    if not is_list or ids.min() < 0 or ids.max() >= vocab_size or not (ids[1:] > ids[:-1]).all():
+        raise ValueError(f"{where}={shown(ids.tolist())}: expected ascending token ids, each once, below {vocab_size}")
     return ids.astype(np.int32)
 
 

@@ -228,20 +228,11 @@ def test_meshes_from_text():
 
 @needs_devices
 @pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("rows=2", ["mesh='rows=2'", "data=N", "model=N"]),
-        ("data", ["'data'"]),
-        ("data=2,model", ["'model'"]),
-        ("data=-1", ["'data=-1'", "N >= 1"]),
-        ("data=3,model=3", ["needs 9 devices", "there are 8"]),
-    ],
+    ("spec", "word"), [("rows=2", "rows=2"), ("data=2,model", "'model'"), ("data=-1", "-1"), ("data=3,model=3", " 9 ")]
 )
-def test_impossible_meshes_are_refused(spec, words):
-    with pytest.raises(ValueError) as error:
+def test_impossible_meshes_are_refused(spec, word):
+    with pytest.raises(ValueError, match=word):
         sharding.make_mesh(spec)
-    for word in words:
-        assert word in str(error.value)
 
 
 @needs_devices

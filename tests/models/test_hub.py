@@ -37,6 +37,8 @@ NEVER = {
     "training_args.pt": b"pickle",
     "model.gguf": b"gguf",
     "consolidated.safetensors": b"again",
+    "model.fp16.safetensors": b"half",
+    "adapter_model.safetensors": b"more",
     "original/consolidated.pth": b"pickle",
     "original/config.json": b"[]",
     "onnx/model.safetensors": b"onnx",
