@@ -141,7 +141,7 @@ COMMANDS = [
     f"bench {OWN} --prompts {{file}}",
     f"identity {OWN} --prompts {{file}}",
     "plan --target {target} --models {drafter} --prompts {file}",
-    f"bench {OWN} --methods {{root}}/methods.yaml --prompts chat={{file}} --out {{out}}",
+    f"bench {OWN} --methods trees --prompts chat={{file}} --out {{out}}",
 ]
 
 
