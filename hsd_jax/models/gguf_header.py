@@ -23,7 +23,6 @@ _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """The `struct` format of each of GGUF's kinds of scalar, by GGUF's number."""
 _FLOAT, _STRING, _LIST = 6, 8, 9
 _LENGTH = struct.Struct("<Q")
-_MOST_AXES = 4
 
 
 class Place(NamedTuple):
@@ -50,13 +49,7 @@ class _List(NamedTuple):
 
 
 class Header:
-    """The metadata of a file and the places of its tensors.
-
-    Attributes:
-      path: the file.
-      places: the places of the tensors by their names, in the file's order.
-      tokenizer_bytes: the raw metadata whose keys begin with "tokenizer.".
-    """
+    """The metadata of a file, the places of its tensors by their names, and the raw metadata of its tokenizer."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -87,14 +80,10 @@ class Header:
         self.places = self._read_places(num_tensors)
         self._check_whole()
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata: a number, a bool, a text, or a list of one of these.
 
-        A float32 is returned as the shortest decimal that rounds to it, as in the original configuration: 1e-05, not
-        9.999999747378752e-06.
+        A float32 is returned as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06.
         """
         value = self._values.get(key, default)
         return self._list(key, value) if isinstance(value, _List) else value
@@ -172,8 +161,6 @@ class Header:
         for _ in range(num_tensors):
             name = self._text("the name of a tensor")
             (num_axes,) = self._take("I")
-            if num_axes > _MOST_AXES:
-                raise ValueError(f"{self.path}: tensor {name!r} has {num_axes} axes, more than {_MOST_AXES}")
             *sizes, kind, offset = self._take(f"{num_axes}QIQ")
             if name in places:
                 raise ValueError(f"{self.path}: has tensor {name!r} twice")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["HubError", "fetch", "is_repo_name"]
-
 ANSWER_SECONDS = 10.0
 """The time limit for the first answer of the hub. The library itself would wait for ever."""
 
@@ -51,8 +49,6 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
       name: ORG/NAME.
       revision: a branch, a tag or a commit. None: the branch `main`.
       weights: whether the safetensors are fetched. Without them the folder serves for its tokenizer.
-    Raises:
-      HubError: no such repository or revision, no access, no safetensors in it, or no answer and no cache.
     """
     from huggingface_hub import constants, snapshot_download
 

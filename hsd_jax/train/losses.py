@@ -73,9 +73,7 @@ def sampled_teacher_distribution(
 ) -> TeacherDistribution:
     """The target's distributions over a sample of columns, from its logits of these columns only.
 
-    Args:
-      log_normaliser: the log-sum-exp of the target's logits over all tokens.
-      best: the likeliest of all tokens.
+    `log_normaliser` and `best` are the log-sum-exp of its logits over all tokens and the likeliest of them.
     """
     logp = lax.stop_gradient(logits.astype(jnp.float32)) - log_normaliser[..., None]
     return TeacherDistribution(logp, *to_columns(draft_to_target, best), log_weight)
@@ -128,10 +126,7 @@ def jensen_shannon(target: Target, draft_logits: Float[Array, "... C"], beta: fl
     """beta KL(p || m) + (1 - beta) KL(q || m) in nats, with m = beta p + (1 - beta) q.
 
     It is bounded by the entropy of beta. Divided by beta it tends to `forward_kl` as beta tends to 0. Divided by 1 -
-    beta it tends to `reverse_kl` as beta tends to 1.
-
-    References:
-      DistillSpec (arXiv:2310.08461); methods.md 7.2.
+    beta it tends to `reverse_kl` as beta tends to 1 (DistillSpec, arXiv:2310.08461; methods.md 7.2).
     """
     pair = _log_distributions(target, draft_logits)
     target_logp, draft_logp = pair.target_logp, pair.draft_logp
@@ -181,12 +176,10 @@ def named(divergence: str, jsd_beta: float = 0.5) -> Callable[..., Array]:
 
 
 def depth_weights(num_steps: int, decay: float, max_age: int = 0) -> Float[Array, "K"]:
-    """decay^(k - 1) for depths 1..K, scaled to sum 1. A deep token counts less, as it needs that all before it are
-    accepted.
+    """decay^(k - 1) for depths 1..K, scaled to sum 1: a deep token needs that all before it are accepted.
 
-    Args:
-      max_age: trees grow from states that are 0 to `max_age` tokens old, and each age is equally frequent. At age a the
-        first depth of a tree is depth a + 1. The weights are the mean over the ages.
+    Trees grow from states that are 0 to `max_age` tokens old, and each age is equally frequent. At age a the first
+    depth of a tree is depth a + 1. The weights are the mean over the ages.
     """
     depth, cut = jnp.arange(num_steps, dtype=jnp.float32), jnp.arange(max_age + 1, dtype=jnp.float32)[:, None]
     weights = jnp.where(depth >= cut, decay ** jnp.maximum(depth - cut, 0.0), 0.0).sum(0)

@@ -543,7 +543,7 @@ def test_a_real_file():
     file = GgufFile(path)
     sizes = (file.config.num_layers, file.config.hidden_size, file.config.norm_eps, file.config.tie_embeddings)
     assert sizes == (30, 576, 1e-5, True)
-    assert (file.dtype, file.bos, file.adds_bos, file.eos) == ("bfloat16", 1, False, (2,))
+    assert (file.dtype, file.bos, file.eos) == ("bfloat16", 1, (2,))
     assert file.hash() == "9b9190052c56e89a1646c17dcd01d9ecdf115a4aa2c15a315056bd380933b249"
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     weights = file.weights()
