@@ -65,14 +65,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 """The defaults of transformers for keys that a file leaves out."""
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 
 _SAME = {
     "vocab_size": "vocab_size",
@@ -210,7 +202,8 @@ def format_config(config: ModelConfig) -> dict[str, Any]:
     family = config.model_type
     if family not in _FAMILIES:
         raise ValueError(f"ModelConfig.model_type={family!r}: allowed are {', '.join(_FAMILIES)}")
-    values: dict[str, Any] = {"architectures": [_ARCHITECTURES[family]], "model_type": family}
+    name = f"{family.removesuffix('_text').capitalize()}ForCausalLM"  # as transformers names the class of each family
+    values: dict[str, Any] = {"architectures": [name], "model_type": family}
     values |= {key: getattr(config, field) for field, key in _SAME.items()}
     values |= {"rope_theta": config.rope.theta, "rope_scaling": _format_rope(config.rope)}
     if family.startswith("gemma"):
