@@ -163,27 +163,24 @@ class GgufFile:
 
     def _tensors(self) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, tuple[int, ...]]]:
         """Three mappings: GGUF's names to tensors, our paths to GGUF's names, and our paths to our shapes."""
-        num_layers = self.config.num_layers
-        stored: dict[str, StoredTensor] = {
-            name: self._tensor(name) for name in self._header.places if name != gguf_layout.ROPE_FACTORS
-        }
-        check_num_layers(num_layers, stored, self.path, _METADATA)
-        shapes = shapes_of(init_target, self.config)
+        config, names = self.config, [name for name in self._header.places if name != gguf_layout.ROPE_FACTORS]
+        stored: dict[str, StoredTensor] = {name: self._tensor(name) for name in names}
+        check_num_layers(config.num_layers, stored, self.path, _METADATA)
+        shapes = shapes_of(init_target, config)
         wanted = {path: gguf_layout.tensor_name(path) for path in shapes}
         for path, name in wanted.items():
             if name in stored:
-                heads, added = gguf_layout.interleaved_heads(path, self.config), gguf_layout.added(path, self.config)
-                stored[name] = dataclasses.replace(self._tensor(name), heads=heads, added=added)
+                layout = gguf_layout.interleaved_heads(path, config), gguf_layout.added(path, config)
+                stored[name] = self._tensor(name, *layout)
         return stored, wanted, shapes
 
-    def _tensor(self, name: str) -> GgufTensor:
-        """A tensor in the layout of the file."""
+    def _tensor(self, name: str, *layout: Any) -> GgufTensor:
+        """A tensor, in the layout of the file unless `heads` and `added` are given."""
         place = self._header.places[name]
-        return GgufTensor(self.path, name, place.shape, place.kind_name, place.start)
+        return GgufTensor(self.path, name, place.shape, place.kind_name, place.start, *layout)
 
     def _rope_factors(self) -> np.ndarray | None:
-        place = self._header.places.get(gguf_layout.ROPE_FACTORS)
-        if place is None:
+        if gguf_layout.ROPE_FACTORS not in self._header.places:
             return None
         tensor = self._tensor(gguf_layout.ROPE_FACTORS)
         if tensor.dtype not in tensor.readable or len(tensor.shape) != 1:

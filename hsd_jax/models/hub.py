@@ -66,9 +66,8 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
         )
     except Exception as error:  # the library's own, those of its HTTP client, and those of the disk
         cached = f"{problem}, and {constants.HF_HUB_CACHE} does not hold all of it: " if problem else ""
-        raise HubError(
-            f"{name} (revision {revision or 'main'}): {cached}{' '.join(str(error).split())[:400]}"
-        ) from error
+        said = " ".join(str(error).split())[:400] or type(error).__name__
+        raise HubError(f"{name} (revision {revision or 'main'}): {cached}{said}") from error
     folder = Path(found)
     if weights and not any(folder.glob("*.safetensors")):
         raise HubError(f"{name}: no safetensors at its top; pickles are never loaded, and GGUF is read from a file")
