@@ -148,6 +148,7 @@ def open_features(
         there, to_write = folder.absolute(), (num - done) * layout.row_bytes / 1e9
         free = shutil.disk_usage(next(p for p in (there, *there.parents) if p.exists())).free / 1e9
         what = f"{num:,} rows x {rows.length} tokens x {layout.shape[2]} numbers in {layout.dtype}"
+        what += f" and {likeliest} likeliest tokens" if likeliest else ""
         report(f"features: {what}, {to_write:.3g} GB to write in {folder}, {free:.3g} GB free")
         if to_write > free:
             raise ValueError(f"features.cache={folder}: needs {to_write:.3g} GB more, the disk has {free:.3g}")
