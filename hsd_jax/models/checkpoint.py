@@ -14,11 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tokenizers
-
 from hsd_jax.config import ModelConfig
 from hsd_jax.models import convert, hub
 from hsd_jax.models.gguf_file import GgufFile
+from hsd_jax.models.hf_config import read_config
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.settings import shown
 from hsd_jax.tokenizer import TOKENIZER_FILES, Messages, Tokenizer, read_template
@@ -37,7 +36,6 @@ class Bundled(NamedTuple):
     target: Callable[[], Path]
     """Returns the path of the target. If it is missing, raises a FileNotFoundError that says how to get it."""
     drafter: Path
-    """A drafter that was trained for it."""
     default: str | Path
     """Its drafter unless another one is given."""
 
@@ -71,7 +69,7 @@ class Folder:
 
     @functools.cached_property
     def config(self) -> ModelConfig:
-        return convert.read_config(self.path)
+        return read_config(self.path)
 
     @functools.cached_property
     def dtype(self) -> str:
@@ -115,9 +113,7 @@ class Checkpoint:
     """A model's files and their contents. Each part is read when it is first used.
 
     Args:
-      name: the name that was given, for messages.
       files: files of the weights, and of the tokenizer unless `tokenizer` is given.
-      tokenizer: files whose tokenizer and chat template are used.
       drafter: its drafter unless another one is given. None: it has none.
     """
 
@@ -153,7 +149,7 @@ class Checkpoint:
 
     @property
     def bos(self) -> int | None:
-        """The start token if the files name one. The tokenizer decides whether prompts begin with it."""
+        """The start token, if the files name one."""
         return self._words.bos
 
     @functools.cached_property
@@ -181,12 +177,6 @@ class Checkpoint:
             raise ValueError(f"{self}: has no tokenizer, and so no chat template")
         return self.tokenizer.render(messages, is_open)
 
-    def raw_tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the library `tokenizers`, with which training reads texts."""
-        if self.tokenizer is None:
-            raise FileNotFoundError(f"{self}: has no tokenizer.json, and training needs the target's tokenizer")
-        return self.tokenizer.raw
-
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer's files into another folder."""
         self._words.save_tokenizer(folder)
@@ -201,12 +191,8 @@ def find(
 ) -> Checkpoint:
     """The checkpoint of a name, a folder or a file. If nothing has the name, the error lists what was tried.
 
-    A name is looked up in BUNDLED, then as a path, then as ORG/NAME on the hub.
-
-    Args:
-      revision: branch, tag or commit on the hub. None: the main branch.
-      tokenizer: a checkpoint whose tokenizer and chat template replace its own.
-      weights: whether a repository's weights are fetched.
+    A name is looked up in BUNDLED, then as a path, then as ORG/NAME on the hub. The tokenizer and the chat template of
+    `tokenizer` replace its own. Without `weights` only settings and tokenizer are fetched from the hub.
     """
     words = None if tokenizer is None else find(tokenizer, weights=False)._words
     if isinstance(source, Checkpoint):
@@ -214,16 +200,16 @@ def find(
         return source if words is None else Checkpoint(source.name, source._files, words, source.drafter)
     if isinstance(source, str) and source in BUNDLED:
         _refuse_revision(source, revision)
-        bundled = BUNDLED[source]
-        return Checkpoint(source, files_of(bundled.target()), words, bundled.default)
-    return Checkpoint(str(source), files_of(path_of(source, revision, weights)), words)
+        path, drafter = BUNDLED[source].target(), BUNDLED[source].default
+    else:
+        path, drafter = path_of(source, revision, weights), None
+    if not path.is_dir() and path.suffix != ".gguf":
+        raise ValueError(f"{path}: expected a Hugging Face folder, or a file that ends in .gguf")
+    return Checkpoint(str(source), Folder(path) if path.is_dir() else GgufFile(path), words, drafter)
 
 
 def path_of(source: str | Path, revision: str | None = None, weights: bool = True) -> Path:
-    """The path with this name, or the local folder of the hub's repository with this name, which is fetched.
-
-    Without `weights` only its settings and its tokenizer are fetched.
-    """
+    """The path with this name, or the local folder of the hub's repository with this name, which is fetched."""
     if not str(source):
         raise ValueError("an empty name: expected a name, a folder or a file")
     path = Path(source).expanduser()
@@ -246,12 +232,3 @@ def path_of(source: str | Path, revision: str | None = None, weights: bool = Tru
 def _refuse_revision(source: str | Path, revision: str | None) -> None:
     if revision is not None:
         raise ValueError(f"revision={shown(revision)}: only names on the hub have revisions, and {source} is not one")
-
-
-def files_of(path: Path) -> Files:
-    """The files at a path, a Hugging Face folder or a GGUF file. Nothing is read from a folder yet."""
-    if path.is_dir():
-        return Folder(path)
-    if path.suffix != ".gguf":
-        raise ValueError(f"{path}: expected a Hugging Face folder, or a file that ends in .gguf")
-    return GgufFile(path)

@@ -22,7 +22,8 @@ from jax.experimental import multihost_utils
 from hsd_jax.config import ModelConfig
 from hsd_jax.host import sharding
 from hsd_jax.host.files import read_object, sha256, write_json
-from hsd_jax.models.hf_config import format_config, read_config
+from hsd_jax.models.hf_config import format_config
+from hsd_jax.models.hf_config import read_config as read_config
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
@@ -32,27 +33,10 @@ from hsd_jax.models.tensor_files import (
     checked_dtype,
     load_tree,
     open_all,
-    sample,
     store_tree,
-    stored_dtype,
 )
 from hsd_jax.settings import Whole, take
 from hsd_jax.types import Weights
-
-__all__ = [
-    "check_num_layers",
-    "read_bos",
-    "read_config",
-    "read_eos",
-    "read_weights",
-    "sampled_hash",
-    "save_target",
-    "shapes_of",
-    "stored_hash",
-    "stored_weights",
-    "weights_dtype",
-    "weights_hash",
-]
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PREFIXES = ("model.", "language_model.")
@@ -83,8 +67,8 @@ _POST_NORMS = {  # in Gemma the name post_attention_layernorm means a different 
 
 
 def weights_dtype(folder: str | Path) -> str:
-    """The dtype of a checkpoint's weights, "bfloat16" or "float32". float32 also holds float16 exactly."""
-    return stored_dtype(open_all(_weight_files(Path(folder))))
+    """The dtype that holds a checkpoint's weights: "bfloat16" if all are stored in it, else "float32"."""
+    return "bfloat16" if {tensor.dtype for tensor in open_all(_weight_files(Path(folder)))} == {"BF16"} else "float32"
 
 
 def read_weights(
@@ -96,13 +80,8 @@ def read_weights(
 ) -> Weights:
     """A target's weights from `model.safetensors` or its shards, in `dtype`, in the tree of `init_target`.
 
-    Names may have the prefixes `model.` and `language_model.`. A tied checkpoint may hold the embedding as
-    `embed_tokens`, as `lm_head` or as both.
-
-    Args:
-      placement: the devices of the weights. Each device receives its own slices, one tensor at a time.
-      vocab_size: the number of rows that embedding and LM head get, the first ones, or all and rows of zeros. None:
-        those of the files.
+    Embedding and LM head get `vocab_size` rows, the first ones of the file, or all and rows of zeros. A tied checkpoint
+    may hold the embedding as `embed_tokens`, as `lm_head` or as both.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
     stored, wanted, shapes = _tensors(folder, config)
@@ -110,35 +89,25 @@ def read_weights(
     return load_tree(stored, wanted, shapes, dtype, folder, "config.json", **rest)
 
 
-def stored_weights(folder: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors of a target by our paths, with checked shapes but unread."""
-    stored, wanted, _ = _tensors(Path(folder), config)
-    return {path: stored[name] for path, name in wanted.items()}
-
-
 def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> str:
     """`weights_hash` of the weights that `read_weights` reads in this dtype.
 
     It does not depend on their devices or on quantization. It reads a sample of a few megabytes from the files.
     """
-    return sampled_hash(stored_weights(folder, config), dtype)
+    stored, wanted, _ = _tensors(Path(folder), config)
+    return sampled_hash(stored, wanted, dtype)
 
 
-def sampled_hash(stored: dict[str, StoredTensor], dtype: Any) -> str:
-    """`weights_hash` of tensors in files, given by our paths, in `dtype`. It reads only a sample of their numbers."""
-    dtype = checked_dtype(dtype)
-    return _hash(
-        (path, tensor.shape, sample(tensor, _stride(math.prod(tensor.shape)), dtype)) for path, tensor in stored.items()
-    )
+def sampled_hash(stored: dict[str, StoredTensor], wanted: dict[str, str], dtype: Any) -> str:
+    """`weights_hash` of tensors in files. It reads only a sample of their numbers."""
+    dtype, tensors = checked_dtype(dtype), {path: stored[name] for path, name in wanted.items()}
+    return _hash((path, x.shape, x.sample(_stride(math.prod(x.shape))).astype(dtype)) for path, x in tensors.items())
 
 
 def _tensors(
     folder: Path, config: ModelConfig
 ) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, tuple[int, ...]]]:
-    """Three mappings: file names to tensors, our paths to file names, and our paths to shapes.
-
-    The tensors are checked and unread, except for an embedding that is stored twice: the two are compared.
-    """
+    """Three mappings: file names to checked tensors, our paths to file names, and our paths to shapes."""
     stored = _open(folder)
     check_num_layers(config.num_layers, stored, folder, "config.json")
     shapes = shapes_of(init_target, config)
@@ -149,8 +118,11 @@ def _tensors(
     if not config.tie_embeddings and _HEAD not in stored and _EMBEDDING in stored:
         raise ValueError(f"{folder}: no tensor {_HEAD!r}, though tie_word_embeddings is not true in config.json")
     check_tensors(stored, wanted, shapes, folder, "config.json")
-    if head is not None:
-        _check_tied(stored[_EMBEDDING], head)
+    embedding = stored.get(_EMBEDDING)
+    if head is None or embedding is None or embedding is head:
+        return stored, wanted, shapes
+    if head.dtype not in head.readable or not are_equal(embedding, head):
+        raise ValueError(f"{head}: differs from {embedding.name!r}, though config.json has tie_word_embeddings=true")
     return stored, wanted, shapes
 
 
@@ -178,9 +150,7 @@ def save_target(
 ) -> None:
     """Writes `model.safetensors` and `config.json` in the form that transformers reads. No file appears half-written.
 
-    Args:
-      dtype: dtype of the file. `weights` may have another.
-      bos, eos: special tokens for `config.json`. A missing one is written as null, so that readers use no default.
+    A missing `bos` or `eos` is written as null, so that readers use no default.
     """
     dtype, folder, eos = checked_dtype(dtype), Path(folder), [int(token) for token in eos]
     values = format_config(config) | {"torch_dtype": dtype.name, "bos_token_id": bos}
@@ -195,18 +165,12 @@ def save_target(
 
 
 def read_eos(folder: str | Path) -> tuple[int, ...]:
-    """End tokens of a checkpoint, from `generation_config.json`, else `config.json`, else `tokenizer_config.json`.
-
-    Empty if the folder names none.
-    """
+    """End tokens of a checkpoint, from `generation_config.json`, else `config.json`, else `tokenizer_config.json`."""
     return _special_tokens(Path(folder), "eos_token")
 
 
 def read_bos(folder: str | Path) -> int | None:
-    """The start token of a checkpoint, found in the same files as by `read_eos`. None if the folder names none.
-
-    Prompts do not always begin with a start token that a configuration names: the tokenizer decides.
-    """
+    """The start token of a checkpoint, if these files name one. The tokenizer decides whether prompts begin with it."""
     return next(iter(_special_tokens(Path(folder), "bos_token")), None)
 
 
@@ -244,10 +208,7 @@ def _hash(samples: Iterable[tuple[str, tuple[int, ...], np.ndarray]]) -> str:
 
 
 def check_num_layers(num_layers: int, stored: dict[str, StoredTensor], folder: Path, config: str) -> None:
-    """Raises a ValueError if there are fewer tensors than layers.
-
-    Without this check every layer would be traced to find the missing tensors.
-    """
+    """Refuses fewer tensors than layers, before every layer is traced to find the missing tensors."""
     if 0 < len(stored) < num_layers:
         raise ValueError(f"{folder}: {config} has {num_layers} layers, but there are only {len(stored)} tensors")
 
@@ -305,12 +266,6 @@ def _weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file, though {INDEX_FILE} names it")
     return [folder / name for name in files]
-
-
-def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
-    """Raises a ValueError if the head of a tied checkpoint is stored and is not its embedding."""
-    if embedding is not head and (head.dtype not in head.readable or not are_equal(embedding, head)):
-        raise ValueError(f"{head}: differs from {embedding.name!r}, though config.json has tie_word_embeddings=true")
 
 
 def _special_tokens(folder: Path, name: str) -> tuple[int, ...]:

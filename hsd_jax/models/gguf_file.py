@@ -109,11 +109,7 @@ class GgufTensor(StoredTensor):
 
 
 class GgufFile:
-    """A GGUF file of a model that this library runs.
-
-    The constructor reads only the header, which takes milliseconds. The rest is read when it is needed. A file that is
-    incomplete, or that this library cannot run, is a ValueError that names the file and the key or tensor.
-    """
+    """A GGUF file of a model that this library runs. The constructor reads only the header, in milliseconds."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -126,22 +122,12 @@ class GgufFile:
 
     @functools.cached_property
     def dtype(self) -> str:
-        """The dtype in which the weights are held: bfloat16 if a matrix is stored in bfloat16 or quantized, else
-        float32.
-
-        Norms do not count, because GGUF always stores them in float32.
-        """
+        """bfloat16 if a matrix is stored in bfloat16 or quantized, else float32. GGUF's norms always are float32."""
         kinds = {place.kind_name for place in self._header.places.values() if len(place.shape) > 1}
         return "float32" if kinds <= {"F32", "F16", "F64"} else "bfloat16"
 
     def weights(self, dtype: Any = None, placement: Placement = HERE, vocab_size: int | None = None) -> Weights:
-        """The weights in the tree of `init_target`.
-
-        Args:
-          dtype: None: `self.dtype`.
-          placement: the devices of the weights. Each device receives its own slices, one tensor at a time.
-          vocab_size: as in `convert.read_weights`.
-        """
+        """As `convert.read_weights`."""
         dtype, heads = checked_dtype(self.dtype if dtype is None else dtype), sharding.heads_of(self.config)
         tensors = self._tensors()  # first, because it checks the number of layers
         rest = {"placement": placement, "heads": heads, "held_shapes": held_shapes(self.config, vocab_size)}
@@ -151,40 +137,24 @@ class GgufFile:
         """`convert.weights_hash` of the weights in this dtype, from a few megabytes of the file."""
         stored, wanted, shapes = self._tensors()
         check_tensors(stored, wanted, shapes, self.path, _METADATA)
-        return sampled_hash(
-            {path: stored[name] for path, name in wanted.items()}, self.dtype if dtype is None else dtype
-        )
+        return sampled_hash(stored, wanted, self.dtype if dtype is None else dtype)
 
     @property
     def bos(self) -> int | None:
-        """The start token, None if the file names none. `adds_bos` says whether prompts begin with it."""
         return gguf_tokenizer.bos(self._header)
 
     @property
-    def adds_bos(self) -> bool:
-        """Whether the file's tokenizer begins a text with the start token."""
-        return gguf_tokenizer.adds_bos(self._header)
-
-    @property
     def eos(self) -> tuple[int, ...]:
-        """The distinct end tokens: of a text, of a turn, of a message."""
         return gguf_tokenizer.eos(self._header)
 
     @property
-    def chat_template(self) -> str | None:
-        """The text of the template, None if the file has none."""
-        return gguf_tokenizer.chat_template(self._header)
-
-    @property
     def has_chat_template(self) -> bool:
-        return bool(self.chat_template)
+        return bool(gguf_tokenizer.chat_template(self._header))
 
     def tokenizer(self) -> Tokenizer:
-        """`gguf_tokenizer.wrapped` for this file."""
         return gguf_tokenizer.wrapped(self._header)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Writes the tokenizer as the files of a Hugging Face folder."""
         self.tokenizer().save(folder)
 
     @property
@@ -193,27 +163,24 @@ class GgufFile:
 
     def _tensors(self) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, tuple[int, ...]]]:
         """Three mappings: GGUF's names to tensors, our paths to GGUF's names, and our paths to our shapes."""
-        num_layers = self.config.num_layers
-        stored: dict[str, StoredTensor] = {
-            name: self._tensor(name) for name in self._header.places if name != gguf_layout.ROPE_FACTORS
-        }
-        check_num_layers(num_layers, stored, self.path, _METADATA)
-        shapes = shapes_of(init_target, self.config)
+        config, names = self.config, [name for name in self._header.places if name != gguf_layout.ROPE_FACTORS]
+        stored: dict[str, StoredTensor] = {name: self._tensor(name) for name in names}
+        check_num_layers(config.num_layers, stored, self.path, _METADATA)
+        shapes = shapes_of(init_target, config)
         wanted = {path: gguf_layout.tensor_name(path) for path in shapes}
         for path, name in wanted.items():
             if name in stored:
-                heads, added = gguf_layout.interleaved_heads(path, self.config), gguf_layout.added(path, self.config)
-                stored[name] = dataclasses.replace(self._tensor(name), heads=heads, added=added)
+                layout = gguf_layout.interleaved_heads(path, config), gguf_layout.added(path, config)
+                stored[name] = self._tensor(name, *layout)
         return stored, wanted, shapes
 
-    def _tensor(self, name: str) -> GgufTensor:
-        """A tensor in the layout of the file."""
+    def _tensor(self, name: str, *layout: Any) -> GgufTensor:
+        """A tensor, in the layout of the file unless `heads` and `added` are given."""
         place = self._header.places[name]
-        return GgufTensor(self.path, name, place.shape, place.kind_name, place.start)
+        return GgufTensor(self.path, name, place.shape, place.kind_name, place.start, *layout)
 
     def _rope_factors(self) -> np.ndarray | None:
-        place = self._header.places.get(gguf_layout.ROPE_FACTORS)
-        if place is None:
+        if gguf_layout.ROPE_FACTORS not in self._header.places:
             return None
         tensor = self._tensor(gguf_layout.ROPE_FACTORS)
         if tensor.dtype not in tensor.readable or len(tensor.shape) != 1:

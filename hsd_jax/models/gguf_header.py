@@ -21,9 +21,9 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """The `struct` format of each of GGUF's kinds of scalar, by GGUF's number."""
+_KINDS = {kind.value: kind.name for kind in GGMLQuantizationType}
 _FLOAT, _STRING, _LIST = 6, 8, 9
 _LENGTH = struct.Struct("<Q")
-_MOST_AXES = 4
 
 
 class Place(NamedTuple):
@@ -31,16 +31,10 @@ class Place(NamedTuple):
 
     shape: tuple[int, ...]
     """The shape of the array, rows first. The file has the reverse order."""
-    kind: int
-    """GGML's number of the type in which its values are stored."""
+    kind_name: str
+    """The name of its type, as `F32` or `Q4_1`. `type 99` if the package gguf does not know type number 99."""
     start: int
     """The offset of its first byte from the start of the file."""
-
-    @property
-    def kind_name(self) -> str:
-        """The name of its type, as `F32` or `Q4_1`. `type 99` if the package gguf does not know type number 99."""
-        known = {kind.value for kind in GGMLQuantizationType}
-        return GGMLQuantizationType(self.kind).name if self.kind in known else f"type {self.kind}"
 
 
 class _List(NamedTuple):
@@ -50,13 +44,7 @@ class _List(NamedTuple):
 
 
 class Header:
-    """The metadata of a file and the places of its tensors.
-
-    Attributes:
-      path: the file.
-      places: the places of the tensors by their names, in the file's order.
-      tokenizer_bytes: the raw metadata whose keys begin with "tokenizer.".
-    """
+    """The metadata of a file, the places of its tensors by their names, and the raw metadata of its tokenizer."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -87,14 +75,10 @@ class Header:
         self.places = self._read_places(num_tensors)
         self._check_whole()
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata: a number, a bool, a text, or a list of one of these.
 
-        A float32 is returned as the shortest decimal that rounds to it, as in the original configuration: 1e-05, not
-        9.999999747378752e-06.
+        A float32 is returned as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06.
         """
         value = self._values.get(key, default)
         return self._list(key, value) if isinstance(value, _List) else value
@@ -172,12 +156,10 @@ class Header:
         for _ in range(num_tensors):
             name = self._text("the name of a tensor")
             (num_axes,) = self._take("I")
-            if num_axes > _MOST_AXES:
-                raise ValueError(f"{self.path}: tensor {name!r} has {num_axes} axes, more than {_MOST_AXES}")
             *sizes, kind, offset = self._take(f"{num_axes}QIQ")
             if name in places:
                 raise ValueError(f"{self.path}: has tensor {name!r} twice")
-            places[name] = Place(tuple(reversed(sizes)), kind, offset)
+            places[name] = Place(tuple(reversed(sizes)), _KINDS.get(kind, f"type {kind}"), offset)
         alignment = self.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"{self.path}: general.alignment={alignment!r}: expected a number of bytes")
@@ -186,9 +168,9 @@ class Header:
 
     def _check_whole(self) -> None:
         for name, place in self.places.items():
-            if place.kind_name.startswith("type"):
+            if place.kind_name not in GGMLQuantizationType.__members__:
                 continue  # an unknown type has an unknown size; reading the tensor raises an error
-            per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(place.kind)]
+            per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[place.kind_name]]
             row = place.shape[-1] if place.shape else 1
             if row % per_block:
                 raise ValueError(f"{self.path}: tensor {name!r} of {place.kind_name} has rows of {row} numbers")

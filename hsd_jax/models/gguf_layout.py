@@ -100,14 +100,7 @@ def added(path: str, config: ModelConfig) -> float:
 def parse(
     get: Callable[[str], Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None, where: str
 ) -> ModelConfig:
-    """The architecture that metadata and tensors describe.
-
-    Args:
-      get: returns the value of a key of the metadata, or None for a missing key.
-      shapes: shapes of the tensors by GGUF's names.
-      rope_factors: the numbers of ROPE_FACTORS, or None without that tensor.
-      where: the name of the file in errors.
-    """
+    """The architecture that metadata (`get`) and tensors describe, with the numbers of ROPE_FACTORS if they exist."""
     name = get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(f"{where}: general.architecture={shown(name)}: allowed are {', '.join(ARCHITECTURES)}")

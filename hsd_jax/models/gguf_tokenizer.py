@@ -68,8 +68,8 @@ def adds_bos(header: Header) -> bool:
 def eos(header: Header) -> tuple[int, ...]:
     """The distinct end tokens of a text, of a turn and of a message, in this order."""
     found = [_token(header, _KEY + "eos_token_id")]
-    more = header.get(_KEY + "eos_token_ids")
-    found += [] if more is None else [_checked(header, _KEY + "eos_token_ids", token) for token in _list(more)]
+    more = header.get(_KEY + "eos_token_ids", [])
+    found += [_checked(header, _KEY + "eos_token_ids", x) for x in (more if isinstance(more, list) else [more])]
     found += [_token(header, f"{_KEY}{name}_token_id") for name in ("eot", "eom")]
     return tuple(dict.fromkeys(token for token in found if token is not None))
 
@@ -142,10 +142,6 @@ def _splitting(header: Header) -> _Splitting:
 
 def _texts(header: Header, key: str) -> list[str]:
     return take(list[str], header.get(key), f"{header.path}: {key}")
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _token(header: Header, key: str) -> int | None:

@@ -65,14 +65,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 """The defaults of transformers for keys that a file leaves out."""
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
+
+_SAME = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "max_position": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
 }
+"""The fields of `ModelConfig` that have their own key."""
 
 
 @settings.dataclass
@@ -145,12 +151,18 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
     if not isinstance(family, str) or family not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
         raise ValueError(f"{where}: model_type {settings.shown(family)}: supported are {supported}, gemma3")
-    _refuse_unsupported(values, where)
+    if values.get("quantization_config"):
+        raise ValueError(f"{where}: quantization_config is set; only unquantised checkpoints are read")
+    if values.get("use_bidirectional_attention"):
+        raise ValueError(f"{where}: use_bidirectional_attention is set; only causal models generate")
     keys: _Keys = _read_keys(_Keys, _EVERYWHERE | _FAMILIES[family] | values, where)
     is_gemma = family.startswith("gemma")
-    num_heads = keys.num_attention_heads
-    num_kv_heads = keys.num_key_value_heads or num_heads
-    head_dim = keys.head_dim or keys.hidden_size // num_heads
+    keys = dataclasses.replace(
+        keys,
+        num_key_value_heads=keys.num_key_value_heads or keys.num_attention_heads,
+        head_dim=keys.head_dim or keys.hidden_size // keys.num_attention_heads,
+        tie_word_embeddings=bool(keys.tie_word_embeddings),
+    )
     if is_gemma and keys.query_pre_attn_scalar is None:
         raise ValueError(f"{where}: query_pre_attn_scalar=None: allowed are finite numbers above 0")
     window, layer_types = _sliding(keys, family, where)
@@ -159,16 +171,7 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
     activation = (keys.hidden_activation or "gelu_pytorch_tanh") if is_gemma else keys.hidden_act
     try:
         return ModelConfig(
-            vocab_size=keys.vocab_size,
-            hidden_size=keys.hidden_size,
-            num_layers=keys.num_hidden_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            intermediate_size=keys.intermediate_size,
-            max_position=keys.max_position_embeddings,
-            norm_eps=keys.rms_norm_eps,
-            tie_embeddings=bool(keys.tie_word_embeddings),
+            **{field: getattr(keys, key) for field, key in _SAME.items()},
             qkv_bias=family == "qwen2" or bias,
             output_bias=family != "qwen2" and bias,
             mlp_bias=family == "llama" and bool(keys.mlp_bias),
@@ -199,22 +202,10 @@ def format_config(config: ModelConfig) -> dict[str, Any]:
     family = config.model_type
     if family not in _FAMILIES:
         raise ValueError(f"ModelConfig.model_type={family!r}: allowed are {', '.join(_FAMILIES)}")
-    values: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[family]],
-        "model_type": family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _format_rope(config.rope),
-    }
+    name = f"{family.removesuffix('_text').capitalize()}ForCausalLM"  # as transformers names the class of each family
+    values: dict[str, Any] = {"architectures": [name], "model_type": family}
+    values |= {key: getattr(config, field) for field, key in _SAME.items()}
+    values |= {"rope_theta": config.rope.theta, "rope_scaling": _format_rope(config.rope)}
     if family.startswith("gemma"):
         values |= {
             "hidden_activation": config.activation,
@@ -236,15 +227,13 @@ def format_config(config: ModelConfig) -> dict[str, Any]:
         values["use_sliding_window"] = config.sliding_window is not None
     if config.rope_local is not None:
         values["rope_local_base_freq"] = config.rope_local.theta
-    _check_expressed(config, values)
+    again = parse_config(values, "config.json as written")
+    for field in dataclasses.fields(config):
+        wanted, found = getattr(config, field.name), getattr(again, field.name)
+        if wanted != found:
+            what = f"ModelConfig.{field.name}={wanted!r}"
+            raise ValueError(f"{what}: a {config.model_type} config.json can only store {found!r}")
     return values
-
-
-def _refuse_unsupported(values: dict[str, Any], where: str) -> None:
-    if values.get("quantization_config"):
-        raise ValueError(f"{where}: quantization_config is set; only unquantised checkpoints are read")
-    if values.get("use_bidirectional_attention"):
-        raise ValueError(f"{where}: use_bidirectional_attention is set; only causal models generate")
 
 
 def _sliding(keys: _Keys, family: str, where: str) -> tuple[int | None, tuple[str, ...]]:
@@ -313,14 +302,3 @@ def _format_rope(rope: RopeConfig) -> dict[str, Any] | None:
             "original_max_position_embeddings": rope.original_max_position,
         }
     return values
-
-
-def _check_expressed(config: ModelConfig, values: dict[str, Any]) -> None:
-    """Reads `values` back and raises an error for a field that the family's file cannot express."""
-    again = parse_config(values, "config.json as written")
-    for field in dataclasses.fields(config):
-        wanted, found = getattr(config, field.name), getattr(again, field.name)
-        if wanted != found:
-            raise ValueError(
-                f"ModelConfig.{field.name}={wanted!r}: a {config.model_type} config.json can only store {found!r}"
-            )

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["HubError", "fetch", "is_repo_name"]
-
 ANSWER_SECONDS = 10.0
 """The time limit for the first answer of the hub. The library itself would wait for ever."""
 
@@ -52,8 +50,6 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
       name: ORG/NAME.
       revision: a branch, a tag or a commit. None: the branch `main`.
       weights: whether the safetensors are fetched. Without them the folder serves for its tokenizer.
-    Raises:
-      HubError: no such repository or revision, no access, no safetensors in it, or no answer and no cache.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -71,7 +67,8 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
         )
     except Exception as error:  # the library's own, those of its HTTP client, and those of the disk
         cached = f"{problem}, and {constants.HF_HUB_CACHE} does not hold all of it: " if problem else ""
-        raise HubError(f"{name} (revision {revision or 'main'}): {cached}{_short(error)}") from error
+        said = " ".join(str(error).split())[:400] or type(error).__name__
+        raise HubError(f"{name} (revision {revision or 'main'}): {cached}{said}") from error
     folder = Path(found)
     if weights and not any(folder.glob("*.safetensors")):
         raise HubError(f"{name}: no safetensors at its top; pickles are never loaded, and GGUF is read from a file")
@@ -96,7 +93,3 @@ def _no_answer(name: str, revision: str | None) -> str:
     except Exception as error:  # of the HTTP client, or of something else that answers
         return f"no answer from {constants.ENDPOINT} ({type(error).__name__})"
     return ""
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:400] or type(error).__name__

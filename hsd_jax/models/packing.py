@@ -25,13 +25,7 @@ def arranged(
 
     If there are fewer key/value heads than devices, each is repeated, so that every device has one. The query heads of
     a device then need no other head, and no cache is gathered. If the number of devices neither divides the number of
-    heads nor is a multiple of it, heads are not split.
-
-    Args:
-      config: a configuration without heads changes nothing.
-      num_shards: number of devices that share the heads, those of the mesh axis "model".
-      packs: whether to pack projections.
-      frees: as in `pack`.
+    heads nor is a multiple of it, heads are not split. A configuration without heads changes nothing.
     """
     groups = getattr(config, "num_kv_heads", None)
     if groups is None:
@@ -51,7 +45,7 @@ def _mapped(node: Any, change: Callable[[dict], dict]) -> Any:
 
 
 def _repeated(node: dict, config: Any, times: int) -> dict:
-    """The weights of an attention with each key/value head repeated `times` times. They may already be packed."""
+    """The weights of an attention, packed or not, with each key/value head repeated `times` times."""
     groups = config.num_kv_heads
 
     def repeat(x: Array) -> Array:
@@ -75,12 +69,8 @@ def _repeated(node: dict, config: Any, times: int) -> dict:
 def pack(weights: Weights, config: Any, num_shards: int = 1, frees: bool = False) -> Weights:
     """The weights with `q`, `k`, `v` packed as `qkv`, and `gate`, `up` packed as `gate_up`.
 
-    Args:
-      config: the configuration of the weights. It must have heads.
-      num_shards: number of devices that share the heads. If it does not divide the number of key/value heads, `q`, `k`
-        and `v` are not packed, because a mesh would split a head.
-      frees: whether each original weight is deleted once it is packed, so that a device need not hold all of them
-        twice.
+    If `num_shards` does not divide the number of key/value heads, `q`, `k` and `v` stay, because a mesh would split a
+    head. With `frees` each original weight is deleted once it is packed, so that a device need not hold all twice.
     """
     groups = config.num_kv_heads
 

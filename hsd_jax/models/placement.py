@@ -47,11 +47,9 @@ class Placement:
         return jnp.dtype(dtype if is_multiplied or not self.widens else jnp.float32)
 
     def shardings(self, weights: Weights, heads: tuple[int, int]) -> dict[str, Any]:
-        """The sharding of each weight by its dotted path. None: the weight is not split and lies on the default device.
+        """The sharding of each weight by its path, given the numbers of heads, which are never split.
 
-        Args:
-          weights: arrays, or only their shapes.
-          heads: numbers of query heads and of key/value heads, which are never split.
+        None: the weight is not split and lies on the default device.
         """
         if self.mesh is None:
             return dict.fromkeys(flatten_dict(weights, sep="."))
@@ -69,13 +67,7 @@ class Placement:
         return self.quantize is not None and weight.ndim == 2 and jnp.issubdtype(weight.dtype, jnp.floating)
 
     def check_room(self, floats: Weights, heads: tuple[int, int], what: str) -> None:
-        """Checks that the weights fit into memory, before any is read.
-
-        Args:
-          floats: shapes and dtypes of the weights before quantization.
-          heads: as in `shardings`.
-          what: the start of the error message.
-        """
+        """Checks that weights with these shapes and dtypes, before quantization, fit into memory."""
         shardings, largest, needed = self.shardings(floats, heads), 0, 0
         weights: dict[str, Any] = flatten_dict(floats, sep=".")
         for path, weight in weights.items():
@@ -94,12 +86,7 @@ HERE = Placement()
 
 
 def check_free(mesh: Mesh | None, needed: int, what: str, advice: str) -> None:
-    """Checks that `needed` bytes are free on each device.
-
-    Args:
-      needed: bytes on each device.
-      what, advice: start and end of the error message.
-    """
+    """Checks that `needed` bytes are free on each device. `what` and `advice` begin and end the error message."""
     devices = _devices(mesh)
     on_host = devices[0].platform == "cpu"
     needed *= len(devices) if on_host else 1

@@ -1,8 +1,7 @@
 """Checks and reads trees of weights in files, and writes safetensors.
 
 Every name and shape is checked before a number is read, and every number before it is used. A tensor goes from its file
-to its devices slice by slice. Only the subclasses of `StoredTensor` know the kind of file: `Safetensor` here and
-`GgufTensor` in `gguf_file.py`. This module knows dotted paths and no models.
+to its devices slice by slice. The subclasses of `StoredTensor` know the kind of file.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class StoredTensor(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
-        """Yields a slice in consecutive blocks of at most `step` rows. At the end no page of the file stays mapped.
-
-        Args:
-          index: a slice of step 1 for each axis, within the shape.
-        """
+        """Yields a slice of step 1 in blocks of at most `step` rows. At the end no page of the file stays mapped."""
 
     @abc.abstractmethod
     def sample(self, stride: int) -> np.ndarray:
@@ -110,11 +105,6 @@ def open_all(files: list[Path]) -> list[StoredTensor]:
     return tensors
 
 
-def stored_dtype(tensors: Iterable[StoredTensor]) -> str:
-    """The dtype that holds all tensors without rounding: bfloat16 if all are stored in bfloat16, else float32."""
-    return "bfloat16" if {tensor.dtype for tensor in tensors} == {"BF16"} else "float32"
-
-
 def _rows(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]:
     """Yields a slice of a tensor in blocks of rows of about `_ROWS_BYTES` each."""
     whole = (*index, *[slice(None)] * len(tensor.shape))
@@ -131,12 +121,9 @@ def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 def _read(
     tensor: StoredTensor, index: tuple[slice, ...], dtype: np.dtype, held_dtype: np.dtype, whole: tuple[int, ...]
 ) -> np.ndarray:
-    """A slice of a tensor, rounded to `dtype` and held in `held_dtype`.
+    """A slice of a tensor, rounded to `dtype` and held in `held_dtype`. `index` is of an array of the shape `whole`.
 
     The array starts at a cache line, so that jax uses it as an array of a CPU device without a copy.
-
-    Args:
-      index: of an array of the shape `whole`. It has the first rows of the tensor, or all and rows of zeros.
     """
     index = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, whole, strict=True))
     shape = [s.stop - s.start for s in index]
@@ -159,17 +146,11 @@ def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
-    """The offset of each tensor's data in a file. `size` and `changed` are keys of the cache: a changed file is read
-    again."""
+    """The offset of each tensor's data in a file. A changed file, by `size` and `changed`, is read again."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     return {name: 8 + length + facts["data_offsets"][0] for name, facts in header.items() if name != "__metadata__"}
-
-
-def sample(tensor: StoredTensor, stride: int, dtype: np.dtype) -> np.ndarray:
-    """Every `stride`-th number of a tensor, in `dtype`."""
-    return tensor.sample(stride).astype(dtype)
 
 
 def _check_names(found: Iterable[str], expected: Iterable[str], where: str, config: str) -> None:
@@ -193,8 +174,7 @@ def check_tensors(
     config: str,
     ids: tuple[str, ...] = (),
 ) -> None:
-    """Raises a ValueError that names the tensor unless `stored` has exactly the tensors `wanted`, in the right shapes
-    and dtypes. The arguments are those of `load_tree`."""
+    """Raises a ValueError unless `stored` has exactly the tensors `wanted`, in the right shapes and dtypes."""
     _check_names(stored, wanted.values(), str(where), config)
     for path, name in wanted.items():
         tensor = stored[name]
@@ -220,15 +200,12 @@ def load_tree(
 
     Args:
       stored: the tensors by their names in the files.
-      wanted: the name in the files for each of our paths.
-      shapes: the expected shape for each of our paths.
+      wanted, shapes: the name in the files and the expected shape for each of our paths.
       dtype: dtype to which the numbers are rounded.
       where, config: the file or folder and its configuration, for error messages.
       ids: paths of token ids, which are int32 for every `dtype`.
-      placement: the devices and types of the weights.
       heads: numbers of query heads and of key/value heads, which a mesh never splits.
-      held_shapes: the shape of the result for each of our paths. It may have fewer rows than the file, or further rows,
-        which are zeros. None: `shapes`.
+      held_shapes: the shapes of the result. They may have fewer rows than the file, or further rows of zeros.
     """
     check_tensors(stored, wanted, shapes, where, config, ids)
     held, shapes = placement.held_dtype(dtype), held_shapes or shapes
@@ -252,23 +229,6 @@ def load_tree(
     return unflatten_dict(arrays, sep=".")
 
 
-def checked_weights(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The weights to save by their dotted paths. Raises a ValueError for a missing, unexpected or misshapen weight."""
-    flat: dict[str, Any] = flatten_dict(weights, sep=".")
-    _check_names(flat, shapes, "weights to save", "the configuration")
-    for key, array in flat.items():
-        _check_shape(np.shape(array), shapes[key], f"weights to save: {key!r}", "the configuration")
-    return flat
-
-
-def checked_numbers(key: str, array: Any, dtype: np.dtype) -> np.ndarray:
-    """The numbers of a weight to save, in `dtype`. Raises a ValueError for a number that is not finite in it."""
-    with np.errstate(over="ignore"):  # an overflow is reported below
-        cast = np.asarray(array).astype(dtype)
-    _check_finite(bool(np.isfinite(cast).all()), dtype, f"weights to save: {key!r}")
-    return np.ascontiguousarray(cast)
-
-
 def store_tree(
     path: Path,
     weights: Weights,
@@ -277,15 +237,16 @@ def store_tree(
     name: Callable[[str], str],
     ids: tuple[str, ...] = (),
 ) -> None:
-    """Writes a tree to one safetensors file. A file never appears half-written.
-
-    Args:
-      name: converts our path of a weight to its name in the file.
-      ids: as in `load_tree`.
-    """
-    flat, tensors = checked_weights(weights, shapes), {}
+    """Writes a tree to one safetensors file, in which `name` gives each path its name. No file appears half-written."""
+    flat, tensors = dict[str, Any](flatten_dict(weights, sep=".")), {}
+    _check_names(flat, shapes, "weights to save", "the configuration")
     for key, array in flat.items():
-        tensors[name(key)] = np.asarray(array, np.int32) if key in ids else checked_numbers(key, array, dtype)
+        what = f"weights to save: {key!r}"
+        _check_shape(np.shape(array), shapes[key], what, "the configuration")
+        with np.errstate(over="ignore"):  # an overflow is reported below
+            numbers = np.asarray(array).astype(np.int32 if key in ids else dtype)
+        _check_finite(key in ids or bool(np.isfinite(numbers).all()), dtype, what)
+        tensors[name(key)] = np.ascontiguousarray(numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         try:

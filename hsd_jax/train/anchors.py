@@ -18,11 +18,7 @@ from hsd_jax.train import losses
 def labels_of_anchors(
     mask: Bool[Array, "B T+1"], num_steps: int, starts: Int[Array, "B T+1"] | None = None
 ) -> Bool[Array, "B T-1 K"]:
-    """For each anchor 0..T-2 and depth: whether the token there is a label and belongs to the anchor's document.
-
-    Args:
-      starts: where the document of each token begins; None: rows of one document.
-    """
+    """For each anchor 0..T-2 and depth: whether the token there is a label and belongs to the anchor's document."""
     num = mask.shape[1] - 2
 
     def ahead(values: Array) -> Array:
@@ -57,17 +53,9 @@ class Agreement(NamedTuple):
 
 
 def agreement(
-    target: losses.TeacherDistribution,
-    draft_logits: Float[Array, "BAK C"],
-    shape: tuple[int, ...],
+    target: losses.TeacherDistribution, draft_logits: Float[Array, "BAK C"], shape: tuple[int, ...]
 ) -> Agreement:
-    """Where both models agree. No gradient reaches the logits. If the target's argmax is a cold token, they never
-    agree.
-
-    Args:
-      target: the target's distribution at all nodes.
-      shape: B, A, K.
-    """
+    """Where both models agree, in `shape` B, A, K. They never agree if the target's argmax is a cold token."""
     draft_logits = lax.stop_gradient(draft_logits)
     # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
     is_best = jnp.take_along_axis(draft_logits, target.best[:, None], -1)[:, 0] >= jnp.max(draft_logits, -1)
@@ -81,11 +69,9 @@ def chain_metrics(found: Agreement, mask: Bool[Array, "B A K"]) -> dict[str, Arr
     This is a proxy, because the target's argmax is taken given the row's text and not given its own.
 
     Returns:
-      acceptance: [K], the share of anchors that agree with the target's argmax at a depth, among those that agreed at
-        all depths before.
+      acceptance: [K], the share of anchors that agree with the target's argmax at a depth, of those that agreed before.
       tau: one plus the mean number of leading agreements.
-      overlap: [K], the sum of min(p, q) at a depth, which is the probability that a sampled draft token is accepted
-        there; the mean over all labels of that depth.
+      overlap: [K], the mean over the labels of a depth of the sum of min(p, q), the chance that a draw is accepted.
     """
     num_steps = mask.shape[2]
     labels = mask.reshape(-1, num_steps)

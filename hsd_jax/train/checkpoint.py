@@ -1,8 +1,7 @@
 """Training checkpoints, written by orbax. Each is a folder named after its step.
 
 A checkpoint is written to a temporary folder and renamed when it is complete. So the last complete one stays if the
-process is killed at any moment. Checkpoints are restored by given shapes and never unpickled. `models/convert.py`
-writes the weights that are shipped (safetensors).
+process is killed at any moment. Checkpoints are restored by given shapes and never unpickled.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "note"))
 
     def save(self, step: int, state: Any, note: dict[str, Any]) -> None:
-        """Starts to write a checkpoint. The state may be donated as soon as this returns.
-
-        Raises:
-          OSError: naming the step, if this checkpoint or the one before cannot be written.
-        """
+        """Starts to write a checkpoint. The state may be donated as soon as this returns."""
         with self._writing(f"the checkpoint of step {step}, or the one before it"):
             self._manager.wait_until_finished()
             args = ocp.args.Composite(state=ocp.args.StandardSave(state), note=ocp.args.JsonSave(note))
@@ -49,7 +44,7 @@ class Checkpointer:
         return found["state"], found["note"]
 
     def close(self) -> None:
-        """Waits until the last checkpoint is written. Raises as `save`."""
+        """Waits until the last checkpoint is written."""
         try:
             with self._writing("the last checkpoint"):
                 self._manager.wait_until_finished()

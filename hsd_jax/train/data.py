@@ -50,17 +50,13 @@ class DataConfig:
 
 
 def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
-    """The tokenizer of a checkpoint, the start token it puts before a text (None if it puts none), and the end token.
-
-    Raises:
-      FileNotFoundError: if the checkpoint has no tokenizer.
-      ValueError: if it cannot be read, or the checkpoint names no end token.
-    """
+    """The tokenizer of a checkpoint, the start token that it puts before a text, if any, and the end token."""
     checkpoint = find(source)
-    raw = checkpoint.raw_tokenizer()
-    if checkpoint.tokenizer is None or not checkpoint.named_eos:
+    if (tokenizer := checkpoint.tokenizer) is None:
+        raise FileNotFoundError(f"{checkpoint}: has no tokenizer.json, and training needs the target's tokenizer")
+    if not checkpoint.named_eos:
         raise ValueError(f"{checkpoint}: names no end token (eos_token_id in config.json)")
-    return raw, next(iter(checkpoint.tokenizer.starts), None), checkpoint.named_eos[0]
+    return tokenizer.raw, next(iter(tokenizer.starts), None), checkpoint.named_eos[0]
 
 
 def template_of(source: Source) -> ChatTemplate | None:
@@ -79,17 +75,7 @@ def read_rows(
     skip_bad_lines: bool = False,
     report: Report = print,
 ) -> Rows:
-    """The rows of some files, by the tokenizer of a checkpoint and, if `config` says so, by its chat template.
-
-    Args:
-      length: tokens of a row, without the last label.
-      seed: the run's seed, used if `config` has none.
-      vocab_size: the size of the model's vocabulary.
-      skip_bad_lines, report: as in `records.read_file`.
-    Raises:
-      FileNotFoundError: if a file or the tokenizer is missing.
-      ValueError: naming file and line, if data cannot be read or hold no label.
-    """
+    """The rows of some files, by the tokenizer of a checkpoint and, if `config` says so, by its chat template."""
     if not files:
         raise ValueError("no data files given")
     documents, words = _read(files, source, config, skip_bad_lines, report)
@@ -104,10 +90,7 @@ def read_encoded(
     skip_bad_lines: bool = False,
     report: Report = print,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The tokens and labels of every document of some files, in their order: int32 [n] and bool [n].
-
-    The arguments are those of `read_rows`. Raises as `read_rows`.
-    """
+    """The tokens and labels of every document of some files, in their order: int32 [n] and bool [n]."""
     documents, words = _read(files, source, DataConfig(loss_on=loss_on), skip_bad_lines, report)
     return list(encoded(documents, *words, vocab_size, loss_on == RESPONSES))
 
@@ -139,8 +122,6 @@ class Batches:
     Args:
       batch: rows of a step, over all processes.
       features: `take([B] row indices) -> arrays of a batch`, for example `features.Features`.
-    Raises:
-      ValueError: if there are fewer rows than one batch needs, or if the processes do not divide it.
     """
 
     def __init__(
@@ -157,41 +138,36 @@ class Batches:
             raise ValueError(f"train.batch={batch}: must be a multiple of the {process_count} processes")
         if len(rows.tokens) < batch:
             raise ValueError(f"{len(rows.tokens)} rows of text: fewer than one batch of {batch}")
-        self._rows, self._features, self._step = rows, features, 0
+        self._rows, self._features, self._next = rows, features, 0
         part = batch // process_count
         self._part = slice(process_index * part, (process_index + 1) * part)
         self._setting = {"rows": rows.fingerprint, "batch": batch, "seed": seed}
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def batch_of(self, step: int) -> dict[str, np.ndarray]:
+        """The batch of a step, counted from 0."""
         num, batch = len(self._rows.tokens), self._setting["batch"]
-        epoch, place = divmod(self._step, num // batch)
+        epoch, place = divmod(step, num // batch)
         at = _epoch_order(self._setting["seed"], epoch, num)[place * batch : (place + 1) * batch][self._part]
-        self._step += 1
         found = self._rows.take(at)
         return found if self._features is None else found | self._features.take(at)
 
+    def __next__(self) -> dict[str, np.ndarray]:
+        self._next += 1
+        return self.batch_of(self._next - 1)
+
     def get_state(self) -> dict[str, Any]:
-        """The iterator's position as values for JSON: `step` batches have been returned."""
-        return {"step": self._step, **self._setting}
+        """The position as values for JSON: `step` batches have been returned."""
+        return {"step": self._next, **self._setting}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Moves to the position of `get_state`. The number of processes may have changed.
-
-        Raises:
-          ValueError: naming what differs, if the state is of other rows, another batch size or another seed.
-        """
+        """Moves to the position of `get_state`. The number of processes may have changed."""
         for name, here in self._setting.items():
             if state.get(name) != here:
                 raise ValueError(f"the checkpoint has {name}={state.get(name)!r}, this run {name}={here!r}")
-        self.seek(state["step"])
+        self._next = state["step"]
 
-    def seek(self, step: int) -> None:
-        """Moves to the batch of `step`, counted from 0."""
-        self._step = step
-
-    def refresh(self, step: int, weights: Weights) -> None:
-        """Called before the batch of `step` is read, with the current weights. These batches do not depend on
-        weights."""
+    def refresh(self, weights: Weights) -> None:
+        """Called before each batch, with the current weights, on which these batches do not depend."""
 
 
 def batches_of(rows: Rows, train: LoopConfig, config: DataConfig, mesh: Mesh | None, features: Any = None) -> Batches:

@@ -141,21 +141,15 @@ class DistillRecipe(Recipe):
 
 
 def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, remat: bool = False) -> Loss:
-    """The mean of the divergence over a batch's labels, for `loop.fit`.
+    """The mean of the divergence over a batch's labels, for `loop.fit` (DistillSpec, arXiv:2310.08461, equation 1).
 
     `params` are the weights of the drafter that are trained. `frozen` holds the weights of "target", and of "drafter"
-    those that are not trained.
+    those that are not trained. Both distributions are over the tokens that the drafter knows. Labels that it does not
+    know do not count. No gradient passes through the drawing of its text.
 
-    Both distributions are over the tokens that the drafter knows. Labels that it does not know do not count.
-
-    A batch comes from `data.Batches`. With `hidden` (`features.py`) only the target's head runs. No gradient passes
-    through the drawing of its text. The metrics are `overlap` and `agreement`. `overlap` is the mean over labels of the
-    sum of min(p, q), which is 1 - TVD and the probability that the chain rule accepts a draft. `agreement` is the share
-    of labels at which both models have the same likeliest token.
-
-    References:
-      DistillSpec (arXiv:2310.08461), equation 1; but the mean is over all labels of a pass and not first over each
-      text.
+    The metrics are `overlap`, the mean over labels of the sum of min(p, q), which is 1 - TVD and the probability that
+    the chain rule accepts a draft; and `agreement`, the share of labels at which both models have the same likeliest
+    token.
     """
 
     logits, known = how(config.kind).logits, config.num_tokens

@@ -1,8 +1,7 @@
 """Turns records into documents: it renders conversations, and finds the responses in a text.
 
 A record holds `text`, `prompt` and `response`, `question` and `answer`, or a conversation as `turns`, `messages` or
-`conversations` (see `conversation`). A file of text is one document. The module tokenizes nothing; only records of
-`hsd generate-data` bring tokens.
+`conversations`. A file of text is one document.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ class Document:
 
 
 def text_of(record: dict, field: str, where: str) -> str:
-    """The value of a field that must hold text.
-
-    Raises:
-      ValueError: naming file, line, field and the value, if it is not a text.
-    """
+    """The value of a field that must hold text."""
     value = record[field]
     if not isinstance(value, str):
         raise ValueError(f"{where}: {field} is {shown(value)}: expected a text")
@@ -63,9 +58,6 @@ def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
     """Speaker and text of each turn of a conversation.
 
     The field lists pairs, objects with `role` and `content`, or objects with `from` and `value`.
-
-    Raises:
-      ValueError: naming file, line and turn, if there is no turn, or if a turn has none of these forms.
     """
     if not isinstance(record[field], list) or not record[field]:
         raise ValueError(f"{where}: {field} is {shown(record[field])}: expected a list of turns")
@@ -100,11 +92,6 @@ def speaker_of(who: str) -> str:
     return SPEAKERS.get(who.lower(), who.capitalize())
 
 
-def render_record(record: dict, where: str) -> str:
-    """The text of one record; conversations get no chat template. Raises as `to_document`."""
-    return to_document(record, where).text
-
-
 def to_document(
     record: dict, where: str, template: ChatTemplate | None = None, find_responses: bool = True
 ) -> Document:
@@ -113,9 +100,6 @@ def to_document(
     Args:
       template: renders conversations; None: `render_turns`.
       find_responses: False leaves `responses` of a templated conversation empty and saves two renderings per turn.
-    Raises:
-      ValueError: naming file and line, if no allowed field is there, if a field of a pair is missing, if a field holds
-        no text, or if the template rewrites a turn.
     """
     if "text" in record:
         return Document(where, text_of(record, "text", where))
@@ -189,12 +173,8 @@ def _templated(turns: Turns, template: ChatTemplate, where: str, find_responses:
 def _response(text: str, before: str, through: str, said: str, turn: str) -> tuple[int, int]:
     """The character range of one turn in the text of the whole conversation.
 
-    Some templates (Qwen3's) render the last turn in another way than earlier turns. Then the turn's own text and what
-    closes it must follow `before` in `text`.
-
-    Args:
-      before, through: the conversation up to the turn, and with it.
-      said: the text of the turn.
+    `before` and `through` are the conversation up to the turn, and with it. Some templates (Qwen3's) render the last
+    turn in another way than earlier turns. Then `said` and what closes it must follow `before` in `text`.
     """
     if text.startswith(before):
         if through.startswith(before) and text.startswith(through):
@@ -206,7 +186,7 @@ def _response(text: str, before: str, through: str, said: str, turn: str) -> tup
 
 
 def chat_template_of(render: Callable[[Messages, bool], str]) -> ChatTemplate:
-    """Makes a chat template of `render(messages, is_open)`, for example of `Tokenizer.render`. Raises as `render`."""
+    """Makes a chat template of `render(messages, is_open)`, for example of `Tokenizer.render`."""
 
     def template(turns: Turns, is_open: bool) -> str:
         return render([{"role": speaker_of(who).lower(), "content": text} for who, text in turns], is_open)
@@ -221,14 +201,7 @@ def load_documents(
     skip_bad_lines: bool = False,
     report: Callable[[str], None] = print,
 ) -> list[Document]:
-    """All documents of one file that hold more than white space.
-
-    Args:
-      template, find_responses: as in `to_document`.
-      skip_bad_lines, report: as in `records.read_file`.
-    Raises:
-      FileNotFoundError, ValueError: as `records.read_file` and `to_document`, and if there is no document.
-    """
+    """All documents of one file that hold more than white space."""
 
     def make(record: Record) -> list[Document]:
         document = to_document(record.fields, record.where, template, find_responses)

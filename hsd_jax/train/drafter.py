@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 from pydantic import Field
 
 from hsd_jax import settings
@@ -43,7 +43,6 @@ from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.recipe import HeldOut, Recipe
 from hsd_jax.train.target import starts_of, target_states
-from hsd_jax.types import Weights
 
 TRAINED = kinds_with(lambda method: method.training is not None)
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
@@ -153,10 +152,6 @@ class LossConfig:
         if ends != sorted(set(ends)):
             raise ValueError(f"loss.stages: must end with ascending steps, not {ends}")
 
-    def in_stage(self, stage: Stage) -> LossConfig:
-        """The loss settings of a stage."""
-        return dataclasses.replace(self, anchors_per_row=stage.anchors_per_row, stages=())
-
 
 @settings.dataclass
 class EvalConfig(HeldOut):
@@ -186,13 +181,7 @@ class DrafterRecipe(Recipe):
 def drafter_config(
     model: DrafterModel, target: ModelConfig, target_hash: str = "", vocabulary_hash: str = ""
 ) -> DrafterConfig:
-    """The configuration of a drafter for `target`, with the target's width, vocabulary and rotary embedding.
-
-    Args:
-      target_hash, vocabulary_hash: fingerprints of the target's weights and of its tokenizer's vocabulary.
-    Raises:
-      ValueError: as the configuration of the kind, or if the target lacks a feature layer.
-    """
+    """The configuration of a drafter for `target`, with the target's width, vocabulary and rotary embedding."""
     sizes = {
         name: getattr(target, name) if getattr(model, name) is None else getattr(model, name)
         for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
@@ -203,11 +192,14 @@ def drafter_config(
     }
     kind = DRAFTING_METHODS[model.kind].config
     own = {field.name for field in dataclasses.fields(kind)}
+    layers = model.feature_layers
+    if not isinstance(layers, tuple):  # LOW_MID_HIGH
+        layers = (2, target.num_layers // 2, target.num_layers - 3)
     config = kind(
         num_steps=model.num_steps,
         target_hash=target_hash,
         vocabulary_hash=vocabulary_hash,
-        feature_layers=_feature_layers(model.feature_layers, target.num_layers),
+        feature_layers=layers,
         reduced_vocab_size=None if model.draft_vocab is None else math.ceil(model.draft_vocab * target.vocab_size),
         **{name: value for name, value in values.items() if name in own},
     )
@@ -215,60 +207,37 @@ def drafter_config(
     return config
 
 
-def _feature_layers(layers: tuple[int, ...] | str, num_layers: int) -> tuple[int, ...]:
-    """The numbers of the feature layers; LOW_MID_HIGH is replaced by its numbers."""
-    return layers if isinstance(layers, tuple) else (2, num_layers // 2, num_layers - 3)
-
-
-def _check_loss(target: ModelConfig, config: DrafterConfig, asked: LossConfig, num_hot: int | None) -> None:
-    """Raises a ValueError as `make_loss` describes."""
-    config.check_feature_layers(target.num_layers)
+def _check_loss(target: ModelConfig, config: DrafterConfig, asked: LossConfig) -> None:
+    """Raises a ValueError if a setting does not fit the target or the drafter."""
     num_steps, fewest = config.num_steps, max(2, asked.max_age + 1)
-    refused = {
-        f"draft_to_target: {num_hot} for reduced_vocab_size={config.reduced_vocab_size}": (
-            num_hot != config.reduced_vocab_size
-        ),
-        f"loss.on_policy={asked.on_policy}: needs model.num_steps of at least 2": asked.on_policy and num_steps < 2,
-        f"loss.max_age={asked.max_age}: allowed are 0 to model.num_steps - 1 = {num_steps - 1}": (
-            asked.max_age >= num_steps
-        ),
-        f"loss.sample={asked.sample}: {config.draft_vocab_size} tokens may be drafted": (
-            asked.sample is not None and asked.sample > config.draft_vocab_size
-        ),
-        f"loss.likeliest={asked.likeliest}: the target has {target.vocab_size} tokens": (
-            asked.likeliest > target.vocab_size
-        ),
-    } | {
-        f"loss.stages.{i}.num_steps={stage.num_steps}: allowed are {fewest} to model.num_steps = {num_steps}": (
-            stage.num_steps is not None and not fewest <= stage.num_steps <= num_steps
-        )
-        for i, stage in enumerate(asked.stages)
-    }
-    for message, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(message)
+    if asked.on_policy and num_steps < 2:
+        raise ValueError(f"loss.on_policy={asked.on_policy}: needs model.num_steps of at least 2")
+    if asked.max_age >= num_steps:
+        raise ValueError(f"loss.max_age={asked.max_age}: allowed are 0 to model.num_steps - 1 = {num_steps - 1}")
+    if asked.sample is not None and asked.sample > config.draft_vocab_size:
+        raise ValueError(f"loss.sample={asked.sample}: {config.draft_vocab_size} tokens may be drafted")
+    if asked.likeliest > target.vocab_size:
+        raise ValueError(f"loss.likeliest={asked.likeliest}: the target has {target.vocab_size} tokens")
+    for i, stage in enumerate(asked.stages):
+        if stage.num_steps is not None and not fewest <= stage.num_steps <= num_steps:
+            what = f"loss.stages.{i}.num_steps={stage.num_steps}"
+            raise ValueError(f"{what}: allowed are {fewest} to model.num_steps = {num_steps}")
 
 
 def make_stages(
-    target_config: ModelConfig,
-    config: DrafterConfig,
-    loss_config: LossConfig,
-    draft_to_target: losses.DraftToTarget = None,
-    remat: bool = False,
-    frequency: Float[Array, "C"] | None = None,
+    target_config: ModelConfig, config: DrafterConfig, loss_config: LossConfig, *rest: Any
 ) -> list[tuple[int, Loss]]:
-    """The losses of `loss.stages` for `loop.fit`, each with its last step. Arguments and errors are those of
-    `make_loss`.
+    """The losses of `loss.stages` for `loop.fit`, each with its last step. The arguments are those of `make_loss`.
 
     A stage with fewer depths trains the weights of the first depths and does not change the others.
     """
-    _check_loss(target_config, config, loss_config, None if draft_to_target is None else len(draft_to_target))
+    _check_loss(target_config, config, loss_config)
 
     def of_stage(stage: Stage) -> Loss:
         shallow = dataclasses.replace(config, num_steps=stage.num_steps or config.num_steps)
         like = jax.eval_shape(lambda key: init_drafter(key, shallow), jax.random.key(0))
-        rest = draft_to_target, remat, frequency
-        loss = make_loss(target_config, shallow, loss_config.in_stage(stage), *rest)
+        of_loss = dataclasses.replace(loss_config, anchors_per_row=stage.anchors_per_row, stages=())
+        loss = make_loss(target_config, shallow, of_loss, *rest)
 
         def of_first_depths(params, *args):
             return loss(jax.tree.map(lambda x, to: x[tuple(map(slice, to.shape))], params, like), *args)
@@ -280,17 +249,14 @@ def make_stages(
 
 def _sampled(
     key: Array,
-    params: Weights,
-    models: tuple[DrafterConfig, Weights, ModelConfig],
-    drafts: heads.AnchorDrafts,
-    likeliest: Int[Array, "B T k"],
+    models: heads.Models,
+    is_certain: Bool[Array, "V"],
     size: int,
     draft_to_target: losses.DraftToTarget,
     frequency: Float[Array, "C"] | None,
 ) -> heads.Models:
     """Both models with a sample of the columns. The sample is a reduced draft vocabulary whose columns have weights."""
-    config, frozen, target_config = models
-    is_certain = vocab_sample.likely_somewhere(likeliest, drafts.positions, drafts.mask, target_config.vocab_size)
+    params, config, frozen, target_config = models
     if draft_to_target is not None:
         is_certain = is_certain[draft_to_target]
     frequency = jnp.ones(config.draft_vocab_size) if frequency is None else frequency
@@ -299,16 +265,6 @@ def _sampled(
     params = attach(take_columns(params, sample.columns), tokens, frozen, target_config)
     config = dataclasses.replace(config, reduced_vocab_size=size)
     return heads.Models({**params, "log_weight": sample.log_weight}, config, frozen, target_config)
-
-
-def _logit_summary(
-    frozen: Weights, target_config: ModelConfig, batch: dict[str, Array], hidden: Array, config: LossConfig
-) -> heads.LogitSummary:
-    """The target's likeliest tokens and normaliser at every position, from the batch or computed from its final
-    states."""
-    if "likeliest" not in batch:
-        return vocab_sample.logit_summary(frozen, target_config, hidden, config.likeliest)
-    return heads.LogitSummary(batch["log_normaliser"], batch["likeliest"])
 
 
 def make_loss(
@@ -329,24 +285,17 @@ def make_loss(
 
     The loss compares the drafter with the target's distributions given the row's text. The previous token of a depth is
     the row's, which is exact on accepted paths. In passes on policy both follow the drafter's own draws, and so do
-    states that read these draws (EAGLE).
-
-    The metrics are those of `chain_metrics`, always for the row's text. With `loss.on_policy` there is also
-    `on_policy`, which is 1 in a pass on policy.
+    states that read these draws (EAGLE). The metrics are those of `chain_metrics`, always for the row's text.
 
     Args:
-      draft_to_target: the token of each column of a reduced draft vocabulary. `losses.py` describes the treatment of
-        cold tokens.
-      remat: compute the drafter's layers again in the backward pass. The frozen target keeps no activations in any
-        case.
+      draft_to_target: the token of each column of a reduced draft vocabulary.
+      remat: compute the drafter's layers again in the backward pass.
       frequency: positive numbers; `loss.sample` draws columns in proportion to them. None: all columns alike.
-    Raises:
-      ValueError: if a setting does not fit the target, the drafter or the number of hot tokens.
     """
     training = method_of(config).training
     assert training is not None, "recipes name trained kinds only"
     unroll = training.unroll
-    _check_loss(target_config, config, loss_config, None if draft_to_target is None else len(draft_to_target))
+    _check_loss(target_config, config, loss_config)
     weights = losses.depth_weights(config.num_steps, loss_config.decay, loss_config.max_age)
     divergence = losses.named(loss_config.divergence, loss_config.jsd_beta)
 
@@ -369,26 +318,29 @@ def make_loss(
         positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
         previous = take_nodes(tokens, positions.reshape(len(tokens), -1), axis=1).reshape(positions.shape)
         drafts = heads.AnchorDrafts(anchors, states, positions, previous, take_nodes(labels, anchors, axis=1))
-        summary, num_columns = None, target_config.vocab_size
-        if loss_config.sample is None:
-            with_head = attach(params, draft_to_target, frozen, target_config)
-            models = heads.Models(with_head, config, frozen, target_config)
+        summary, size = None, loss_config.sample
+        models = heads.Models(params, config, frozen, target_config)
+        if size is None:
+            models = models._replace(params=attach(params, draft_to_target, frozen, target_config))
         else:
             with jax.named_scope("sample"):
-                summary = _logit_summary(frozen, target_config, batch, hidden, loss_config)
-                num_columns = loss_config.sample
-                both, sample_key = (config, frozen, target_config), jax.random.fold_in(key, 2)
-                rest = summary.likeliest, num_columns, draft_to_target, frequency
-                models = _sampled(sample_key, params, both, drafts, *rest)
+                if "likeliest" in batch:
+                    summary = heads.LogitSummary(batch["log_normaliser"], batch["likeliest"])
+                else:
+                    summary = vocab_sample.logit_summary(frozen, target_config, hidden, loss_config.likeliest)
+                where = summary.likeliest, positions, drafts.mask, target_config.vocab_size
+                is_certain = vocab_sample.likely_somewhere(*where)
+                sample_key = jax.random.fold_in(key, 2)
+                models = _sampled(sample_key, models, is_certain, size, draft_to_target, frequency)
 
         def compared(drafts: heads.AnchorDrafts, hidden: Array):
             """The divergence of every node, and the agreement of both models there."""
-            chunk = heads.chunk_of(loss_config.chunk, drafts, num_columns)
+            chunk = heads.chunk_of(loss_config.chunk, drafts, size or target_config.vocab_size)
             teacher = heads.teacher_output(models, drafts, hidden, chunk, summary)
 
             def of_some(some: heads.AnchorDrafts):
                 with jax.named_scope("head"):
-                    distribution, draft_logits = heads.logits_of(models, some, teacher)
+                    distribution, draft_logits = teacher(some), heads.logits_of(models, some)
                 found = agreement(distribution, draft_logits, some.mask.shape)
                 with jax.named_scope("divergence"):
                     values = divergence(distribution, draft_logits)

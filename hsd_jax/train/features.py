@@ -28,7 +28,7 @@ from hsd_jax.host.files import read_json, write_json
 from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import OneOf
-from hsd_jax.train import vocab_sample
+from hsd_jax.train import manifest, vocab_sample
 from hsd_jax.train.journal import ProgressReport, Report
 from hsd_jax.train.rows import Rows
 from hsd_jax.train.target import starts_of
@@ -84,16 +84,12 @@ class Features:
     """The target's outputs for all rows, memory-mapped."""
 
     def __init__(self, folder: Path, layout: _Layout):
-        self._layout, shape = layout, (layout.shape[0], layout.shape[1], layout.words)
+        self._layout, shape = layout, (*layout.shape[:2], layout.words)
         self._words = np.memmap(folder / FILE, jnp.dtype(layout.dtype), "r", shape=shape)
 
     def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
-        """The features of a batch of rows `index` [B].
-
-        Returns:
-          hidden: [B, T, (1 + layers) H] in the dtype of the cache, the final states and then the streams.
-          log_normaliser, likeliest: float32 [B, T] and int32 [B, T, k], if they are kept (`heads.LogitSummary`).
-        """
+        """The features of rows `index` [B]: `hidden` [B, T, (1 + layers) H] in the dtype of the cache, and
+        `log_normaliser` [B, T] and `likeliest` [B, T, k] if they are kept."""
         words, width = np.asarray(self._words[index]), self._layout.shape[2]
         found = {"hidden": words[..., :width]}
         if self._layout.likeliest:
@@ -123,12 +119,7 @@ def open_features(
       weights: the target's, with the dtype and sharding of the training.
       batch: rows per pass. XLA may round differently at another shape, so give the trainer's number to get the same
         bits.
-      layers: the target's layers, counted from 0, whose residual streams the drafter reads.
-      likeliest: tokens to keep of every position, with the normaliser of its logits; 0: neither is kept.
-    Raises:
-      ValueError: if the folder holds other features, if several processes find it incomplete, if the disk has too
-        little space, if another process is building it, or if the target's states are not finite.
-      OSError: if the disk gets full; complete rows stay.
+      layers, likeliest: as in `_Layout`.
     """
     if config.cache is None:
         return None
@@ -143,14 +134,24 @@ def open_features(
         dtype=config.dtype,
         shape=[len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))],
     )
-    _check_folder(folder, dataclasses.asdict(layout))
+    if (folder / MANIFEST).is_file():
+        stored = read_json(folder / MANIFEST)
+        manifest.check_equal(stored, dataclasses.asdict(layout), f"features.cache={folder}: holds others")
+    elif folder.exists() and (not folder.is_dir() or any(p.name != lock.NAME for p in folder.iterdir())):
+        raise ValueError(f"features.cache={folder}: is not empty and holds no {MANIFEST}")
     path, num = folder / FILE, len(rows.tokens)
     done = path.stat().st_size // layout.row_bytes if path.is_file() else 0
     if done < num:
         if jax.process_count() > 1:
             raise ValueError(f"{folder}: is incomplete; build the cache with one process first")
         done -= done % batch  # the passes are those of an undisturbed build
-        _check_size(folder, layout, num - done, report)
+        there, to_write = folder.absolute(), (num - done) * layout.row_bytes / 1e9
+        free = shutil.disk_usage(next(p for p in (there, *there.parents) if p.exists())).free / 1e9
+        what = f"{num:,} rows x {rows.length} tokens x {layout.shape[2]} numbers in {layout.dtype}"
+        what += f" and {likeliest} likeliest tokens" if likeliest else ""
+        report(f"features: {what}, {to_write:.3g} GB to write in {folder}, {free:.3g} GB free")
+        if to_write > free:
+            raise ValueError(f"features.cache={folder}: needs {to_write:.3g} GB more, the disk has {free:.3g}")
         with lock.held(lock.of_folder(folder)):
             write_json(folder / MANIFEST, dataclasses.asdict(layout))
             path.touch()
@@ -160,34 +161,6 @@ def open_features(
             with native.as_they_are() if config.products == "bfloat16" else contextlib.nullcontext():
                 _build(path, layout, done, rows, weights, target_config, batch, report)
     return Features(folder, layout)
-
-
-def _check_folder(folder: Path, wanted: dict[str, Any]) -> None:
-    """Raises a ValueError if the folder holds other features, naming what differs, or other files."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        if folder.exists() and (not folder.is_dir() or any(p.name != lock.NAME for p in folder.iterdir())):
-            raise ValueError(f"features.cache={folder}: is not empty and holds no {MANIFEST}")
-        return
-    there = read_json(path)
-    for name, new in wanted.items():
-        old = there.get(name, "missing") if isinstance(there, dict) else there
-        if old != new:
-            raise ValueError(f"features.cache={folder}: holds another {name}, {old} there and {new} here")
-
-
-def _check_size(folder: Path, layout: _Layout, num_missing: int, report: Report) -> None:
-    """Reports the size of the cache. Raises a ValueError if it does not fit on the disk."""
-    num, length, width = layout.shape
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    to_write, free = num_missing * layout.row_bytes / 1e9, shutil.disk_usage(there).free / 1e9
-    also = f" and {layout.likeliest} likeliest tokens" if layout.likeliest else ""
-    what = f"{num:,} rows x {length} tokens x {width} numbers in {layout.dtype}{also}"
-    report(f"features: {what}, {to_write:.3g} GB to write in {folder}, {free:.3g} GB free")
-    if to_write > free:
-        raise ValueError(f"features.cache={folder}: needs {to_write:.3g} GB more, the disk has {free:.3g}")
 
 
 def _build(

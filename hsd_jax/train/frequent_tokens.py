@@ -1,7 +1,4 @@
-"""The choice of hot tokens: the most frequent tokens of text that the target wrote, and their share of such text.
-
-This module only counts. `models/draft_vocab.py` says how a drafter uses the ids.
-"""
+"""The choice of hot tokens: the most frequent tokens of text that the target wrote, and their share of such text."""
 
 from __future__ import annotations
 
@@ -24,14 +21,7 @@ FILE = "draft_to_target.json"
 
 
 def most_frequent(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
-    """The `num_kept` most frequent of `tokens`, as ascending ids, int32. On a tie the smaller id wins.
-
-    End tokens are always among them, even if few of the texts end.
-
-    Raises:
-      ValueError: if there are no tokens to count, or if `num_kept` is less than 1, less than the number of end tokens,
-        or more than `vocab_size`.
-    """
+    """The `num_kept` most frequent of `tokens` and all end tokens, as ascending ids. On a tie the smaller id wins."""
     ends = sorted({token for token in end_tokens if token < vocab_size})
     if not tokens.size:
         raise ValueError("a reduced draft vocabulary is chosen by counting tokens, and there are none")
@@ -43,8 +33,7 @@ def most_frequent(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens
 
 
 def smoothed(tokens: np.ndarray, vocab_size: int) -> Float[Array, "V"]:
-    """The number of times that each token is in `tokens`, plus one, so that a draw by these counts can give any
-    token."""
+    """How often each token is in `tokens`, plus one, so that a draw by these counts can give any token."""
     return jnp.asarray(1.0 + np.bincount(tokens.reshape(-1), minlength=vocab_size), jnp.float32)
 
 
@@ -73,27 +62,19 @@ def of_run(
     """The `draft_to_target` ids of a run. They are chosen once at its start and kept in `out`.
 
     The rows of `injector/bias` follow these ids. Because the ids are kept, `--force` with other data cannot give a
-    half-trained row to another token. A run that starts from a drafter with as many hot tokens keeps the drafter's ids:
-    their rows are already trained, and the text of one run is only a small sample.
-
-    Args:
-      is_begun: whether `out` holds checkpoints. If it does, the ids are read from `out`; otherwise they are chosen.
-      started: `draft_to_target` of the drafter that the run starts from, if it has one.
-      eos: end tokens, always hot, except that the ids of `started` are kept as they are.
-    Raises:
-      FileNotFoundError: if `out` holds checkpoints but no ids.
-      ValueError: if the number of ids is not that of the recipe, or as `most_frequent`.
+    half-trained row to another token. A run that starts from a drafter with as many hot tokens keeps the drafter's ids,
+    `started`: their rows are already trained, and the text of one run is only a small sample.
     """
     path = out / FILE
     if is_begun:
-        ids = read_json(path)
+        ids = np.asarray(read_json(path))
     elif started is not None and len(started) == config.reduced_vocab_size:
-        ids = np.asarray(started).tolist()
-        write_json(path, ids)
+        ids = np.asarray(started)
     else:
-        ids = most_frequent(labels, config.draft_vocab_size, config.vocab_size, eos).tolist()
-        write_json(path, ids)
+        ids = most_frequent(labels, config.draft_vocab_size, config.vocab_size, eos)
     draft_to_target = draft_vocab.checked_ids(ids, config.vocab_size, str(path))
+    if not is_begun:
+        write_json(path, draft_to_target.tolist())
     if len(draft_to_target) != config.reduced_vocab_size:
         now = config.reduced_vocab_size
         raise ValueError(f"{path} holds {len(draft_to_target)} tokens, but model.draft_vocab now gives {now}")

@@ -64,29 +64,29 @@ class LogitSummary(NamedTuple):
     """Token ids, the likeliest first."""
 
 
-class TeacherOutput(NamedTuple):
-    """The target's outputs at M positions of each row."""
-
-    hidden: Float[Array, "B M H"]
-    """The final states."""
-    summary: LogitSummary | None
-    """The summary of all logits, if the columns are a sample."""
-    distribution: losses.TeacherDistribution | None
-    """The distributions at all B M positions, if they are computed once for all nodes."""
+Teacher = Callable[[AnchorDrafts], losses.TeacherDistribution]
+"""Gives the target's distributions at all B A K nodes of some drafts."""
 
 
 def teacher_output(
     models: Models, drafts: AnchorDrafts, hidden: Float[Array, "B M H"], chunk: int, summary: LogitSummary | None = None
-) -> TeacherOutput:
-    """The target's states, and its distributions if it is cheaper to compute them once for all nodes.
+) -> Teacher:
+    """The target's distributions, given its final states and, if the columns are a sample, the summary of its logits.
 
-    That is the case if a row has no more positions than nodes (A K), and if all its anchors are in one chunk. Otherwise
-    `distribution` is None, and `logits_of` computes the distributions of its nodes.
+    They are computed once for all nodes if a row has no more positions than nodes (A K) and all its anchors are in one
+    chunk, and else for the nodes that are asked for.
     """
+    batch, length = hidden.shape[:2]
     num_anchors, num_steps = drafts.mask.shape[1:]
-    if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:
-        return TeacherOutput(hidden, summary, None)
-    return TeacherOutput(hidden, summary, _distribution_by(models, hidden, summary))
+    if chunk < num_anchors or num_anchors * num_steps < length:
+
+        def of_nodes(some: AnchorDrafts) -> losses.TeacherDistribution:
+            at = some.positions.reshape(batch, -1)
+            return _distribution_by(models, *jax.tree.map(lambda x: take_nodes(x, at, axis=1), (hidden, summary)))
+
+        return of_nodes
+    whole = _distribution_by(models, hidden, summary)
+    return lambda some: whole.at((some.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1))
 
 
 def _distribution_by(
@@ -104,41 +104,16 @@ def _distribution_by(
     )
 
 
-def logits_of(
-    models: Models, drafts: AnchorDrafts, teacher: TeacherOutput
-) -> tuple[losses.TeacherDistribution, Float[Array, "BAK C"]]:
-    """The target's distributions at all B A K nodes and the drafter's logits, with a column for each of the C tokens
-    that may be drafted."""
+def logits_of(models: Models, drafts: AnchorDrafts) -> Float[Array, "BAK C"]:
+    """The drafter's logits at all B A K nodes, with a column for each of the C tokens that may be drafted."""
     params, config, frozen, target_config = models
-    hidden, summary, distribution = teacher
     # Only two axes, because XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     num = drafts.mask.size
     draft_logits = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
     if (injected := method_of(config).token_information) is not None:
         read = injected.read_paths(params, config, drafts.previous)
         draft_logits += injected.bias(params, config, read.reshape(num, -1))
-    batch, length = hidden.shape[:2]
-    if distribution is None:
-        positions = drafts.positions.reshape(batch, -1)
-        distribution = _distribution_by(
-            models, *jax.tree.map(lambda x: take_nodes(x, positions, axis=1), (hidden, summary))
-        )
-    else:
-        at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
-        distribution = distribution.at(at)
-    return distribution, draft_logits
-
-
-def chains_of_states(
-    key: jax.Array, models: Models, drafts: AnchorDrafts, root: Int[Array, "B A"]
-) -> Int[Array, "B A D"]:
-    """The drafter's own draws after each root, for states that read no drafted token. Consumes the key."""
-    params, config, frozen, target_config = models
-    information = method_of(config).token_information
-    base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
-    base = base.reshape(*drafts.mask.shape, -1)
-    added_by = None if information is None else functools.partial(information.inject, params, config)
-    return on_policy.sample_chains(key, base, root, added_by, params.get("draft_to_target"))
+    return draft_logits
 
 
 def states_on_draws(
@@ -178,22 +153,24 @@ def on_draws(
     States that read drafted tokens are unrolled again. With `remat` this happens twice. Other states do not change.
     Consumes the key.
     """
-    _, config, frozen, target_config = models
+    params, config, frozen, target_config = models
+    batch, num_anchors, num_steps = drafts.mask.shape
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
     if method_of(config).lattice is None:
         states, chains = states_on_draws(key, models, unrolled, remat)
         drafts = drafts._replace(states=states)
     else:
-        chains = chains_of_states(key, models, drafts, root)
+        information = method_of(config).token_information
+        added_by = None if information is None else functools.partial(information.inject, params, config)
+        base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
+        base = base.reshape(*drafts.mask.shape, -1)
+        chains = on_policy.sample_chains(key, base, root, added_by, params.get("draft_to_target"))
     behind_chains = on_policy.read_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(hidden, drafts.anchors + 1, axis=1)[:, :, None]
     states = jnp.concatenate([behind_root, behind_chains], 2)
-    batch, num_anchors, num_steps = drafts.mask.shape
     places = jnp.arange(num_anchors * num_steps).reshape(num_anchors, num_steps)
-    drawn = drafts._replace(
-        positions=jnp.broadcast_to(places, drafts.mask.shape),
-        previous=jnp.concatenate([root[:, :, None], chains], 2),
-    )
+    previous = jnp.concatenate([root[:, :, None], chains], 2)
+    drawn = drafts._replace(positions=jnp.broadcast_to(places, drafts.mask.shape), previous=previous)
     return drawn, states.reshape(batch, num_anchors * num_steps, -1)
 
 

@@ -75,11 +75,7 @@ class Journal:
 
 
 def read_metrics(out: str | Path) -> list[dict[str, Any]]:
-    """The records of a run, oldest first. An incomplete last line, left by a killed run, is skipped.
-
-    Raises:
-      FileNotFoundError: if the folder holds no run.
-    """
+    """The records of a run, oldest first. An incomplete last line, left by a killed run, is skipped."""
     path = Path(out) / METRICS
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")

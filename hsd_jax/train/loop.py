@@ -85,13 +85,8 @@ class LoopConfig:
 
 def learning_rate(config: LoopConfig) -> optax.Schedule:
     """The learning rate by step: a linear warm-up, then a cosine."""
-    return optax.warmup_cosine_decay_schedule(
-        0.0,
-        config.learning_rate,
-        config.warmup,
-        max(config.steps, config.warmup + 1),
-        config.learning_rate * config.final_fraction,
-    )
+    peak, until = config.learning_rate, max(config.steps, config.warmup + 1)
+    return optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, until, peak * config.final_fraction)
 
 
 def make_optimizer(config: LoopConfig) -> optax.GradientTransformation:
@@ -109,11 +104,8 @@ def make_optimizer(config: LoopConfig) -> optax.GradientTransformation:
 def make_train_step(loss: Loss, config: LoopConfig, shardings: Any = None) -> Callable:
     """`step(state, frozen, batch) -> (state, metrics)`, jitted; the state is donated.
 
-    The batch is cut into `config.num_passes` equal parts, whose losses and gradients are averaged.
-
-    Args:
-      shardings: of the state on a mesh. The step returns the state with the same shardings. Without them XLA may
-        choose others, and the next call would compile again.
+    The batch is cut into `config.num_passes` equal parts, whose losses and gradients are averaged. The new state has
+    the given shardings. Without them XLA may choose others, and the next call would compile again.
     """
     optimizer, num_passes, dtype = make_optimizer(config), config.num_passes, config.on_platform().compute
 
@@ -173,10 +165,6 @@ class Deadline:
     The learning rate then follows the share of the time that is over, if that is more than the share of the steps. So
     it has fallen to its last value at the end, however fast the machine is. The time counts from the end of the first
     step, which compiles. Such a run cannot be repeated exactly.
-
-    Args:
-      stop_at: a time of `time.perf_counter`; None: there is no deadline.
-      steps: steps of the run, which may end it before.
     """
 
     def __init__(self, stop_at: float | None, steps: int):
@@ -205,19 +193,16 @@ class Deadline:
         if self._stop_at == math.inf:
             return state
         is_count = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
-        count = np.int32(self.place(done))
-        there = jax.tree.map(
-            lambda x: x._replace(count=count) if is_count(x) else x, state["opt_state"], is_leaf=is_count
-        )
-        return dict(state, opt_state=there)
+        count, of_state = np.int32(self.place(done)), state["opt_state"]
+        paced = jax.tree.map(lambda x: x._replace(count=count) if is_count(x) else x, of_state, is_leaf=is_count)
+        return dict(state, opt_state=paced)
 
     def is_near(self) -> bool:
         """Whether only the last evaluation still fits."""
         return self.left <= max(self._evaluation, 0.0)
 
     def evaluates(self, done: int, every: int) -> bool:
-        """Whether an evaluation is due after this step. If there is a deadline, the clock decides, and the first one is
-        due at once: its time is then known."""
+        """Whether an evaluation is due: by the clock, and first at once, so that its time is known."""
         if self._stop_at == math.inf:
             return done % every == 0
         return time.perf_counter() - self._evaluated >= EVALUATION_SECONDS
@@ -244,18 +229,15 @@ def fit(
 ) -> Any:
     """Trains and returns the parameters. Continues from the newest checkpoint in `out/checkpoints`, if there is one.
 
+    The first loss or gradient that is not finite is a FloatingPointError, and no checkpoint is written after it.
+
     Args:
       batches: a `data.Batches`. Its state is saved with every checkpoint.
-      shardings: returns the shardings of a state on a mesh, or None for one device.
-      place: puts a batch on the mesh.
+      shardings, place: as `run.placement` returns them.
       on_start: called before the first step, after the newest checkpoint and its batches were found to fit.
       stages: other losses for the beginning, each with its last step, ascending. Each is compiled when it begins.
       stop_at: a time of `time.perf_counter` at which the run ends if it has not before, see `Deadline`. It is then
         evaluated after its first step, every EVALUATION_SECONDS and at its end.
-    Raises:
-      FloatingPointError: at the first loss or gradient that is not finite, naming step and batch. No checkpoint is
-        written after that step.
-      OSError: if a checkpoint cannot be written. The last complete one stays.
     """
     state = first_state(params, config)
     placement = shardings(state)
@@ -266,20 +248,16 @@ def fit(
         state, found = checkpoints.restore(state)
         batches.set_state(found["data"])
         best = found["best"]
-    on_start()
-    journal.resume(int(state["step"]))
-    programs = [
-        (until, make_train_step(of_stage, config, placement)) for until, of_stage in [*stages, (config.steps, loss)]
-    ]
-    rate_of = learning_rate(config)
     start = int(state["step"])
-    tokens_per_step = config.batch * config.length
-    clock, last = time.perf_counter(), start
-    deadline = Deadline(stop_at, config.steps)
+    on_start()
+    journal.resume(start)
+    programs = [(until, make_train_step(one, config, placement)) for until, one in (*stages, (config.steps, loss))]
+    rate_of, tokens_per_step = learning_rate(config), config.batch * config.length
+    clock, last, deadline = time.perf_counter(), start, Deadline(stop_at, config.steps)
     unchecked: tuple[int, dict[str, jax.Array]] | None = None
     try:
         for done in range(start + 1, config.steps + 1):
-            batches.refresh(done - 1, state["params"])
+            batches.refresh(state["params"])
             train_step = next(program for until, program in programs if done <= until)
             state, metrics = train_step(deadline.paced(state, done - 1), frozen, place(next(batches)))
             deadline.stepped()
@@ -305,8 +283,7 @@ def fit(
                     best = {"step": done, "tau": evaluation["tau"]}
                     evaluator.keep(state["params"], evaluation)
                 journal.log_evaluation(done, done * tokens_per_step, evaluation, is_best)
-                clock = time.perf_counter()  # an evaluation is not part of the training speed
-                last = done
+                clock, last = time.perf_counter(), done  # an evaluation is not part of the training speed
                 deadline.evaluated(clock - begun)
             if done % config.checkpoint_every == 0 or is_last:
                 checkpoints.save(done, state, {"data": batches.get_state(), "best": best})

@@ -73,9 +73,7 @@ def sampled_teacher_distribution(
 ) -> TeacherDistribution:
     """The target's distributions over a sample of columns, from its logits of these columns only.
 
-    Args:
-      log_normaliser: the log-sum-exp of the target's logits over all tokens.
-      best: the likeliest of all tokens.
+    `log_normaliser` and `best` are the log-sum-exp of its logits over all tokens and the likeliest of them.
     """
     logp = lax.stop_gradient(logits.astype(jnp.float32)) - log_normaliser[..., None]
     return TeacherDistribution(logp, *to_columns(draft_to_target, best), log_weight)
@@ -85,59 +83,44 @@ Target = Float[Array, "... V"] | TeacherDistribution
 """The target's distributions; or its logits, if the drafter has a column for every token."""
 
 
-class _Pair(NamedTuple):
-    """log p and log q of the drafter's columns."""
-
-    target_logp: Array
-    draft_logp: Array
-    log_weight: Array | None
-
-    def total(self, terms: Float[Array, "... C"]) -> Float[Array, "..."]:
-        """The sum over columns, weighted if they are a sample."""
-        return jnp.sum(terms if self.log_weight is None else jnp.exp(self.log_weight) * terms, -1)
-
-
-def _log_distributions(target: Target, draft_logits: Array) -> _Pair:
+def _log_distributions(target: Target, draft_logits: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
+    """log p and log q of the drafter's columns, and the sum over columns, which is weighted if they are a sample."""
     target = target if isinstance(target, TeacherDistribution) else teacher_distribution(target)
     draft_logits, log_weight = draft_logits.astype(jnp.float32), target.log_weight
     if log_weight is None:
-        return _Pair(target.logp, jax.nn.log_softmax(draft_logits, -1), None)
+        return target.logp, jax.nn.log_softmax(draft_logits, -1), lambda terms: jnp.sum(terms, -1)
     normaliser = jax.nn.logsumexp(draft_logits + log_weight, -1, keepdims=True)
-    return _Pair(target.logp, draft_logits - normaliser, log_weight)
+    return target.logp, draft_logits - normaliser, lambda terms: jnp.sum(jnp.exp(log_weight) * terms, -1)
 
 
 def cross_entropy(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """-sum p log q in nats. It is `forward_kl` plus the target's entropy, so it equals the entropy where p = q."""
-    pair = _log_distributions(target, draft_logits)
-    return -pair.total(jnp.exp(pair.target_logp) * pair.draft_logp)
+    target_logp, draft_logp, total = _log_distributions(target, draft_logits)
+    return -total(jnp.exp(target_logp) * draft_logp)
 
 
 def forward_kl(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """KL(p || q) in nats: q must cover all of p. It has the same gradient as `cross_entropy`."""
-    pair = _log_distributions(target, draft_logits)
-    return pair.total(jnp.exp(pair.target_logp) * (pair.target_logp - pair.draft_logp))
+    target_logp, draft_logp, total = _log_distributions(target, draft_logits)
+    return total(jnp.exp(target_logp) * (target_logp - draft_logp))
 
 
 def reverse_kl(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """KL(q || p) in nats: q may cover only a part of p."""
-    pair = _log_distributions(target, draft_logits)
-    return pair.total(jnp.exp(pair.draft_logp) * (pair.draft_logp - pair.target_logp))
+    target_logp, draft_logp, total = _log_distributions(target, draft_logits)
+    return total(jnp.exp(draft_logp) * (draft_logp - target_logp))
 
 
 def jensen_shannon(target: Target, draft_logits: Float[Array, "... C"], beta: float = 0.5) -> Float[Array, "..."]:
     """beta KL(p || m) + (1 - beta) KL(q || m) in nats, with m = beta p + (1 - beta) q.
 
     It is bounded by the entropy of beta. Divided by beta it tends to `forward_kl` as beta tends to 0. Divided by 1 -
-    beta it tends to `reverse_kl` as beta tends to 1.
-
-    References:
-      DistillSpec (arXiv:2310.08461); methods.md 7.2.
+    beta it tends to `reverse_kl` as beta tends to 1 (DistillSpec, arXiv:2310.08461; methods.md 7.2).
     """
-    pair = _log_distributions(target, draft_logits)
-    target_logp, draft_logp = pair.target_logp, pair.draft_logp
+    target_logp, draft_logp, total = _log_distributions(target, draft_logits)
     mixed_logp = jnp.logaddexp(math.log(beta) + target_logp, math.log1p(-beta) + draft_logp)
-    to_target = pair.total(jnp.exp(target_logp) * (target_logp - mixed_logp))
-    to_draft = pair.total(jnp.exp(draft_logp) * (draft_logp - mixed_logp))
+    to_target = total(jnp.exp(target_logp) * (target_logp - mixed_logp))
+    to_draft = total(jnp.exp(draft_logp) * (draft_logp - mixed_logp))
     return beta * to_target + (1 - beta) * to_draft
 
 
@@ -146,8 +129,8 @@ def total_variation(target: Target, draft_logits: Float[Array, "... C"]) -> Floa
 
     It is computed as the sum of (q - p)+, because q has no cold tokens but p may have some.
     """
-    pair = _log_distributions(target, draft_logits)
-    return pair.total(jnp.maximum(jnp.exp(pair.draft_logp) - jnp.exp(pair.target_logp), 0.0))
+    target_logp, draft_logp, total = _log_distributions(target, draft_logits)
+    return total(jnp.maximum(jnp.exp(draft_logp) - jnp.exp(target_logp), 0.0))
 
 
 CE_SHARE = 0.1
@@ -181,12 +164,10 @@ def named(divergence: str, jsd_beta: float = 0.5) -> Callable[..., Array]:
 
 
 def depth_weights(num_steps: int, decay: float, max_age: int = 0) -> Float[Array, "K"]:
-    """decay^(k - 1) for depths 1..K, scaled to sum 1. A deep token counts less, as it needs that all before it are
-    accepted.
+    """decay^(k - 1) for depths 1..K, scaled to sum 1: a deep token needs that all before it are accepted.
 
-    Args:
-      max_age: trees grow from states that are 0 to `max_age` tokens old, and each age is equally frequent. At age a the
-        first depth of a tree is depth a + 1. The weights are the mean over the ages.
+    Trees grow from states that are 0 to `max_age` tokens old, and each age is equally frequent. At age a the first
+    depth of a tree is depth a + 1. The weights are the mean over the ages.
     """
     depth, cut = jnp.arange(num_steps, dtype=jnp.float32), jnp.arange(max_age + 1, dtype=jnp.float32)[:, None]
     weights = jnp.where(depth >= cut, decay ** jnp.maximum(depth - cut, 0.0), 0.0).sum(0)

@@ -1,37 +1,22 @@
-"""The ownership of a run's folder: it belongs to one process at a time, and to one recipe, stored in `recipe.json`.
+"""The settings of earlier runs, which a run that continues them must have: those of a folder are in `recipe.json`.
 
 A folder without checkpoints holds nothing that another recipe could damage, so any recipe may use it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import hsd_jax
-from hsd_jax.host import lock
-from hsd_jax.host.files import is_writer, read_json, sha256, write_json
+from hsd_jax.host.files import read_json, sha256, write_json
 
 RECIPE, VERSIONS = "recipe.json", "versions"
-
-
-@contextlib.contextmanager
-def alone(lock_file: Path) -> Iterator[None]:
-    """Holds a lock file. If a run has several processes, the one that writes holds it. Raises as `lock.held`."""
-    with lock.held(lock_file) if is_writer() else contextlib.nullcontext():
-        yield
-
-
-def check_new(out: str | Path) -> None:
-    """Raises a ValueError if there is something at this path."""
-    if Path(out).exists():
-        raise ValueError(f"{out}: exists already; choose another folder")
 
 
 def has_checkpoints(out: Path) -> bool:
@@ -40,22 +25,21 @@ def has_checkpoints(out: Path) -> bool:
 
 
 def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
-    """Refuses to continue the run in a folder with another recipe, unless `force` is True. Writes nothing.
-
-    Returns:
-      The values for `write`: `about` and the recipe.
-    Raises:
-      FileNotFoundError: if the folder has checkpoints but no recipe.
-      ValueError: naming the first key that differs, or if the stored recipe cannot be read.
-    """
+    """Refuses to continue the run in a folder with another recipe, unless `force`. Returns the values for `write`."""
     values = json.loads(json.dumps({**about, **dataclasses.asdict(recipe)}))
     if not force and has_checkpoints(out):
-        there, here = flattened(read_json(out / RECIPE)), flattened(values)
-        for key in here | there:
-            old, new = there.get(key, "missing"), here.get(key, "missing")
-            if old != new and not key.startswith(f"{VERSIONS}."):
-                raise ValueError(f"{out} holds another run (--force): {key} is {old!r} there and {new!r} here")
+        there = {key: old for key, old in flattened(read_json(out / RECIPE)).items() if not key.startswith(VERSIONS)}
+        check_equal(there, dict.fromkeys(there, "missing") | flattened(values), f"{out} holds another run (--force)")
     return values
+
+
+def check_equal(there: Any, here: dict[str, Any], what: str) -> None:
+    """Raises a ValueError that begins with `what` and names the first value of `here` that differs from a stored
+    one."""
+    for name, new in json.loads(json.dumps(here)).items():
+        old = there.get(name, "missing") if isinstance(there, dict) else there
+        if old != new:
+            raise ValueError(f"{what}: {name} is {old!r} there and {new!r} here")
 
 
 def write(out: Path, values: dict[str, Any]) -> None:

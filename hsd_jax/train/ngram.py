@@ -23,7 +23,6 @@ from hsd_jax.drafters.rescored.ngram import save_ngram
 from hsd_jax.host.files import replace_folder
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.tokenizer import hash_of
-from hsd_jax.train import manifest
 from hsd_jax.train.data import read_encoded, read_tokenizer
 from hsd_jax.train.journal import Report
 from hsd_jax.types import Weights
@@ -48,10 +47,7 @@ class NgramCounts(NamedTuple):
 
 
 def count_ngrams(documents: Documents, order: int, vocab_size: int) -> list[NgramCounts]:
-    """The n-grams of the orders 1 to `order` that end at a counted token, and their beginnings.
-
-    No n-gram crosses from one document into the next.
-    """
+    """The n-grams of the orders 1 to `order` that end at a counted token, and their beginnings, within a document."""
     tokens, counted = (np.concatenate(parts) for parts in zip(*documents, strict=True))
     place = np.concatenate([np.arange(len(ids)) for ids, _ in documents])
     wanted = [np.zeros(0, bool)] * (order + 1)  # by order: the positions whose n-gram needs a node
@@ -117,13 +113,7 @@ def smoothed(orders: Sequence[NgramCounts]) -> Weights:
 
 
 def make_ngram(documents: Documents, order: int, vocab_size: int, vocabulary: str) -> tuple[NgramConfig, Weights]:
-    """The n-gram model of some documents.
-
-    Args:
-      vocabulary: as in `NgramConfig`.
-    Raises:
-      ValueError: if no token is counted, or if the order is not allowed.
-    """
+    """The n-gram model of some documents."""
     if not sum(int(counted.sum()) for _, counted in documents):
         raise ValueError("an n-gram model is counted from tokens, and there are none")
     NgramConfig(order, vocab_size, vocab_size, 1, vocabulary)  # refuses the order before anything is counted
@@ -141,17 +131,9 @@ def train_ngram(
     report: Report = print,
     skip_bad_lines: bool = False,
 ) -> None:
-    """Counts the n-grams of some data and writes the model to the new folder `out`.
-
-    Args:
-      source: the target (`models/checkpoint.py`).
-      loss_on: the tokens to count, as `data.loss_on` of a recipe.
-      skip_bad_lines: as in `records.read_file`.
-    Raises:
-      FileNotFoundError: if a folder or a data file is missing.
-      ValueError: if the order is not allowed, if `out` exists, or if data cannot be read or hold no token to count.
-    """
-    manifest.check_new(out)
+    """Counts the n-grams of some data and writes the model to the new folder `out`."""
+    if Path(out).exists():
+        raise ValueError(f"{out}: exists already; choose another folder")
     checkpoint = find(source)
     vocab_size = checkpoint.config.vocab_size
     vocabulary = hash_of(read_tokenizer(checkpoint)[0].get_vocab())

@@ -22,10 +22,7 @@ from hsd_jax.types import Inject, Weights
 
 
 def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B picked"]:
-    """Indices of `count` random anchors of each row, or of all anchors if there are fewer.
-
-    Anchors without a label come last. Consumes the key.
-    """
+    """Indices of `count` random anchors of each row, or of all; those without a label come last. Consumes the key."""
     order = jax.random.uniform(key, has_label.shape)
     return lax.top_k(jnp.where(has_label, order, order - 1.0), min(count, has_label.shape[1]))[1]
 
@@ -37,13 +34,9 @@ def sample_chains(
     inject: Inject | None,
     draft_to_target: Int[Array, "C"] | None = None,
 ) -> Int[Array, "B A D"]:
-    """Draws d_1 .. d_D after each root, D = K - 1, at temperature 1 from base logits plus token information.
+    """Draws d_1 .. d_D after each root, D = K - 1, at temperature 1 from base logits plus token information, if any.
 
     The token of depth K is not drawn, because no later depth could depend on it. Consumes the key.
-
-    Args:
-      inject: the token information; None: there is none, and the depths are drawn independently.
-      draft_to_target: the token of each of the C columns; None: the columns are the tokens.
     """
     chain, previous, above = [], root, None
     for depth in range(base.shape[2] - 1):
@@ -76,9 +69,6 @@ def read_chains(
 
     Tokens of the row see the past of their document. The k-th token of the chain of anchor a is k positions after the
     root a + 1. It sees what the root sees, the root, and its own chain up to itself.
-
-    Args:
-      starts: where the document of each token begins; None: rows of one document.
     """
     (batch, length), (num, depth) = tokens.shape, chains.shape[1:]
     nodes = num * depth

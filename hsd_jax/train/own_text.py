@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -45,11 +44,7 @@ class OnPolicyConfig:
     """Most tokens of a text; null: until the row is full."""
 
     def num_rows(self, train: LoopConfig) -> int:
-        """The number of rows of a batch that the drafter writes.
-
-        Raises:
-          ValueError: naming the setting that does not fit the batches.
-        """
+        """The number of rows of a batch that the drafter writes."""
         num = round(self.share * train.batch)
         if abs(num - self.share * train.batch) > 1e-6:
             raise ValueError(f"on_policy.share={self.share:g}: no whole number of train.batch={train.batch} rows")
@@ -67,13 +62,8 @@ def write_rows(
     asked: OnPolicyConfig,
     seeds: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """Continues each prompt by plain decoding and puts prompt and text into a row. The tokens of the text are the
-    labels.
+    """Continues each prompt by plain decoding to a row of at most `length + 1` tokens. The labels are what is written.
 
-    Args:
-      prompts: each of at least one token and fewer than `length`.
-      length: tokens of a row, without the last label.
-      seeds: one per prompt.
     Returns:
       `tokens` int32 [rows, length + 1], zeros after the end; `mask` bool [rows, length + 1].
     """
@@ -94,15 +84,8 @@ def write_rows(
     return {"tokens": tokens, "mask": mask}
 
 
-class MixedBatches:
-    """`data.Batches` in which the drafter writes the first rows of every batch.
-
-    Call `refresh` before every step. The arguments are those of `data.Batches`, with the sizes of `train`, and:
-
-    Args:
-      eos: end tokens of the drafter's text.
-      folder: folder of the run. The texts of a refresh at step s are in `on_policy/s.npz`.
-    """
+class MixedBatches(data.Batches):
+    """Batches in which the drafter writes the first rows. Call `refresh` before every step."""
 
     def __init__(
         self,
@@ -114,23 +97,17 @@ class MixedBatches:
         eos: Sequence[int],
         folder: Path,
     ):
-        self._batches = data.Batches(rows, train.batch, seed)
-        self._ahead = data.Batches(rows, train.batch, seed)
+        super().__init__(rows, train.batch, seed)
         self._num, self._train, self._seed, self._asked = asked.num_rows(train), train, seed, asked
         self._config, self._eos, self._folder = config, eos, Path(folder) / FOLDER
         self._texts: dict[str, np.ndarray] | None = None
-        self._step = 0
 
-    def refresh(self, step: int, weights: Weights) -> None:
-        """Lets the drafter write the texts of the steps from `step` to the next refresh, if a refresh is due.
-
-        Raises:
-          ValueError: if a resumed run cannot read the texts of its last refresh, or these are of another run.
-        """
-        begun = step - step % self._asked.refresh
+    def refresh(self, weights: Weights) -> None:
+        """Lets the drafter write the texts of all steps up to the next refresh, if a refresh is due."""
+        begun = self._next - self._next % self._asked.refresh
         path = self._folder / f"{begun:08d}.npz"
-        if step == begun:
-            self._texts = self._write(step, weights)
+        if self._next == begun:
+            self._texts = self._write(begun, weights)
             self._folder.mkdir(parents=True, exist_ok=True)
             texts.save_arrays(path, self._texts)
         elif self._texts is None:
@@ -144,9 +121,8 @@ class MixedBatches:
 
     def _write(self, step: int, weights: Weights) -> dict[str, np.ndarray]:
         prompts: list[np.ndarray] = []
-        self._ahead.seek(step)
-        for _ in range(min(self._asked.refresh, self._train.steps - step)):
-            batch = {name: value[: self._num] for name, value in next(self._ahead).items()}
+        for one in range(step, min(step + self._asked.refresh, self._train.steps)):
+            batch = {name: value[: self._num] for name, value in self.batch_of(one).items()}
             found = beginnings(batch, self._asked.prompt_tokens)
             prompts += [p[:-1] if len(p) > 1 and p[-1] in self._eos else p for p in found]
         seeds = [int(np.random.default_rng((self._seed, step, i)).integers(2**32)) for i in range(len(prompts))]
@@ -154,18 +130,7 @@ class MixedBatches:
 
     def __next__(self) -> dict[str, np.ndarray]:
         assert self._texts is not None, "refresh comes first"
-        batch, first = next(self._batches), self._step % self._asked.refresh * self._num
+        first = self._next % self._asked.refresh * self._num
         own = {name: value[first : first + self._num] for name, value in self._texts.items()}
-        if "starts" in batch:
-            own["starts"] = np.zeros_like(own["tokens"])
-        self._step += 1
-        return {name: np.concatenate([own[name], value[self._num :]]) for name, value in batch.items()}
-
-    def get_state(self) -> dict[str, Any]:
-        """As `data.Batches.get_state`. The texts are in the run's folder."""
-        return self._batches.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """As `data.Batches.set_state`."""
-        self._batches.set_state(state)
-        self._step = state["step"]
+        own["starts"] = np.zeros_like(own["tokens"])
+        return {name: np.concatenate([own[name], value[self._num :]]) for name, value in super().__next__().items()}

@@ -25,11 +25,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None, where: str) -> Self:
-        """Builds a recipe from the values of a YAML file; None is an empty file.
-
-        Raises:
-          ValueError: naming the wrong key or value and the allowed ones.
-        """
+        """Builds a recipe from the values of a YAML file; None is an empty file."""
         return settings.read(cls, {} if values is None else values, where)
 
 
@@ -77,12 +73,7 @@ def _type_name(field: dict[str, Any]) -> str:
 
 
 def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
-    """The values of a YAML file with the changes of --set. The recipe's class checks the keys later.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if it is no YAML mapping, or a change is not KEY=VALUE.
-    """
+    """The values of a YAML file with the changes of --set. The recipe's class checks the keys later."""
     values: Any = {}
     if path is not None:
         if not Path(path).exists():

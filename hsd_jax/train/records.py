@@ -43,14 +43,7 @@ class Record(NamedTuple):
 
 
 def check_file(path: str | Path, text: str | None = WHOLE) -> str:
-    """Checks that there is a file with an allowed ending. Returns the ending, in small letters and without `.gz`.
-
-    Args:
-      text: what a record of a text file is; None: only JSON is allowed.
-    Raises:
-      FileNotFoundError: if there is no file.
-      ValueError: naming the allowed endings.
-    """
+    """Checks that there is a file with an allowed ending. Returns the ending, in small letters and without `.gz`."""
     path = Path(path)
     ending = Path(path.name.lower().removesuffix(".gz")).suffix
     if ending not in JSON and (text is None or ending not in TEXT):
@@ -62,14 +55,7 @@ def check_file(path: str | Path, text: str | None = WHOLE) -> str:
 
 
 def read_records(path: str | Path, text: str | None = WHOLE) -> Iterator[Record]:
-    """The records of a file. JSON lines are parsed one by one.
-
-    Args:
-      text: what a record of a text file is: WHOLE, LINES, or None if text is not allowed.
-    Raises:
-      FileNotFoundError, ValueError: as `check_file`; and naming file and line or record, if the file cannot be read, is
-        not UTF-8, or holds something else than objects.
-    """
+    """The records of a file, whose texts are read as WHOLE or by LINES, or, with None, are not allowed."""
     path = Path(path)
     for index, (where, number, content) in enumerate(_contents(path, text)):
         yield Record(path, where, number, index, _fields(content, where))
@@ -85,13 +71,8 @@ def read_file(
 ) -> list[T]:
     """All that `make` makes of the records of a file, at most `limit`.
 
-    Args:
-      make: raises a ValueError that begins with `Record.where`, if a record cannot be used.
-      skip_bad_lines: leave out records that cannot be used. Their number and the first of them are reported. False: the
-        first of them is an error.
-      text: as in `read_records`.
-    Raises:
-      FileNotFoundError, ValueError: as `read_records` and `make`, and if no record can be used.
+    If `make` raises a ValueError, its record cannot be used. With `skip_bad_lines` such records are left out, and their
+    number and the first of them are reported.
     """
     found: list[T] = []
     bad: list[str] = []

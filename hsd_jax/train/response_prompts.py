@@ -87,15 +87,7 @@ def read_prompts(
     report: Report = print,
     skip_bad_lines: bool = False,
 ) -> list[Prompt]:
-    """The prompts of all files, in their order.
-
-    Args:
-      bos: the token before a text; None: none.
-      room: positions of the model, which limit prompt and new tokens together.
-      skip_bad_lines: as in `records.read_file`.
-    Raises:
-      FileNotFoundError, ValueError: naming file and line, if a file is missing or a record is not valid.
-    """
+    """The prompts of all files, in their order. Prompt and new tokens together take at most `room` positions."""
     longest = room - config.max_new_tokens
     if longest < 1:
         raise ValueError(f"max_new_tokens={config.max_new_tokens}: the model has {room} positions, prompt included")

@@ -1,6 +1,6 @@
 """Writes the target's own responses as training data: a plan of seeded jobs, and a file that a later run can resume.
 
-A drafter learns best from text that the target wrote. Every row has its own temperature and seed, which depend only on
+Every row has its own temperature and seed, which depend only on
 the number of its prompt. Rows come and go in the slots of one session, and the plan fixes the order of their lines. So
 an interrupted run ends with the same file as one that was not interrupted.
 """
@@ -26,7 +26,6 @@ from hsd_jax.planning import texts
 from hsd_jax.session import MOST_SLOTS, Generated
 from hsd_jax.train import data, manifest
 from hsd_jax.train.journal import ProgressReport, Report
-from hsd_jax.train.records import check_file
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, draw, read_prompts
 from hsd_jax.train.rows import spoken
 
@@ -66,32 +65,16 @@ def settings_path(out: str | Path) -> Path:
 
 
 def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
-    """Refuses to continue a result that was made with other settings.
-
-    Args:
-      settings: all settings of the run, or some of them.
-    Raises:
-      FileNotFoundError: if there is a result without its settings.
-      ValueError: naming the first different setting.
-    """
-    out, path = Path(out), settings_path(out)
+    """Refuses to continue a result that was made with other settings. `settings` may be some of them."""
+    out = Path(out)
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: expected a name that ends in .jsonl")
-    if not out.exists():
-        return  # no line was written, so stored settings do not matter
-    there = read_json(path)
-    for name, here in json.loads(json.dumps(settings)).items():
-        old = there.get(name, "missing") if isinstance(there, dict) else there
-        if old != here:
-            raise ValueError(f"{out} was started with other settings: {name} is {old!r} there and {here!r} here")
+    if out.exists():  # if no line was written, stored settings do not matter
+        manifest.check_equal(read_json(settings_path(out)), settings, f"{out} was started with other settings")
 
 
 def lines_done(out: Path, jobs: Sequence[ResponseJob]) -> int:
-    """The number of complete lines of an unfinished result. Removes an incomplete last line from the file.
-
-    Raises:
-      ValueError: if a line does not belong to this plan.
-    """
+    """The number of complete lines of an unfinished result. Removes an incomplete last line from the file."""
     if not out.is_file():
         return 0
     content = out.read_bytes()
@@ -113,22 +96,13 @@ def run(
     report: Report,
     skip_bad_lines: bool = False,
 ) -> int:
-    """Reads the prompts, checks the settings, then loads the target and writes its responses.
+    """Reads the prompts, checks the settings, then loads the target and writes its responses. Returns their number.
 
     Args:
-      source: the target (`models/checkpoint.py`).
       settings: other settings that the text depends on and that are known before weights are read: precision, mesh,
         max_len.
       load: returns the models and the tree of their drafter, or None for plain decoding.
-      skip_bad_lines: as in `records.read_file`. The text of a prompt does not depend on it.
-    Returns:
-      The number of responses.
-    Raises:
-      FileNotFoundError, ValueError, OSError: as `read_prompts`, `check_settings` and `generate`, or if another process
-        is writing the file.
     """
-    for path in files:
-        check_file(path)
     with lock.held(lock.beside(out)):
         settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
         check_settings(out, settings)
@@ -165,14 +139,7 @@ def generate(
 ) -> None:
     """Decodes the plan into `out`, one line per row, and continues where an earlier run stopped.
 
-    Rows end in any order; a line waits for all lines before it.
-
-    Args:
-      tokenizer: the target's, as `data.read_tokenizer` reads it.
-      tree: for the drafter in `params`; None: plain decoding.
-    Raises:
-      ValueError: as `lines_done`, or naming the job to which the target gave no distribution of a next token; all lines
-        before it stay.
+    Rows end in any order; a line waits for all lines before it. With a tree the drafter in `params` drafts.
     """
     done, total, ended = lines_done(out, plan), len(plan), dict[int, Generated]()
     begun, progress = done, ProgressReport(report)
@@ -181,13 +148,10 @@ def generate(
     if done == total:
         return
     asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
-    requests = [
-        {"prompt": list(job.prompt.tokens), "temperature": job.temperature, "seed": job.seed, **asked}
-        for job in plan[begun:]
-    ]
+    requests = [{"prompt": list(j.prompt.tokens), "temperature": j.temperature, "seed": j.seed, **asked} for j in plan]
     # From the whole plan and not from its rest, so that a resumed run compiles programs of the same sizes.
     slots, longest = _num_slots(plan, config), max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
-    answers = texts.write(params, requests, slots, longest, tree)
+    answers = texts.write(params, requests[begun:], slots, longest, tree)
     with contextlib.closing(answers), out.open("ab") as file:
         for answer in answers:
             ended[begun + answer.index] = answer
@@ -218,13 +182,7 @@ def _num_slots(plan: Sequence[ResponseJob], config: GenerateConfig) -> int:
 def line_of(tokenizer: Tokenizer, job: ResponseJob, tokens: list[int]) -> str:
     """The line of a file of responses: JSON and a line break."""
     prompt = list(job.prompt.tokens)
-    record = {
-        "prompt": job.prompt.text,
-        "response": spoken(tokenizer.decode, prompt, tokens),
-        "temperature": job.temperature,
-        "seed": job.seed,
-        "source": job.prompt.source,
-        "prompt_tokens": prompt,
-        "response_tokens": tokens,
-    }
+    record = {"prompt": job.prompt.text, "response": spoken(tokenizer.decode, prompt, tokens)}
+    record |= {"temperature": job.temperature, "seed": job.seed, "source": job.prompt.source}
+    record |= {"prompt_tokens": prompt, "response_tokens": tokens}
     return json.dumps(record, ensure_ascii=False) + "\n"

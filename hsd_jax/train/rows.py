@@ -75,13 +75,8 @@ def make_rows(
     """The rows of some documents, in an order that depends on the seed.
 
     Args:
-      bos: the token before each text; None: none.
-      eos: the token after each text that does not end in a special token of its own.
+      bos, eos: the token before each text, if any, and that after each text without a special token at its end.
       length: tokens of a row, without the last label.
-      vocab_size: the size of the model's vocabulary.
-      loss_on: see `data.DataConfig`.
-    Raises:
-      ValueError: if there is no label, if the tokens do not fill a row, or if a token is outside the vocabulary.
     """
     on_responses = loss_on == RESPONSES
     if on_responses and not any(d.responses for d in documents):
@@ -107,7 +102,7 @@ Encoded = tuple[np.ndarray, np.ndarray]
 def encoded(
     documents: Sequence[Document], tokenizer, bos: int | None, eos: int, vocab_size: int, on_responses: bool
 ) -> Iterator[Encoded]:
-    """The tokens and labels of each document. Raises as `make_rows`, but not for documents without labels."""
+    """The tokens and labels of each document."""
     special = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     for start in range(0, len(documents), _ENCODED_AT_ONCE):
         some = documents[start : start + _ENCODED_AT_ONCE]
@@ -161,10 +156,8 @@ def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int
 
 
 def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list[int]) -> str:
-    """The text that `response` adds to `prompt`.
-
-    Both are decoded together, because some tokenizers write a token in another way at the start of a text.
-    """
+    """The text that `response` adds to `prompt`."""
+    # Decoded together, because some tokenizers write a token in another way at the start of a text.
     before, whole = decode(prompt), decode([*prompt, *response])
     return whole[len(before) :] if whole.startswith(before) else decode(response)
 

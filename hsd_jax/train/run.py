@@ -8,6 +8,7 @@ interrupted run. It refuses to continue with another recipe. A target is written
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ def train(
     At the end a drafter is loaded as `hsd_jax.load` does it, so that the run cannot end with one that does not load.
 
     Args:
-      source: for a drafter its target; for a target the checkpoint with its tokenizer, None: see `tasks.TargetTask`.
+      source: for a drafter its target; for a target the checkpoint with its tokenizer (None: see `tasks.TargetTask`).
       force: continue a run that was started with another recipe.
       start_dir: the model to start from, see the tasks. A continued run needs it, too.
       skip_bad_lines: as in `records.read_file`. A continued run needs it, too, if it skipped a record.
@@ -77,7 +78,7 @@ def train(
     out, report = Path(out), report if is_writer() else lambda line: None
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     how = mesh, report, force, start_dir, skip_bad_lines
-    with manifest.alone(lock.of_folder(out)):
+    with lock.held(lock.of_folder(out)) if is_writer() else contextlib.nullcontext():
         return _trained(TASKS[type(recipe)](source, data_files, out, recipe, *how), stop_at)
 
 
@@ -93,7 +94,9 @@ def _trained(task: Any, stop_at: float | None) -> Path:
     check_same("recipe, models and data of the run", repr((claims, rows.fingerprint)))
     report(found.describe())
     params = task.initialize(rows)
-    _describe(report, task.kind, params, rows, loop)
+    size, seen = sum(p.size for p in jax.tree.leaves(params)) / 1e6, loop.steps * loop.batch / len(rows.tokens)
+    what = f"{task.kind} of {size:.2f}M parameters, {loop.steps} steps of {loop.batch} rows"
+    report(f"{what}: {seen:.2f} times the data")
     shardings, place = placement(task.mesh, loop, task.config)
     evaluator = None
     if asked is not None and asked.every:
@@ -105,18 +108,13 @@ def _trained(task: Any, stop_at: float | None) -> Path:
     if evaluator is None:
         task.save(params)
     wait_for_all(f"{task.folder} is written")
-    task.check()
     task.close()
     report(f"wrote {task.folder}")
     return task.folder
 
 
 def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
-    """The recipe class of `hsd train target` or `hsd train drafter`, given `model.kind`.
-
-    Raises:
-      ValueError: for the name of a drafter that is not trained.
-    """
+    """The recipe class of `hsd train target` or `hsd train drafter`, given `model.kind`."""
     if kind == "target":
         return TargetRecipe
     if isinstance(model_kind, str) and model_kind not in DRAFTERS:
@@ -137,22 +135,10 @@ def hold_out(rows: data.Rows, config: HeldOut | None, train: LoopConfig) -> tupl
     return dataclasses.replace(rows, **used), prompts
 
 
-def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:
-    """Reports what is trained, and how often the data are read."""
-    size = sum(p.size for p in jax.tree.leaves(params))
-    seen = train.steps * train.batch / len(rows.tokens)
-    report(
-        f"{kind} of {size / 1e6:.2f}M parameters, {train.steps} steps of {train.batch} rows: {seen:.2f} times the data"
-    )
-
-
 def placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
     """Two functions for a mesh: the shardings of a state of `fit`, and one that splits a batch over the axes of rows.
 
     Each process gives the rows that its devices hold.
-
-    Raises:
-      ValueError: if a pass has too few rows for the mesh.
     """
     if mesh is None:
         return lambda state: None, lambda batch: batch
@@ -163,10 +149,7 @@ def placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callab
 
     def place(batch):
         whole = {name: jax.ShapeDtypeStruct((train.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-        places = sharding.row_shardings(mesh, whole, train.batch)
-        return {
-            name: jax.make_array_from_process_local_data(places[name], x, whole[name].shape)
-            for name, x in batch.items()
-        }
+        places, make = sharding.row_shardings(mesh, whole, train.batch), jax.make_array_from_process_local_data
+        return {name: make(places[name], x, whole[name].shape) for name, x in batch.items()}
 
     return shardings, place

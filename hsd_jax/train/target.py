@@ -48,12 +48,7 @@ class TargetRecipe(Recipe):
 
 
 def grown_from(start: Checkpoint, deeper: ModelConfig) -> Weights:
-    """The weights of the model `start`, grown to the layers of `deeper`.
-
-    Raises:
-      FileNotFoundError: if there is no such model.
-      ValueError: naming the first setting in which both models differ, apart from depth and positions.
-    """
+    """The weights of the model `start`, grown to the layers of `deeper`."""
     config = start.config
     sources = layer_sources(config.num_layers, deeper.num_layers)
     own, wanted = dataclasses.asdict(config), dataclasses.asdict(deeper)
@@ -66,11 +61,7 @@ def grown_from(start: Checkpoint, deeper: ModelConfig) -> Weights:
 
 
 def layer_sources(num_layers: int, deeper: int) -> list[int]:
-    """The source layer of each of `deeper` layers, as evenly as possible: 2 layers grown to 5 give 0 0 0 1 1.
-
-    Raises:
-      ValueError: if `deeper` is less than `num_layers`.
-    """
+    """The source layer of each of `deeper` layers, as evenly as possible: 2 layers grown to 5 give 0 0 0 1 1."""
     if deeper < num_layers:
         raise ValueError(f"model.num_layers={deeper}: the model to start from has {num_layers} layers")
     return [layer * num_layers // deeper for layer in range(deeper)]
@@ -79,8 +70,7 @@ def layer_sources(num_layers: int, deeper: int) -> list[int]:
 def grown(weights: Weights, sources: list[int]) -> Weights:
     """A deeper model with the same outputs as `weights` (Wu et al., arXiv:2401.02415).
 
-    The first layer of each source is that layer. The others are copies with output projections of zero, which add
-    nothing yet.
+    The first layer of each source is that layer. The others are copies whose output projections are zero.
     """
     found = {name: part for name, part in weights.items() if not name.startswith("layer_")}
     for layer, source in enumerate(sources):
@@ -93,11 +83,7 @@ def grown(weights: Weights, sources: list[int]) -> Weights:
 
 
 def cut_config(config: ModelConfig, num_layers: int) -> ModelConfig:
-    """The configuration of the first `num_layers` layers of a model.
-
-    Raises:
-      ValueError: if the model has fewer.
-    """
+    """The configuration of the first `num_layers` layers of a model."""
     if num_layers > config.num_layers:
         raise ValueError(f"model.num_layers={num_layers}: the model to start from has {config.num_layers} layers")
     return dataclasses.replace(config, num_layers=num_layers, layer_types=config.layer_types[:num_layers])
@@ -110,7 +96,7 @@ def cut(weights: Weights, num_layers: int) -> Weights:
 
 
 def starts_of(batch: dict[str, Array]) -> Int[Array, "B T"] | None:
-    """The starts of the documents of a batch's input tokens (without the last label); None for rows of one document."""
+    """Where the documents of a batch's input tokens start; None for rows of one document."""
     return batch["starts"][:, :-1] if "starts" in batch else None
 
 
@@ -119,11 +105,7 @@ def target_states(
 ) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...]]:
     """The final states of a frozen target after the input tokens, and its residual streams after `layers`.
 
-    They come from the batch if it has `hidden` (`features.py`), else from a pass of the target. XLA drops the logits of
-    this pass.
-
-    Raises:
-      ValueError: if `hidden` has another number of streams.
+    They come from the batch if it has `hidden` (`features.py`), else from a pass of the target.
     """
     if "hidden" not in batch:
         output = forward_sequence(weights, config, batch["tokens"][:, :-1], starts_of(batch), feature_layers=layers)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.config import SLIDING, TrunkConfig, model_of
+from hsd_jax.config import TrunkConfig, model_of
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter, load_foreign
@@ -57,8 +57,7 @@ class Task:
     scores(prompts): returns the function that evaluates weights;
     batches(rows): returns what `fit` reads;
     save(params, evaluation): replaces the result and, if there is an evaluation, its scores;
-    check(): raises an error if the result cannot be used;
-    close(): reports final figures.
+    close(): raises an error if the result cannot be used, and reports final figures.
     """
 
     source: Source | None
@@ -80,16 +79,8 @@ class Task:
     def __post_init__(self):
         """Sets what is known before files are read, and raises errors that can be found then."""
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether a run in `out` has written its first checkpoint."""
-        return manifest.has_checkpoints(self.out)
-
     def batches(self, rows: data.Rows) -> Any:
         return data.batches_of(rows, self.recipe.train, self.recipe.data, self.mesh)
-
-    def check(self) -> None:
-        pass
 
     def close(self) -> None:
         pass
@@ -126,18 +117,14 @@ class TargetTask(Task):
 
     def open(self) -> dict[str, Any]:
         path = self.words.path
-        about: dict[str, Any] = {
-            "tokenizer": manifest.fingerprints([path / TOKENIZER_FILES[0] if path.is_dir() else path])
-        }
+        files = [path / TOKENIZER_FILES[0] if path.is_dir() else path]
+        about: dict[str, Any] = {"tokenizer": manifest.fingerprints(files)}
         self.start = None if self.start_dir is None else target.grown_from(find(self.start_dir), self.config)
         return about if self.start is None else about | {"start": convert.weights_hash(self.start)}
 
     def initialize(self, rows: data.Rows) -> Weights:
-        config, train = self.config, self.recipe.train
-        is_sliding = all(config.layer_type(i) == SLIDING for i in range(config.num_layers))
-        say_reach(self.report, train.length, config.sliding_window if is_sliding else None, config.max_position)
-        self.loss = target.make_loss(config, train.remat)
-        return init_target(jax.random.key(train.seed), config) if self.start is None else self.start
+        self.loss = target.make_loss(self.config, self.recipe.train.remat)
+        return init_target(jax.random.key(self.recipe.train.seed), self.config) if self.start is None else self.start
 
     def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
         """Writes a Hugging Face folder with its tokenizer, beside the checkpoints."""
@@ -156,7 +143,7 @@ class TaughtTask(Task):
     def __post_init__(self):
         assert self.source is not None, "a drafter has a target"
         self.words, self.folder = find(self.source), self.out / "drafter"
-        self.reads = self.words.config
+        self.reads, self.kept = self.words.config, {}  # `kept`: weights of the drafter that are not trained
 
     def read_target(self) -> DraftedFor:
         """Reads the target and sets `teacher`. Its weights are in float32 on CPU, else in bfloat16."""
@@ -171,35 +158,37 @@ class TaughtTask(Task):
         settings = prompts, self.recipe.eval.max_new_tokens, temperature, self.report
         return texts_lib.stored_texts(self.out, f"held-out-{name}", self.teacher, self.owner.hash, *settings)
 
-    def cached(self, rows: data.Rows, likeliest: int = 0) -> features.Features | None:
-        """The target's states for the rows, from the cache that the recipe names; it is built first."""
+    def batches(self, rows: data.Rows, likeliest: int = 0) -> Any:
+        """Batches with the target's states from a cache, if the recipe names one; it is built first."""
         train, asked, models = self.recipe.train, self.recipe.features, (self.teacher.target, self.reads)
         pass_rows, layers = train.batch // train.num_passes, self.config.feature_layers
         rest = self.owner.hash, pass_rows, self.report
-        return features.open_features(asked, rows, *models, *rest, layers=layers, likeliest=likeliest)
+        cached = features.open_features(asked, rows, *models, *rest, layers=layers, likeliest=likeliest)
+        return data.batches_of(rows, train, self.recipe.data, self.mesh, cached)
 
-    def put(self, write: Callable[[Path], None], evaluation: dict[str, Any] | None) -> None:
-        """Replaces the folder of the result by one that `write` fills, with the scores of `evaluation`."""
+    def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
+        """Replaces the folder of the result by one with the weights and the scores of `evaluation`."""
+        params = jax.tree.map(fetch, self.kept | params)
 
-        def whole(new: Path) -> None:
-            write(new)
+        def write(new: Path) -> None:
+            self.write(new, params, evaluation or {})
             if evaluation is not None:
                 write_json(new / JUDGED, evaluation)
 
-        replace_folder(self.folder, whole)
+        replace_folder(self.folder, write)
 
-    def check(self) -> None:
+    def write(self, new: Path, params: Weights, evaluation: dict[str, Any]) -> None:
+        """Writes the files of the result into a new folder."""
+        raise NotImplementedError
+
+    def close(self) -> None:
         """Loads the drafter as `hsd_jax.load` does."""
         if is_writer():
             check_loads(self.folder, self.teacher, self.owner)
 
 
 class DrafterTask(TaughtTask):
-    """Trains a drafter that reads the target's states, of the recipe's kind.
-
-    `start_dir` holds a drafter of the same target to start from. Weights that have another shape in the recipe start
-    fresh.
-    """
+    """Trains a drafter that reads the target's states. `start_dir` holds a drafter of the same target to start from."""
 
     def open(self) -> dict[str, Any]:
         train, owner, model = self.recipe.train, self.read_target(), self.recipe.model
@@ -224,11 +213,15 @@ class DrafterTask(TaughtTask):
             params = begun.weights
             report(f"the trunk starts as the target's last layer; fresh weights: {', '.join(begun.fresh) or 'nothing'}")
         if isinstance(config, TrunkConfig):  # other drafters have no attention
-            say_reach(report, train.length, config.window, config.max_position)
+            most = config.max_position
+            if min(config.window or most, most) > train.length:
+                reach = f"attention is trained that far; contexts may have {most} (a window?)"
+                report(f"rows of {train.length} tokens: {reach}")
         labels, self.hot = rows.tokens[rows.mask], None
         if config.reduced_vocab_size is not None:
             known = None if self.start is None else self.start[1].get("draft_to_target")
-            self.hot = frequent_tokens.of_run(self.out, self.is_begun, labels, config, self.words.eos, report, known)
+            is_begun = manifest.has_checkpoints(self.out)
+            self.hot = frequent_tokens.of_run(self.out, is_begun, labels, config, self.words.eos, report, known)
         if self.start is not None:
             begun = started_from(params, self.start[1], self.hot)
             params = begun.weights
@@ -239,11 +232,9 @@ class DrafterTask(TaughtTask):
         self.loss, self.stages = drafter.make_loss(*of_loss), drafter.make_stages(*of_loss)
         return params
 
-    def batches(self, rows: data.Rows) -> Any:
-        """Batches with the target's states from a cache, if the recipe names one."""
+    def batches(self, rows: data.Rows, likeliest: int = 0) -> Any:
         loss = self.recipe.loss
-        cached = self.cached(rows, 0 if loss.sample is None else loss.likeliest)
-        return data.batches_of(rows, self.recipe.train, self.recipe.data, self.mesh, cached)
+        return super().batches(rows, 0 if loss.sample is None else loss.likeliest)
 
     def scores(self, prompts: list[np.ndarray]) -> Evaluate:
         """Returns a function that simulates tau on greedy and on sampled texts."""
@@ -263,18 +254,19 @@ class DrafterTask(TaughtTask):
 
         return evaluate
 
-    def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
-        params, config = jax.tree.map(fetch, params), self.config
-        if evaluation is not None:
-            config = dataclasses.replace(config, **_profiles(evaluation))
+    def write(self, new: Path, params: Weights, evaluation: dict[str, Any]) -> None:
+        """Writes the drafter, with its acceptance by depth of a chain, which `planning/plan.py` reads."""
+        names = {"profile": "chain_acceptance", "sampled_profile": "sampled_chain_acceptance"}
+        profiles = {
+            name: tuple(round(float(x), 3) for x in evaluation[key]) for name, key in names.items() if key in evaluation
+        }
         weights = params if self.hot is None else {**params, "draft_to_target": self.hot}
-        self.put(lambda new: drafter_files.save_drafter(new, config, weights, self.recipe.model.stored_in), evaluation)
+        config = dataclasses.replace(self.config, **profiles)
+        drafter_files.save_drafter(new, config, weights, self.recipe.model.stored_in)
 
 
 class DistillTask(TaughtTask):
     """Distils the language model in `start_dir`, or its first layers, or trains its steering.
-
-    `start_dir` has the target's vocabulary (`small_lm.drafting_model`).
 
     The run's folder also holds the drafter's own texts in `on_policy/`, and the figures before step 1. The result is a
     Hugging Face folder like `start_dir`; for a steered model it also holds the steering.
@@ -320,11 +312,10 @@ class DistillTask(TaughtTask):
         self.loss = distill.make_loss(self.reads, self.config, self.recipe.loss, self.recipe.train.remat)
         return self.learned
 
-    def batches(self, rows: data.Rows) -> Any:
-        """Batches with the target's states from a cache, or with rows that the drafter writes, as the recipe says."""
+    def batches(self, rows: data.Rows, likeliest: int = 0) -> Any:
         train, asked = self.recipe.train, self.recipe.on_policy
         if not asked.num_rows(train):
-            return data.batches_of(rows, train, self.recipe.data, self.mesh, self.cached(rows))
+            return super().batches(rows)
         seed = self.recipe.data.seed_of(train.seed)
         return MixedBatches(rows, train, seed, asked, self.config, self.words.eos, self.out)
 
@@ -340,50 +331,29 @@ class DistillTask(TaughtTask):
             pair = dataclasses.replace(self.teacher, drafter=weights, drafter_config=config)
             return distill.decoded(pair, prompts, asked) | divergences(weights, self.teacher.target)
 
-        if not self.is_begun:
+        if not manifest.has_checkpoints(self.out):
             before = evaluate(self.learned)
             write_json(self.out / BEFORE, before)
             self.report(f"before: {line_of(before)}")
         return evaluate
 
-    def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
+    def write(self, new: Path, params: Weights, evaluation: dict[str, Any]) -> None:
         """Writes a Hugging Face folder. Rows that only fill the vocabulary up to the target's are left out."""
-        params, num = jax.tree.map(fetch, self.kept | params), self.config.num_tokens
+        num = self.config.num_tokens
         words = self.start if self.start.tokenizer else self.words
-
-        def write(new: Path) -> None:
-            self.recipe.model.how.save_added(new, self.config, params)
-            model = {name: part for name, part in params.items() if name not in self.added}
-            model |= {name: model[name][:num] for name in ("embedding", "head") if name in model}
-            config = dataclasses.replace(model_of(self.config), vocab_size=num)
-            convert.save_target(new, config, model, bos=words.bos, eos=words.named_eos)
-            words.save_tokenizer(new)
-
-        self.put(write, evaluation)
+        self.recipe.model.how.save_added(new, self.config, params)
+        model = {name: part for name, part in params.items() if name not in self.added}
+        model |= {name: model[name][:num] for name in ("embedding", "head") if name in model}
+        config = dataclasses.replace(model_of(self.config), vocab_size=num)
+        convert.save_target(new, config, model, bos=words.bos, eos=words.named_eos)
+        words.save_tokenizer(new)
 
     def close(self) -> None:
+        super().close()
         if self.recipe.eval.every and is_writer():
             for name, path in (("before: ", self.out / BEFORE), ("after:  ", self.folder / JUDGED)):
                 self.report(name + line_of(read_json(path)))
 
 
-TASKS = {
-    target.TargetRecipe: TargetTask,
-    drafter.DrafterRecipe: DrafterTask,
-    distill.DistillRecipe: DistillTask,
-}
+TASKS = {target.TargetRecipe: TargetTask, drafter.DrafterRecipe: DrafterTask, distill.DistillRecipe: DistillTask}
 """The task of each recipe."""
-
-
-def say_reach(report: Report, length: int, window: int | None, max_position: int) -> None:
-    """Reports if attention reaches further back in decoding than any row of the training."""
-    if min(window or max_position, max_position) > length:
-        report(f"rows of {length} tokens: attention is trained that far; contexts may have {max_position} (a window?)")
-
-
-def _profiles(evaluation: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-    """The scores that a drafter's file keeps, for `planning/plan.py`: acceptance by depth of a chain."""
-    names = {"profile": "chain_acceptance", "sampled_profile": "sampled_chain_acceptance"}
-    return {
-        name: tuple(round(float(x), 3) for x in evaluation[key]) for name, key in names.items() if key in evaluation
-    }

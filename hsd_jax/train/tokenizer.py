@@ -20,16 +20,7 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     files: list[str], vocab_size: int, out: str | Path, skip_bad_lines: bool = False, report: Report = print
 ) -> Tokenizer:
-    """Learns a byte-level BPE of `vocab_size` on the documents of `files` and writes it into the folder `out`.
-
-    Conversations get no chat template.
-
-    Args:
-      skip_bad_lines, report: as in `records.read_file`.
-    Raises:
-      FileNotFoundError, ValueError: as `documents.load_documents`.
-      OSError: naming the file, if it cannot be written.
-    """
+    """Learns a byte-level BPE of `vocab_size` on the documents of `files` and writes it into the folder `out`."""
     how = {"skip_bad_lines": skip_bad_lines, "report": report}
     documents = [document.text for file in files for document in load_documents(file, **how)]
     tokenizer = Tokenizer(models.BPE())

@@ -54,18 +54,10 @@ def begun_with_target(
 
     So the trunk can read a residual stream and write what the LM head reads. If there are several feature layers, it
     reads only the last one at first. The trunk reads states of about unit size, but the target's layer reads a stream
-    that has grown. So the outputs that are added to the states are divided by this growth. Slots and embeddings, which
-    are learned beside the stream, then have an effect from the first steps on. Weights of other shapes stay fresh.
-    Weights that only the target's layers have (biases, norms of heads) are dropped.
-
-    Args:
-      fresh: the weights of `init_drafter`.
-      target: weights of the target, not packed.
-      tokens: some text, by which the size of the stream is measured.
-    Returns:
-      The weights. Their `fresh` names the weights of the trunk's layers that stayed fresh.
-    Raises:
-      ValueError: if the drafter has no trunk or more layers than the target, or if no weight of its layers fits.
+    that has grown, as some `tokens` show. So the outputs that are added to the states are divided by this growth. Slots
+    and embeddings, which are learned beside the stream, then have an effect from the first steps on. Weights of other
+    shapes stay fresh: `Started.fresh` names those of the trunk's layers. Weights that only the target's layers have
+    (biases, norms of heads) are dropped.
     """
     num = config.num_layers if isinstance(config, TrunkConfig) else 0
     if not 1 <= num <= target_config.num_layers:

@@ -179,7 +179,7 @@ def test_kinds_of_tokens(smollm, tmp_path):
 def test_texts_begin_with_the_start_token_where_the_file_says_so(pre, says, starts, smollm, tmp_path):
     changed = smollm | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": says}
     file = write(tmp_path / "t.gguf", changed)
-    assert (file.bos, file.adds_bos) == (1, starts)
+    assert file.bos == 1
     tokenizer = file.tokenizer()
     assert (tokenizer.encode("the cat")[0] == 1) == starts
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
@@ -189,7 +189,7 @@ def test_texts_begin_with_the_start_token_where_the_file_says_so(pre, says, star
         0,
     )
     without = write(tmp_path / "n.gguf", changed | {"tokenizer.ggml.bos_token_id": None})
-    assert (without.bos, without.adds_bos) == (None, False)
+    assert without.bos is None and not without.tokenizer().starts
 
 
 def test_end_tokens_are_those_of_text_turn_and_message(smollm, tmp_path):
@@ -204,7 +204,7 @@ def test_end_tokens_are_those_of_text_turn_and_message(smollm, tmp_path):
 def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     file = write(tmp_path / "a.gguf", smollm | {"tokenizer.chat_template": template})
-    assert file.chat_template == template
+    assert file.has_chat_template
     tokenizer, raw = file.tokenizer(), file.tokenizer().raw
     assert tokenizer.eos_id == 2
     for text in TEXTS:
@@ -221,7 +221,7 @@ def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
     )
     assert hash(tokenizer) == hash(file.tokenizer())
     other = write(tmp_path / "c.gguf", smollm)
-    assert other.chat_template is None and other.tokenizer() != tokenizer
+    assert not other.has_chat_template and other.tokenizer() != tokenizer
     assert other.tokenizer().conflict_with(tokenizer) is None
     with pytest.raises(ValueError, match="chat template"):
         other.tokenizer().encode_chat([{"role": "user", "content": "hi"}])

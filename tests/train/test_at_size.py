@@ -63,7 +63,7 @@ def test_a_loss_in_chunks_is_that_of_all_nodes_at_once(name, hot):
         teacher = heads.teacher_output(models, drafts, hidden, chunk)
 
         def of_some(some):
-            distribution, draft_logits = heads.logits_of(models, some, teacher)
+            distribution, draft_logits = teacher(some), heads.logits_of(models, some)
             values = losses.named(name)(distribution, draft_logits)
             return values.reshape(some.mask.shape), agreement(distribution, draft_logits, some.mask.shape)
 

@@ -325,7 +325,7 @@ def test_a_stored_state_gives_the_same_batches(features):
         assert again.get_state()["step"] == start
         for want in seen[start:]:
             assert same(next(again), want)
-    again.seek(5)
+    again.set_state(again.get_state() | {"step": 5})
     assert same(next(again), seen[5])
 
 

@@ -219,7 +219,7 @@ def test_runs_that_are_refused_before_the_first_step(folders, tmp_path):
     if not other.exists():
         config = dataclasses.replace(convert.read_config(folders / "start"), vocab_size=301)
         convert.save_target(other, config, init_target(jax.random.key(0), config))
-    with pytest.raises(ValueError, match="vocabulary"):
+    with pytest.raises(ValueError, match="no two tokenizers"):
         distil(folders, tmp_path / "out", start="other")
     recipe = distill.DistillRecipe.from_dict(VALUES, "d")
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])

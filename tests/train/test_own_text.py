@@ -113,7 +113,7 @@ def mixed(tmp_path):
 def taken(batches, steps, weights):
     found = []
     for step in steps:
-        batches.refresh(step, weights[step // 3])
+        batches.refresh(weights[step // 3])
         found.append(next(batches))
     return found
 
