@@ -362,6 +362,3 @@ class AcceptRule(NamedTuple):
     judges_jointly: bool = False
     """Whether its verdict on a draft depends on later drafts of the path. Noise after a rejection was then used, so the
     keys of drafts and coins depend on the round and not only on the position (`sampling.place_keys`)."""
-    expected: Callable[..., Float[Array, "B I"]] | None = None
-    """`expected(tree, target_logp) -> [B, I]`: for trees with `draft_logp`, the probability over the rule's own noise
-    that some child of each node is accepted, if the path reaches the node. Only experiments use it."""

@@ -99,8 +99,8 @@ class Trace:
         self.together, run = 0, session.run
 
         def traced(*args, **kwargs):
-            before = {request.slot: request.length for request in session._requests() if request.is_running}
-            rows = [request for request in session._requests() if request.is_running]
+            rows = session._running()
+            before = {request.slot: request.length for request in rows}
             ended = run(*args, **kwargs)
             self.together = max(self.together, sum(row.length > before[row.slot] for row in rows))
             return ended

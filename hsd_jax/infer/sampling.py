@@ -152,9 +152,6 @@ def round_noise(
 
     A decode computes it once per round: `match` draws with it, and COUPLED drafts are chosen by it. The noise at a
     position does not depend on `num`, so plain decoding, which needs one position, gets the same noise.
-
-    Args:
-      keys: the keys of the rows. They are folded and not consumed.
     """
 
     def noise() -> Array:
@@ -167,9 +164,7 @@ def round_noise(
 
 
 def if_any(needed: Bool[Array, "B"], compute: Callable, otherwise: Callable, *args: Array) -> Any:
-    """`compute(*args)` if a row needs it, else `otherwise(*args)`.
-
-    Both results must be right for rows that do not need `compute`.
+    """`compute(*args)` if a row needs it, else `otherwise(*args)`. Both must be right for rows that do not need it.
 
     A program for a GPU always computes. There a branch waits for the host, and a round would have one for each level.
     """
@@ -202,8 +197,7 @@ def perturb(
 ) -> Float[Array, "B w V"]:
     """Warped logits plus noise; greedy rows are unchanged. The argmax is the draw of each node (Gumbel-max).
 
-    Args:
-      noise: one row of noise per node, or one for all nodes; or a function without arguments that makes it.
+    `noise` has one row per node, or one for all nodes; or it is a function without arguments that makes it.
     """
     return _perturbed(noise, logits, sampling, lambda x: x)
 

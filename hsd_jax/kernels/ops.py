@@ -2,8 +2,7 @@
 
 Weights are stored [out, in] as in Hugging Face files. XLA on CPU also multiplies this layout fastest for a few rows.
 Activations are float32. A product runs in the dtype of its kernel and accumulates in float32. An 8-bit kernel is
-converted to floats inside the product, unless the CPU kernels multiply it in whole numbers (`int8.py`). Read next:
-`native.py`, the binding of the CPU kernels.
+converted to floats inside the product, unless the CPU kernels multiply it in whole numbers (`int8.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def matmul(x: Float[Array, "... in"], kernel: Kernel) -> Float[Array, "... out"]
 def matmuls(x: Float[Array, "... in"], kernels: tuple[Kernel, ...]) -> list[Array]:
     """The products of one input with several kernels, in one call if the CPU kernels apply.
 
-    Without the CPU kernels, a kernel may have several output axes, [*out, in]. The product then is [..., *out].
+    Without the CPU kernels, a kernel may be [*out, in]. The product then is [..., *out].
     """
     if all(native.applies(kernel) for kernel in kernels):
         num_rows = math.prod(x.shape[:-1])
