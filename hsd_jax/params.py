@@ -154,11 +154,8 @@ def load(
         dtype that is fastest on this device, because no text depends on it.
       quantize: "int8" stores the target's matrices, embedding and LM head included, in 8 bits with one scale per
         output. This is half the size of bfloat16. The quantized target is a different model, close to the one in the
-        folder: speculative text is exactly that of plain decoding of the *quantized* target. A drafter trained for the
-        original target also drafts for the quantized one. The CPU kernels round activations to 8 bits too, in blocks of
-        64, and multiply whole numbers, unless `precision` is "exact". XLA rounds no activations, so a mesh or another
-        device may give another text. Without the CPU kernels (see `Params.arithmetic`) a CPU widens the weights in
-        every pass, which saves nothing.
+        folder, and the same drafters draft for it. The CPU kernels round activations to 8 bits too, unless `precision`
+        is "exact". XLA rounds no activations, so a mesh or another device may give another text.
       max_len: largest length of a row in tokens, prompt included. None: the context length of the model.
       precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; on one device
         speculative and plain text then agree token for token (methods.md 1.7).
@@ -312,8 +309,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     Args:
       draft_to_target: ascending token ids, for example from `train.frequent_tokens.most_frequent`.
     Raises:
-      ValueError: without a trained drafter, or for ids that are not ascending, are outside the vocabulary, or are
-        already outside the reduced draft vocabulary.
+      ValueError: without a trained drafter, or for ids that are not ascending or that it cannot draft.
     """
     if params.drafter is None or method_of(params.drafter_config).training is None:
         raise ValueError("restrict() needs a trained drafter")
@@ -330,8 +326,7 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
         Hugging Face folder, whose model scores; or "0-gram", which takes the likeliest paths by the drafter alone.
       alpha: the weight of the scorer: alpha * log p(scorer) is added to log p(drafter).
     Raises:
-      FileNotFoundError, ValueError: if the scorer does not exist, if it belongs to another target or tokenizer, or if
-        the states of the drafter depend on drafted tokens.
+      FileNotFoundError, ValueError: if the scorer does not exist or does not suit this target and drafter.
     """
     config, weights = RescoredConfig.base_of(params.drafter_config), params.drafter
     if not weights or config is None or method_of(config).lattice is None:
@@ -359,8 +354,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
       length: tokens that it drafts per round. None: the depth of its default tree. The tree of a decode bounds the
         tokens that reach the target: the small model stops its rounds when the next one might not fit.
     Raises:
-      FileNotFoundError, ValueError: if no small language model drafts, or if `inner` does not exist or was made for
-        another model, for another vocabulary or for fewer tokens.
+      FileNotFoundError, ValueError: if no small language model drafts, or if `inner` does not suit it.
     """
     take(Count | None, length, "length")
 

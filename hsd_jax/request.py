@@ -158,11 +158,7 @@ def set_up(
 ) -> Setup:
     """Makes the plan, and looks up or makes the decoder of that plan. Nothing compiles yet.
 
-    Args:
-      num_rows: number of rows of the program.
-      plan_rows: number of rows for which the tree is chosen if none is requested.
-      capacity: number of slots of the caches.
-      temperature: the highest temperature of all rows.
+    The program has `num_rows` rows, and the tree is chosen for `plan_rows`. `temperature` is the highest of all rows.
     """
     check_jax_settings()
     check_mesh(params.mesh)

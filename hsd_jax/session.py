@@ -50,9 +50,6 @@ from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits, Sampling
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
-RAISE, YIELD = "raise", "yield"
-"""What `generate` does with a wrong request: it raises the error, or it yields an answer that failed."""
-OnError = Annotated[str, OneOf((RAISE, YIELD))]
 MOST_SLOTS = 4096
 DEFAULT = Speculation()
 
@@ -345,7 +342,7 @@ class Session:
         self._shut(CANCELLED, "the session is closed")
 
     def generate(
-        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False, on_error: str = RAISE
+        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False, on_error: str = "raise"
     ) -> Generator[Generated, None, None]:
         """Answers any number of requests. Each is admitted as soon as a slot is free.
 
@@ -357,18 +354,16 @@ class Session:
           on_error: what a wrong request does. "raise": no further request is read, the answers to all requests before
             it are yielded, then its error is raised. "yield": an answer that failed with this error is yielded in its
             place, without tokens or statistics, and the others continue.
-        Yields:
-          Complete answers. An answer that failed says so, and the others continue.
         Raises:
           ValueError: at the call for a wrong argument. Then as `admit`, naming the number of the wrong request. Also if
-            requests from elsewhere hold all slots.
-          Exception: what the iterator raises, after the answers to all requests that it gave. After these errors the
-            session can be used as before, but not after an error of `step`. If the caller stops early, the running
-            requests of this call are cancelled.
+            requests from elsewhere hold all slots. What the iterator raises comes after the answers to all requests
+            that it gave. Afterwards the session can be used as before, but not after an error of `step`.
+
+        If the caller stops early, the running requests of this call are cancelled.
         """
         if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
             raise ValueError(f"requests={shown(requests)}: expected a list of prompts")
-        take(OnError, on_error, "on_error")
+        take(Annotated[str, OneOf(("raise", "yield"))], on_error, "on_error")
         answers = self._answers(self._read_requests(requests, on_error))
         return _in_order(answers) if take(Flag, ordered, "ordered") else answers
 
@@ -378,7 +373,7 @@ class Session:
             try:
                 row = row_of(self.params, *_asked(request), self.max_len)
             except ValueError as error:
-                if on_error == RAISE:
+                if on_error == "raise":
                     raise ValueError(f"request {index}: {error}") from error
                 row = error
             yield index, row
@@ -444,13 +439,8 @@ class Session:
     def run(self, rounds: int, least_live: int = 1, loop: Any = None, beside: Callable[[], None] | None = None) -> bool:
         """Runs rounds with the rows that are in the state, and ignores waiting prompts.
 
-        Args:
-          rounds: the largest number of rounds. UNBOUNDED: until fewer than `least_live` rows run.
-          loop: a function with the arguments of the compiled loop, which it replaces (`lab/bench/replay.py` records
-            rounds this way).
-          beside: called by the host while the device runs the rounds. It must not wait for the device.
-        Returns:
-          Whether a row has ended.
+        It returns whether a row has ended. UNBOUNDED `rounds` end when fewer than `least_live` rows run. `loop`
+        replaces the compiled loop (`lab/bench/replay.py`). The host calls `beside`, which must not wait, meanwhile.
         """
         self._check_open()
         start, setup, has_ended = time.perf_counter(), self.setup, False

@@ -172,10 +172,7 @@ class Tokenizer:
         return tuple(one.ids[: (*one.special_tokens_mask, 0).index(0)])
 
     def conflict_with(self, other: Tokenizer) -> tuple[int, str, str] | None:
-        """The first token that both tokenizers have and spell differently: its number, and both spellings.
-
-        Numbers that only one of them has do not count, for example those of tokens that a fine-tune added.
-        """
+        """The first number that both tokenizers have and spell differently, and both spellings."""
         own, theirs = (one.raw.get_vocab() for one in (self, other))
         spelling = {number: token for token, number in theirs.items()}
         agreed = {number for token, number in own.items() if theirs.get(token) == number}
@@ -185,7 +182,6 @@ class Tokenizer:
 
     @property
     def vocabulary_hash(self) -> str:
-        """`hash_of` its vocabulary."""
         return hash_of(self.raw.get_vocab())
 
     def encode(self, text: str) -> list[int]:
@@ -212,7 +208,6 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
         return bool(self.template)
 
     def render(self, messages: Messages, is_open: bool = True) -> str:
@@ -250,8 +245,7 @@ class Tokenizer:
     def _render_hidden(self, messages: Messages) -> str:
         """The conversation, with swapped control tokens in the contents.
 
-        A template may look for control tokens in what the assistant has said, as for the end of its reasoning. Then
-        they are left there.
+        They stay in what the assistant has said if the template looks for them, as for the end of its reasoning.
         """
         wanted = self.render(messages)
         for trusted in ((), ("assistant",)):

@@ -122,8 +122,7 @@ class DraftTree:
 class Verdict:
     """What a rule decided about a tree: the accepted path, and the tokens that are emitted.
 
-    `emitted[:, :num_accepted + 1]` holds the accepted draft tokens and then `next_token`. The entries after these have
-    no meaning.
+    `emitted[:, :num_accepted + 1]` holds the accepted draft tokens and then `next_token`. The rest has no meaning.
     """
 
     path: Int[Array, "B D+1"]
@@ -225,11 +224,7 @@ class Control:
 
 @flax.struct.dataclass
 class DecodeState:
-    """The carry of the decode loop.
-
-    The first axis of every array is rows, also in the drafter's own state. A row can therefore be inserted and removed
-    (`infer/rows.py`).
-    """
+    """The carry of the decode loop. The first axis of every array is rows, also in the drafter's own state."""
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
     length: Int[Array, "B"]
@@ -304,11 +299,7 @@ ExpandNamed = Callable[[Any, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[C
 
 
 class Drafter(NamedTuple):
-    """A drafter as pure functions.
-
-    `models` holds the weights of both models, "target" and "drafter". `state` is the drafter's own pytree. No other
-    code reads its fields, except `planning/simulate.py`: it reads the number of spare states of a drafter with reuse.
-    """
+    """A drafter as pure functions of the weights `models` of "target" and "drafter", and of a `state` of its own."""
 
     init: Callable[..., Any]
     """`init(tokens, length, capacity) -> state`, before the prompts [B, P] are read."""

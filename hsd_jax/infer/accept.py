@@ -38,10 +38,7 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
 
 
 def verdict_of(emitted: Int[Array, "B M"], count: Int[Array, "B"]) -> Verdict:
-    """The verdict for `count` tokens that were committed without a tree.
-
-    A drafter sees it as an accepted path of `count` - 1 drafts, followed by the target's own token.
-    """
+    """The verdict for `count` tokens that were committed without a tree, as if it had accepted `count` - 1 drafts."""
     path = jnp.broadcast_to(jnp.arange(emitted.shape[1], dtype=jnp.int32), emitted.shape)
     last = jnp.maximum(count - 1, 0)
     return Verdict(path, last, jnp.take_along_axis(emitted, last[:, None], 1)[:, 0], emitted)
@@ -165,10 +162,7 @@ def recursion(
 
 
 def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-    """Keeps only the first accepted child of each node, by index.
-
-    Two siblings may hold the same token and have different children, so one of them must be chosen.
-    """
+    """Keeps only the first accepted child of each node, by index: two siblings may hold the same token."""
     num = tree.tokens.shape[1]
     is_earlier = jnp.arange(num)[:, None] > jnp.arange(num)
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None, :]

@@ -267,11 +267,14 @@ def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capa
 class Decoder:
     """The compiled functions of one configuration. Everything static is fixed here, and everything else is traced.
 
-    Args:
-      precision: matmul precision of every product inside, a name for `jax.default_matmul_precision` or None.
-      use_native: whether to use our own kernels if they are available. The CPU kernels are not used on a mesh.
-      mesh: the mesh of devices. None: one device.
+    `precision` is a name for `jax.default_matmul_precision`. The CPU kernels are not used on a mesh.
     """
+
+    begin: Callable[..., DecodeState]
+    prefill: Callable[..., DecodeState]
+    insert: Callable[..., Rows]
+    clear: Callable[..., DecodeState]
+    loop: Callable[..., DecodeState]
 
     def __init__(
         self,

@@ -159,12 +159,7 @@ def level_noise(
     vocab_size: int,
     is_sampled: Bool[Array, "B"],
 ) -> Float[Array, "B num V"]:
-    """Gumbel noise for all levels of a tree, in one call. It is zero in rows that do not draw.
-
-    Args:
-      keys: the keys of the rows [B]. They are folded with the positions of the drawn tokens and not consumed.
-      num_rows: the number of rows of noise for each level, starting below the root.
-    """
+    """Gumbel noise for all levels of a tree, in one call: `num_rows` of each, starting below the root."""
     depths = np.repeat(np.arange(1, len(num_rows) + 1, dtype=np.int32), num_rows)
     places = jnp.concatenate([jnp.arange(num, dtype=jnp.int32) for num in num_rows])
 

@@ -44,12 +44,7 @@ def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: in
 def place_keys(
     keys: jax.Array, tag: int, positions: Int[Array, "B M"], places: Int[Array, "M"] | Int[Array, "B M"]
 ) -> jax.Array:
-    """Keys [B, M], one for each (row, tag, position, place).
-
-    Args:
-      tag: DRAFT_NOISE or JUDGE_NOISE.
-      positions: positions of the tokens that the keys decide.
-      places: numbers of the nodes at one position.
+    """Keys [B, M], one for each (row, tag, position of the token that the key decides, place of a node there).
 
     Drafts that are made or judged ahead of time, or again, therefore use the same noise. After a rejection the next
     round uses noise of later positions again. docs/design.md, "Rules and schemes", says why it may. It may not in two
@@ -205,8 +200,7 @@ def perturb(
 def gumbel_max(
     noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
 ) -> Int[Array, "B w"]:
-    """The argmax of `perturb`, which is the draw. Each branch ends with the argmax, so that no branch copies the
-    logits."""
+    """The argmax of `perturb`, which is the draw. Each branch ends with it, so that no branch copies the logits."""
     return _perturbed(noise, logits, sampling, argmax)
 
 

@@ -68,12 +68,6 @@ def attend(
     return BACKENDS[wanted](query, new, new_mask, cached, seen, scale, softcap)
 
 
-def within(query, new, new_mask, scale: float, softcap: float | None) -> Partial:
-    """The attention of the nodes to each other, by dense products."""
-    found = scores(query, new[0], widen(new_mask, query), scale, softcap)
-    return partial_softmax(found, new[1])
-
-
 def scores(query: Array, keys: Array, mask: Array, scale: float, softcap: float | None) -> Float[Array, "B G n X"]:
     """Scaled and soft-capped products. They are MASKED where `mask` is False."""
     found = _product(query, keys, (3, 3)) * scale
@@ -122,7 +116,7 @@ def by_xla(query, new, new_mask, cached, seen, scale, softcap):
         mask = visible(block * step + jnp.arange(step), first, last, num_slots)
         return merge(found, partial_softmax(scores(query, keys, mask, scale, softcap), values))
 
-    found = within(query, new, new_mask, scale, softcap)
+    found = partial_softmax(scores(query, new[0], widen(new_mask, query), scale, softcap), new[1])  # of the nodes
     if step == num_slots:
         return finish(add(jnp.int32(0), found))
     is_round = jnp.max(last) > num_slots

@@ -1,9 +1,7 @@
 """Optional CPU kernels for the products, attention and draws of a decode. The machine's compiler builds them once.
 
 For a few rows, XLA's CPU product packs the weights on every call. `cpu/rows_matmul.cc` does not pack them, and it reads
-bfloat16 and 8-bit weights without conversion. For 8-bit weights in groups it rounds rows to 8 bits and sums integers
-(`int8.GroupedInt8`, `cpu/integers.h`). `cpu/gated_mlp.cc` computes the MLP in one call. `cpu/attend.cc` computes the
-attention of a layer in one call instead of ten (docs/history.md has the measurements). A row's result is bitwise the
+bfloat16 and 8-bit weights without conversion (docs/history.md has the measurements). A row's result is bitwise the
 same for any number of other rows, and for any tree that verified it. Without a compiler (a warning says so), on another
 platform, or with HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so
 they are switched on only while a decode loop is traced.
@@ -39,17 +37,8 @@ FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "gumbel"))
 HEADERS = tuple(FOLDER / f"{name}.h" for name in ("vectors", "amx", "integers", "tiles"))
 FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
-SYMBOLS = {
-    "rows_matmul": "HsdRowsMatmul",
-    "gated_mlp": "HsdGatedMlp",
-    "attend": "HsdAttend",
-    "rms_norm": "HsdRmsNorm",
-    "rope": "HsdRope",
-    "gumbel": "HsdGumbel",
-    "first_best": "HsdFirstBest",
-    "top_k": "HsdTopK",
-    "gather": "HsdGather",
-}
+KERNELS = ("rows_matmul", "gated_mlp", "attend", "rms_norm", "rope", "gumbel", "first_best", "top_k", "gather")
+"""The symbol of `rows_matmul` is HsdRowsMatmul, and so on."""
 
 
 class InstructionSet(NamedTuple):
@@ -369,7 +358,7 @@ def _fault(isa: str) -> str:
         return "no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)"
     try:
         loaded = _load(builder, isa)
-        handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
+        handlers = {name: getattr(loaded, "Hsd" + name.title().replace("_", "")) for name in KERNELS}
     except subprocess.CalledProcessError as error:
         text = (error.stderr or b"").decode(errors="replace")
         said = " ".join(text.split())[:200] or f"it exits with {error.returncode}"

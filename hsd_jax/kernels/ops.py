@@ -142,7 +142,7 @@ def rms_norm(
     """Root-mean-square norm over the last axis, in float32.
 
     Args:
-      offset: added to the weight (Gemma stores weight - 1).
+      offset: added to the weight.
       dtype: the dtype to which a GPU kernel may round the result, because only products in this dtype read it.
     """
     x = x.astype(jnp.float32)
@@ -216,7 +216,7 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """
     if native.is_on() and x.dtype == jnp.float32:
         return native.argmax(x)
-    if triton.is_alone():  # two launches instead of four; on a mesh it would gather the sharded axis
+    if triton.is_on() and program.mesh() is None:  # two launches, not four; a mesh would gather the sharded axis
         return lax.argmax(x, x.ndim - 1, jnp.int32)
     vocab_size = x.shape[-1]
     index = jnp.arange(vocab_size, dtype=jnp.int32)

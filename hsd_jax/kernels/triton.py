@@ -54,11 +54,6 @@ def is_on() -> bool:
     return on and (interpret or traced_platform() == "gpu")
 
 
-def is_alone() -> bool:
-    """Whether these kernels are on and the program is for one GPU."""
-    return is_on() and program.mesh() is None
-
-
 def _is_tile(width: int) -> bool:
     return width >= 16 and width & (width - 1) == 0
 

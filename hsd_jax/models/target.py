@@ -145,10 +145,8 @@ def forward(
         Each node must see itself.
       cache: committed slots. Every node sees all of them, or those in its sliding window.
       feature_layers: layers whose residual stream is returned in `features`.
-      active: nodes whose output is used. None: all. The output of other nodes has no meaning, and the CPU kernels skip
-        them.
-      earlier: keys and values of earlier passes over drafts, which are not in the cache. `small_lm` grows trees with
-        them.
+      active: nodes whose output is used. None: all. The output of other nodes has no meaning.
+      earlier: keys and values of earlier passes over drafts, which are not in the cache.
       up_bias: the steering of a drafter, added to the up-projection of every layer's MLP (`drafters/steered`).
     """
     with native.only(active):

@@ -94,7 +94,7 @@ def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, ma
       slots: the largest number of requests decoded at once.
     """
     answers = list(write(params, requests, min(slots, bucket(len(requests), 1)), max_len, ordered=True))
-    check_valid(answers)
+    check_valid(dict(enumerate(answers)))
     return [answer.tokens for answer in answers]
 
 
