@@ -105,8 +105,9 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"coordinator={shown(coordinator)}: expected HOST:PORT, as in 10.0.0.1:8476")
     take(Count | None, num, "num_processes")
     take(int | None, index, "process_id", ge=0, lt=MOST if num is None else num)
-    if None in given.values() and any(value is not None for value in given.values()) and num != 1:
-        raise ValueError(f"found {given}: give all of {', '.join(VARIABLES.values())}, or none")
+    missing = [f"{name} ({VARIABLES[name]})" for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given) and num != 1:
+        raise ValueError(f"{' and '.join(missing)} is missing: give all of {', '.join(VARIABLES)}, or none")
     return given
 
 
