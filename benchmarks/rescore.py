@@ -17,7 +17,6 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax.arguments import encode
-from hsd_jax.cli.options import named_folders
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
 from hsd_jax.lab.bench.prompts import HALVES, Workload
@@ -56,7 +55,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     params = hsd_jax.load(args.target, drafter=args.drafter)
-    scorers = {name: rescore(params, folder) for name, folder in named_folders(args.scorers, "--scorers").items()}
+    scorers = {name: rescore(params, folder) for name, folder in (text.split("=", 1) for text in args.scorers)}
     size = args.limit, args.max_new_tokens, 0, 1, shlex.join(sys.argv)
     tuned_on, texts = (own_texts(params, Workload(args.prompts, half, *size), args.temperature) for half in HALVES)
     rows = []

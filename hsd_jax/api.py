@@ -96,11 +96,7 @@ class Piece:
 
 
 def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
-    """The share of rounds that kept depth d among those that kept depth d - 1, [D].
-
-    Args:
-      histogram: [D+1], the number of rounds for each accepted length.
-    """
+    """The share of rounds that kept depth d among those that kept depth d - 1, [D], from `accepted_histogram`."""
     reached = np.cumsum(np.asarray(histogram)[::-1])[::-1]
     return reached[1:] / np.maximum(reached[:-1], 1)
 
@@ -186,7 +182,7 @@ def decode(
         while session.num_running:
             session.run(UNBOUNDED)
         rows = [session.take(row) for row in range(session.slots)]  # `prepare` gives row i the handle i
-        check_valid(rows)
+        check_valid(dict(enumerate(rows)))
         num_tokens = np.array([len(row.tokens) for row in rows], np.int32)
         out = np.full((len(rows), int(num_tokens.max(initial=0))), NO_TOKEN, np.int32)
         for line, row in zip(out, rows, strict=True):
@@ -252,26 +248,23 @@ def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stat
         return _stats(session, [ended[row] for row in range(session.slots)])
 
 
-def check_valid(rows: Mapping[int, Taken] | Sequence[Taken]) -> None:
+def check_valid(rows: Mapping[int, Taken]) -> None:
     """Raises an error if a row ended because the target gave no distribution for a token."""
-    for row, taken in rows.items() if isinstance(rows, Mapping) else enumerate(rows):
+    for row, taken in rows.items():
         if taken.error is not None:
             raise ValueError(f"row {row}: {taken.error}")
 
 
 def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
     found = [row for row in rows if row is not None]
-    num_tokens, passes = (
-        np.array([getattr(row, name) for row in found]) for name in ("num_tokens", "num_target_passes")
-    )
+    num_tokens, passes = np.array([(row.num_tokens, row.num_target_passes) for row in found]).T
     histogram = np.stack([row.accepted_histogram for row in found])
     drafts = [row.drafts for row in found if row.drafts is not None]
-    per_row = RowStats(num_tokens / np.maximum(passes, 1), passes, histogram)
     return Stats(
         tau=float(num_tokens.sum() / max(passes.sum(), 1)),
         num_target_passes=int(passes.sum()),
         accepted_histogram=histogram.sum(0),
-        per_row=per_row,
+        per_row=RowStats(num_tokens / np.maximum(passes, 1), passes, histogram),
         prefill_seconds=session.prefill_seconds,
         decode_seconds=session.decode_seconds,
         plan=session.plan,

@@ -73,11 +73,7 @@ def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) 
 
 
 def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row:
-    """The row of a request that comes alone.
-
-    Args:
-      max_len: largest length of the row in tokens, if less than the models allow.
-    """
+    """The row of a request that comes alone, of at most `max_len` tokens."""
     if isinstance(prompt, (int, np.integer, Mapping)):
         raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}")
     (row,) = _rows(params, [_encode_one(params, prompt, "the prompt")], ["the prompt"], asked, max_len)
@@ -194,10 +190,7 @@ def _plain(value: Any) -> Any:
 
 
 def seeds_of_rows(seed, batch: int) -> list[tuple[int, int]]:
-    """The seed of each row, and the number that is folded into its key.
-
-    That number is the row's under a single seed, and 0 under a list of seeds.
-    """
+    """The seed of each row, and the number that is folded into its key: the row's, or 0 under a list of seeds."""
     is_single = np.ndim(seed) == 0
     seeds = _per_row("seed", seed, 1 if is_single else batch, Seed)
     return [(seeds[0], row) for row in range(batch)] if is_single else [(seed, 0) for seed in seeds]

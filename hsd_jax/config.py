@@ -156,7 +156,7 @@ class DrafterConfig:
     """The acceptance probabilities at temperature 1 with COUPLED drafts."""
 
     def __post_init__(self):
-        if not self.are_layers(self.feature_layers):
+        if list(self.feature_layers) != sorted(set(self.feature_layers)):
             raise ValueError(f"DrafterConfig.feature_layers={self.feature_layers!r}: expected ascending layer numbers")
         if self.reduced_vocab_size is not None and self.reduced_vocab_size > self.vocab_size:
             raise ValueError(f"reduced_vocab_size={self.reduced_vocab_size}: allowed are 1 to {self.vocab_size}")
@@ -165,11 +165,6 @@ class DrafterConfig:
     def draft_vocab_size(self) -> int:
         """The number of columns of the drafter's logits: one for each token that may be drafted."""
         return self.vocab_size if self.reduced_vocab_size is None else self.reduced_vocab_size
-
-    @staticmethod
-    def are_layers(layers: tuple[int, ...]) -> bool:
-        """Whether these are distinct, ascending layer numbers."""
-        return list(layers) == sorted(set(layers)) and all(layer >= 0 for layer in layers)
 
     def check_feature_layers(self, num_layers: int) -> None:
         """Raises a ValueError if the drafter reads a layer that a target of `num_layers` does not have."""
@@ -200,13 +195,9 @@ class TrunkConfig(DrafterConfig):
     def __post_init__(self):
         super().__post_init__()
         _check_heads(self, "DrafterConfig")
-        check_window(self.window, self.num_steps, "DrafterConfig")
-
-
-def check_window(window: int | None, num_steps: int, where: str) -> None:
-    """Raises a ValueError for a window so small that a round would not see all states it reads and computes."""
-    if window is not None and window < 2 * num_steps:
-        raise ValueError(f"{where}.window={window}: allowed are 2 * num_steps = {2 * num_steps} and more, or null")
+        least = 2 * self.num_steps  # so that a round sees all states that it reads and computes
+        if self.window is not None and self.window < least:
+            raise ValueError(f"DrafterConfig.window={self.window}: allowed are 2 * num_steps = {least} and more")
 
 
 _FILLED_IN: Any = None
@@ -223,8 +214,6 @@ class TreeConfig:
       width: number of nodes expanded per level, and the largest number of children of a node. The default is 3.
       branching: number of children of every node of a level, level by level from the root. It replaces the other three:
         (3, 2, 1) gives 3 nodes below the root, then 6, then 6. `width` is then the largest of these numbers.
-    Raises:
-      ValueError: naming the wrong value and the allowed ones.
     """
 
     nodes: TreeNodes = _FILLED_IN
@@ -234,24 +223,19 @@ class TreeConfig:
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in ("nodes", "depth", "width") if getattr(self, name) is not None}
-        if self.branching is None:
-            self._fill_in({"nodes": 8, "depth": 5, "width": 3} | given)
-        else:
+        shape = {"nodes": 8, "depth": 5, "width": 3} | given
+        if self.branching is not None:
             shape = shape_of_branching(self.branching)
             if given and given != shape:  # a record stores all four fields
                 raise ValueError(f"TreeConfig: branching={self.branching} gives {shape}, not {given}")
-            self._fill_in(shape)
-        if self.depth > self.nodes - 1:
-            raise ValueError(f"TreeConfig.depth={self.depth}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
-        if self.width > self.nodes - 1:
-            raise ValueError(f"TreeConfig.width={self.width}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
+        for name, value in shape.items():
+            object.__setattr__(self, name, value)
+        for name in ("depth", "width"):
+            if shape[name] > self.nodes - 1:
+                raise ValueError(f"TreeConfig.{name}={shape[name]}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
         available = most_nodes(self.depth, self.width)
         if self.branching is None and available < self.nodes:
             raise ValueError(f"TreeConfig.nodes={self.nodes}: depth and width allow at most {available}")
-
-    def _fill_in(self, shape: dict[str, int]) -> None:
-        for name, value in shape.items():
-            object.__setattr__(self, name, value)
 
     @classmethod
     def chain(cls, depth: int) -> TreeConfig:
@@ -283,10 +267,10 @@ class TreeConfig:
         return self.width if self.branching is None else math.prod(self.branching[:-1])
 
     def level_widths(self) -> tuple[int, ...]:
-        """The number of nodes of each level, for trees whose layout is fixed before any token is chosen.
+        """The number of nodes of each level, for drawn trees and trees with a `branching`.
 
-        These are drawn trees and trees with a `branching`. Without `branching` each level has at least one node, and
-        the remaining nodes widen the first levels, because most rounds reach those.
+        Without `branching` each level has at least one node, and the remaining nodes widen the first levels, because
+        most rounds reach those.
         """
         if self.branching is not None:
             return tuple(math.prod(self.branching[: level + 1]) for level in range(self.depth))
@@ -326,8 +310,6 @@ class ReuseConfig:
       min_spares: for SKIP only: a row with at least this number of spare states drafts from them without running the
         trunk. None: the depth of the tree, or the number of states that a round without an accepted token leaves,
         whichever is smaller.
-    Raises:
-      ValueError: naming the wrong value and the allowed ones.
     """
 
     form: Reuse = NO_REUSE_FORM
@@ -342,11 +324,7 @@ class ReuseConfig:
         """From "none", "sum", ..., "skip" or "skip:2"."""
         form, colon, number = text.partition(":") if isinstance(text, str) else (text, "", "")
         settings.take(Reuse, form, "reuse")
-        if not colon:
-            return cls(form)
-        if not number.isdecimal() or not 1 <= int(number[:11]) <= settings.MOST:
-            raise ValueError(f"reuse={settings.shown(text)}: expected a number from 1 on, as in {SKIP}:2")
-        return cls(form, int(number))
+        return cls(form, settings.parse(Count, number, f"reuse={form}:N with N")) if colon else cls(form)
 
     def __str__(self) -> str:
         return self.form if self.min_spares is None else f"{self.form}:{self.min_spares}"

@@ -21,7 +21,6 @@ from hsd_jax.config import QUANTIZED, ModelConfig, Precision, Quantized, TreeCon
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.stack.config import StackConfig, at_bottom
@@ -94,12 +93,7 @@ def drafter_hash(config: Any, weights: Weights | None) -> str:
 
 
 def describe_arithmetic(dtype: str, has_kernels: bool = True, precision: str = "fast") -> str:
-    """One line that says how this machine computes a target with weights of this dtype.
-
-    Args:
-      has_kernels: False on a mesh, where the CPU kernels are off.
-      precision: as in `load`.
-    """
+    """One line that says how this machine computes a target with weights of this dtype. A mesh has no CPU kernels."""
     if native.traced_platform() != "cpu":
         products = "products in the dtype of the rest" if dtype in QUANTIZED else "and products"
         return f"{dtype} weights{',' if dtype in QUANTIZED else ''} {products}, float32 sums"
@@ -115,11 +109,7 @@ def describe_arithmetic(dtype: str, has_kernels: bool = True, precision: str = "
 
 
 def fastest_dtype(has_kernels: bool = True) -> Any:
-    """bfloat16 if the device or one of our own kernels multiplies it fast (`kernels/native.py`), else float32.
-
-    Args:
-      has_kernels: False on a mesh, where the kernels are off.
-    """
+    """bfloat16 if the device or one of our own kernels multiplies it fast, else float32. A mesh has no CPU kernels."""
     is_fast = not native.is_emulated(jnp.bfloat16) or (has_kernels and native.available())
     return jnp.bfloat16 if is_fast else jnp.float32
 
@@ -164,11 +154,8 @@ def load(
         dtype that is fastest on this device, because no text depends on it.
       quantize: "int8" stores the target's matrices, embedding and LM head included, in 8 bits with one scale per
         output. This is half the size of bfloat16. The quantized target is a different model, close to the one in the
-        folder: speculative text is exactly that of plain decoding of the *quantized* target. A drafter trained for the
-        original target also drafts for the quantized one. The CPU kernels round activations to 8 bits too, in blocks of
-        64, and multiply whole numbers, unless `precision` is "exact". XLA rounds no activations, so a mesh or another
-        device may give another text. Without the CPU kernels (see `Params.arithmetic`) a CPU widens the weights in
-        every pass, which saves nothing.
+        folder, and the same drafters draft for it. The CPU kernels round activations to 8 bits too, unless `precision`
+        is "exact". XLA rounds no activations, so a mesh or another device may give another text.
       max_len: largest length of a row in tokens, prompt included. None: the context length of the model.
       precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; on one device
         speculative and plain text then agree token for token (methods.md 1.7).
@@ -205,20 +192,17 @@ def load(
     check_mesh(mesh)
     wanted_dtype = _check_dtype(dtype, precision)
     checkpoint = find(source, revision, tokenizer)
-    config = checkpoint.config
+    config, words, eos = checkpoint.config, checkpoint.tokenizer, checkpoint.eos
     weights_dtype = DTYPES[checkpoint.dtype] if wanted_dtype is None else wanted_dtype
-    longest = config.max_position
-    take(int | None, max_len, "max_len", ge=2, le=longest)
+    take(int | None, max_len, "max_len", ge=2, le=config.max_position)
     drafter = checkpoint.drafter if drafter is None else drafter
     # The drafter is read first, because it is smaller and more often refused.
-    words = checkpoint.tokenizer
     owner = DraftedFor(config, checkpoint.hash(weights_dtype), words)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
         may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
         drafter_config, drafter_weights = _load_drafter(drafter, owner, drafter_dtype, Placement(mesh, True), strict)
-    eos = checkpoint.eos
     try:
         weights = checkpoint.weights(weights_dtype, Placement(mesh, True, quantize, precision == "fast"))
     except BaseException:
@@ -233,7 +217,7 @@ def load(
         drafter_config,
         words and dataclasses.replace(words, parse_special=parse_special),
         eos,
-        max_len or longest,
+        max_len or config.max_position,
         precision,
         tree,
         mesh,
@@ -259,8 +243,16 @@ def _load_drafter(
     if isinstance(drafter, str):
         two = BothConfig.split(drafter)
         if two is not None and (two[0] in BUNDLED or not Path(drafter).expanduser().exists()):
-            return _load_both(drafter, *two, target, dtype, placement, strict)
-        drafter = _own(drafter, target) or parse(drafter) or drafter
+            config, weights = _load_drafter(two[0], target, dtype, placement, strict)
+            if method_of(config).training is None:
+                allowed = ", ".join(kinds_with(lambda method: method.training is not None))
+                raise ValueError(f"drafter={shown(drafter)}: {config.kind} with lookup; allowed are {allowed}")
+            return BothConfig(config, two[1]), weights
+        own = BUNDLED[drafter].drafter if drafter in BUNDLED else None
+        if own is not None and drafter_files.read_drafter_config(own).target_hash == target.hash:
+            drafter = own  # for any other target the name means the bundled language model
+        else:
+            drafter = parse(drafter) or drafter
     if isinstance(drafter, WITHOUT_WEIGHTS):
         return drafter, {}
     found = find(drafter)
@@ -272,31 +264,8 @@ def _load_drafter(
     return drafter_files.read_drafter(found.path, dtype, placement, target.config.vocab_size)
 
 
-def _load_both(name: str, base: str, lookup: LookupConfig, *rest: Any) -> tuple[Any, Weights]:
-    """The trained drafter and lookup of "BASE+lookup". `rest` are the other arguments of `_load_drafter`."""
-    config, weights = _load_drafter(base, *rest)
-    if method_of(config).training is None:
-        allowed = kinds_with(lambda method: method.training is not None)
-        raise ValueError(f"drafter={shown(name)}: {config.kind} with lookup; allowed are {', '.join(allowed)}")
-    return BothConfig(config, lookup), weights
-
-
-def _own(name: str, target: DraftedFor) -> Path | None:
-    """The folder of the drafter trained for a bundled target, if `target` is that target.
-
-    For any other target the name means the bundled language model.
-    """
-    if name not in BUNDLED:
-        return None
-    folder = BUNDLED[name].drafter
-    return folder if drafter_files.read_drafter_config(folder).target_hash == target.hash else None
-
-
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
-    """The drafter with what `draft_vocab.attach` adds, in the drafter's dtype.
-
-    A language model that drafts has a head of its own.
-    """
+    """The drafter with what `draft_vocab.attach` adds, in its dtype. A language model that drafts has its own head."""
     draft_to_target = drafter.get("draft_to_target")
     if draft_to_target is None:
         return drafter
@@ -307,29 +276,21 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
 
 
 def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
-    """Raises the errors of `load` for a drafter of the target of `params`.
-
-    It holds a bfloat16 copy of the drafter for a moment, and nothing of the target.
-    """
+    """Raises the errors of `load` for a drafter of the target of `params`. It reads nothing of the target."""
     config, weights = _load_drafter(folder, target, "bfloat16", Placement(), strict=True)
     jax.eval_shape(lambda own, of_target: _with_head(own, of_target, params.target_config), weights, params.target)
     make_drafter(params.target_config, config, default_tree(config))
 
 
 def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False) -> Params:
-    """The same target with another drafter. The target's weights are shared, and the decoded text does not change.
-
-    Args:
-      drafter, strict: as in `load`.
-    """
+    """The same target with another drafter, named as in `load`. The target's weights are shared."""
     target_hash, _ = params.fingerprints()
     dtype = DTYPES.get(params.dtype, params.target["final_norm"]["weight"].dtype)  # int8: the dtype of its vectors
     if params.precision == "fast" and dtype == jnp.float32:
         dtype = fastest_dtype(params.mesh is None)
     owner = DraftedFor(params.target_config, target_hash, params.tokenizer)
     config, weights = _load_drafter(drafter, owner, dtype, Placement(params.mesh, True), strict)
-    if weights:
-        weights = _with_head(weights, params.target, params.target_config)
+    weights = _with_head(weights, params.target, params.target_config)
     params = dataclasses.replace(params, tree=None)  # the tree was for the previous drafter
     return _drafted_by(params, config, weights, target_hash)
 
@@ -348,11 +309,9 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     Args:
       draft_to_target: ascending token ids, for example from `train.frequent_tokens.most_frequent`.
     Raises:
-      ValueError: without a trained drafter, or for ids that are not ascending, are outside the vocabulary, or are
-        already outside the reduced draft vocabulary.
+      ValueError: without a trained drafter, or for ids that are not ascending or that it cannot draft.
     """
-    config = params.drafter_config
-    if params.drafter is None or config is None or method_of(config).training is None:
+    if params.drafter is None or method_of(params.drafter_config).training is None:
         raise ValueError("restrict() needs a trained drafter")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
@@ -367,8 +326,7 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
         Hugging Face folder, whose model scores; or "0-gram", which takes the likeliest paths by the drafter alone.
       alpha: the weight of the scorer: alpha * log p(scorer) is added to log p(drafter).
     Raises:
-      FileNotFoundError, ValueError: if the scorer does not exist, if it belongs to another target or tokenizer, or if
-        the states of the drafter depend on drafted tokens.
+      FileNotFoundError, ValueError: if the scorer does not exist or does not suit this target and drafter.
     """
     config, weights = params.drafter_config, params.drafter
     config = config.base if isinstance(config, RescoredConfig) else config
@@ -397,8 +355,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
       length: tokens that it drafts per round. None: the depth of its default tree. The tree of a decode bounds the
         tokens that reach the target: the small model stops its rounds when the next one might not fit.
     Raises:
-      FileNotFoundError, ValueError: if no small language model drafts, or if `inner` does not exist or was made for
-        another model, for another vocabulary or for fewer tokens.
+      FileNotFoundError, ValueError: if no small language model drafts, or if `inner` does not suit it.
     """
     take(Count | None, length, "length")
 
@@ -440,9 +397,7 @@ def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -
 def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mesh: Mesh | None = None) -> Params:
     """The same weights in the layout that the devices of this process or mesh multiply fastest (`models/packing.py`).
 
-    Args:
-      frees: whether the original arrays of weights that change are deleted.
-      drafter_mesh: as in `place`.
+    `frees`: whether the original arrays of weights that change are deleted.
     """
     packs = native.traced_platform() != "cpu"
     num_shards, of_drafter = (1 if x is None else x.shape.get("model", 1) for x in (mesh, drafter_mesh or mesh))

@@ -133,11 +133,7 @@ def make_decoder(
     pad_rows: int = 1,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """The compiled functions of a static configuration. `_decoder` keeps those of this process.
-
-    Args:
-      drafting: None: plain decoding, with rows padded to `pad_rows`.
-    """
+    """The compiled functions of a static configuration. Without `drafting` rows are padded to `pad_rows`."""
     if drafting is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
     own, tree, scheme = drafting.config, drafting.tree, drafting.scheme
@@ -162,11 +158,7 @@ def set_up(
 ) -> Setup:
     """Makes the plan, and looks up or makes the decoder of that plan. Nothing compiles yet.
 
-    Args:
-      num_rows: number of rows of the program.
-      plan_rows: number of rows for which the tree is chosen if none is requested.
-      capacity: number of slots of the caches.
-      temperature: the highest temperature of all rows.
+    The program has `num_rows` rows, and the tree is chosen for `plan_rows`. `temperature` is the highest of all rows.
     """
     check_jax_settings()
     check_mesh(params.mesh)
@@ -192,13 +184,7 @@ def set_up(
 def _plan_and_rule(
     params: Params, asked: Speculation, rows: int, capacity: int, temperature: float
 ) -> tuple[Plan, str, DrawScheme]:
-    """The plan of the call, and the rule and the scheme of its trees, if it has any.
-
-    Args:
-      rows: number of rows to plan for. A session may plan for fewer than its program has.
-      capacity: number of slots of the caches.
-      temperature: the highest temperature of all rows.
-    """
+    """The plan of the call, and the rule and the scheme of its trees, if it has any."""
     tree = params.tree if asked.tree is None else asked.tree
     reuse = ReuseConfig.parse(asked.reuse)
     rule, scheme = rule_and_scheme(asked.accept, asked.draw)
@@ -211,18 +197,13 @@ def _plan_and_rule(
         plan = Plan(default_tree(params.drafter_config), asked.reuse, reason=why)
     else:
         plan = plan_for(params, rows, capacity, temperature, asked.tuned)
-    return _adapted(params, asked, plan, rule), rule, scheme
-
-
-def _adapted(params: Params, asked: Speculation, plan: Plan, rule: str) -> Plan:
-    """Applies `Speculation.adaptive` to the plan."""
-    if asked.adaptive is None:
-        return plan
     if asked.adaptive:
         if params.drafter is None or not asked.speculate:
             raise ValueError(f"adaptive=True: this call has no drafts ({plan.reason})")
         check_adaptive(params.drafter_config, rule, plan.tree or default_tree(params.drafter_config))
-    return dataclasses.replace(plan, is_adaptive=asked.adaptive and plan.tree is not None)
+    if asked.adaptive is not None:
+        plan = dataclasses.replace(plan, is_adaptive=asked.adaptive and plan.tree is not None)
+    return plan, rule, scheme
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:
@@ -234,11 +215,7 @@ def rows_bucket(batch: int, multiple: int = 1) -> int:
 def first_capacity(prompt: int, total: int, lookahead: int, max_len: int) -> int:
     """The number of slots of a call's caches. It takes few values, because each value needs a program of its own.
 
-    Args:
-      prompt: length of the longest prompt, in tokens.
-      total: largest length that any row may reach, in tokens.
-      lookahead: number of slots that a round may write after the committed ones.
-      max_len: largest length of a row that the models allow.
+    `prompt` is the length of the longest prompt, `total` the largest length that any row may reach.
     """
     most, capacity = largest_capacity(lookahead, max_len), SMALLEST_CAPACITY
     while capacity < min(total + lookahead, max(prompt + SMALLEST_CAPACITY // 2 + lookahead, LARGEST_FIRST)):

@@ -50,10 +50,8 @@ from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits, Sampling
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
-RAISE, YIELD = "raise", "yield"
-"""What `generate` does with a wrong request: it raises the error, or it yields an answer that failed."""
-OnError = Annotated[str, OneOf((RAISE, YIELD))]
 MOST_SLOTS = 4096
+DEFAULT = Speculation()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,13 +210,6 @@ class Session:
             "Open it with fewer slots or a smaller max_len",
         )
 
-    @classmethod
-    def _of_setup(cls, params: Params, setup: Setup, num_rows: int, slots: int) -> Session:
-        """A session for the rows of one call (`prepare`), in the first `slots` of `num_rows` rows."""
-        session = cls.__new__(cls)
-        session._begin(params, setup, num_rows, slots, None)
-        return session
-
     def _begin(self, params: Params, setup: Setup, num_rows: int, slots: int, max_len: int | None) -> None:
         self.params, self.setup, self.slots = params, setup, slots
         self.max_len = params.max_len if max_len is None else max_len
@@ -242,7 +233,7 @@ class Session:
     @property
     def num_running(self) -> int:
         """The number of rows whose prompts have been read and which have not ended."""
-        return sum(request.is_running for request in self._requests())
+        return len(self._running())
 
     @property
     def num_free(self) -> int:
@@ -255,14 +246,14 @@ class Session:
 
         While a prompt is read the session needs one more row, and while caches grow it needs one more layer.
         """
-        given, costs = self._arrays([], self._num_rows, 1), self.setup.costs
+        given, costs, mesh = self._arrays([], self._num_rows, 1), self.setup.costs, self.params.mesh
         begin = functools.partial(self.setup.decoder.begin, **_sizes(self._largest))
         shapes = jax.eval_shape(begin, *given[:4], costs)
-        if self.params.mesh is None:
-            return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(shapes))
-        shardings = sharding_lib.row_shardings(self.params.mesh, shapes, self._num_rows)
-        pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-        return sum(math.prod(at.shard_shape(x.shape)) * _itemsize(x) for x, at in pairs)
+        sizes = [(x.shape, x.dtype.itemsize) for x in jax.tree.leaves(shapes)]
+        if mesh is not None:
+            shardings = jax.tree.leaves(sharding_lib.row_shardings(mesh, shapes, self._num_rows))
+            sizes = [(at.shard_shape(shape), size) for at, (shape, size) in zip(shardings, sizes, strict=True)]
+        return sum(math.prod(shape) * size for shape, size in sizes)
 
     @property
     def _largest(self) -> int:
@@ -284,10 +275,8 @@ class Session:
 
         The arguments are those of `decode`. The text is that of `decode(prompt, ..., seed=[seed])`.
 
-        Returns:
-          A handle for `take` and `cancel`.
-        Raises:
-          ValueError: if no slot is free, if the session is closed, or as `decode`. Running rows are not affected.
+        It returns a handle for `take` and `cancel`. A ValueError if no slot is free, if the session is closed, or as
+        `decode`. Running rows are not affected.
         """
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, [seed], eos)
         with self._alone():
@@ -295,11 +284,7 @@ class Session:
             return self._admit(row_of(self.params, prompt, sampling, self.max_len))
 
     def reserve(self) -> None:
-        """Makes the caches as large as `max_len` allows before the first row. All rounds then run programs of one size.
-
-        Raises:
-          ValueError: if the session is closed, or if a row has been admitted and read.
-        """
+        """Makes the caches as large as `max_len` allows before the first row. All rounds then run one program."""
         with self._alone():
             self._check_open()
             if self.rows is not None:
@@ -308,15 +293,10 @@ class Session:
                 self.rows = self._empty(self._largest)
 
     def step(self, rounds: int | None = None) -> None:
-        """Runs rounds of the loop, and reads waiting prompts, one chunk between two rounds.
+        """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
 
-        It returns as soon as a row ends, and at once if the session has no row and no waiting prompt.
-
-        Args:
-          rounds: the largest number of rounds. None: no limit.
-        Raises:
-          ValueError: for a wrong number, or if the session is closed.
-          Exception: any error of the device. The session is then closed, and every open handle gives "failed".
+        It returns as soon as a row ends, and at once if the session has no row and no waiting prompt. After an error of
+        the device the session is closed, and every open handle gives "failed".
         """
         take(Count | None, rounds, "rounds")
         with self._alone():
@@ -328,9 +308,6 @@ class Session:
         """Returns the new tokens of a row, each token once.
 
         If the row has ended, this take is the last: it frees the slot and closes the handle.
-
-        Raises:
-          ValueError: for a handle that is not open.
         """
         with self._alone():
             request = self._of(handle)
@@ -345,11 +322,7 @@ class Session:
             return Taken(tokens, text, request.finish_reason, request.stats, request.error)
 
     def cancel(self, handle: int) -> None:
-        """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens.
-
-        Raises:
-          ValueError: for a handle that is not open.
-        """
+        """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens."""
         with self._alone():
             request = self._of(handle)
             if request.finish_reason is None:
@@ -358,19 +331,18 @@ class Session:
             self._free(request)
 
     def close(self) -> None:
-        """Frees the caches and cancels the running rows. Their tokens can still be taken. A second close does
-        nothing."""
+        """Frees the caches and cancels the running rows. Their tokens can still be taken."""
         with self._alone():
             self._close()
 
     def _close(self) -> None:
-        running = [] if self.rows is None else [request for request in self._requests() if request.is_running]
-        for request, stats in zip(running, self._stats_of([r.slot for r in running]), strict=True):
+        running = [] if self.rows is None else self._running()
+        for request, stats in zip(running, self._stats_of(running), strict=True):
             request.stats = stats
         self._shut(CANCELLED, "the session is closed")
 
     def generate(
-        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False, on_error: str = RAISE
+        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False, on_error: str = "raise"
     ) -> Generator[Generated, None, None]:
         """Answers any number of requests. Each is admitted as soon as a slot is free.
 
@@ -382,18 +354,16 @@ class Session:
           on_error: what a wrong request does. "raise": no further request is read, the answers to all requests before
             it are yielded, then its error is raised. "yield": an answer that failed with this error is yielded in its
             place, without tokens or statistics, and the others continue.
-        Yields:
-          Complete answers. An answer that failed says so, and the others continue.
         Raises:
           ValueError: at the call for a wrong argument. Then as `admit`, naming the number of the wrong request. Also if
-            requests from elsewhere hold all slots.
-          Exception: what the iterator raises, after the answers to all requests that it gave. After these errors the
-            session can be used as before, but not after an error of `step`. If the caller stops early, the running
-            requests of this call are cancelled.
+            requests from elsewhere hold all slots. What the iterator raises comes after the answers to all requests
+            that it gave. Afterwards the session can be used as before, but not after an error of `step`.
+
+        If the caller stops early, the running requests of this call are cancelled.
         """
         if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
             raise ValueError(f"requests={shown(requests)}: expected a list of prompts")
-        take(OnError, on_error, "on_error")
+        take(Annotated[str, OneOf(("raise", "yield"))], on_error, "on_error")
         answers = self._answers(self._read_requests(requests, on_error))
         return _in_order(answers) if take(Flag, ordered, "ordered") else answers
 
@@ -403,7 +373,7 @@ class Session:
             try:
                 row = row_of(self.params, *_asked(request), self.max_len)
             except ValueError as error:
-                if on_error == RAISE:
+                if on_error == "raise":
                     raise ValueError(f"request {index}: {error}") from error
                 row = error
             yield index, row
@@ -469,13 +439,8 @@ class Session:
     def run(self, rounds: int, least_live: int = 1, loop: Any = None, beside: Callable[[], None] | None = None) -> bool:
         """Runs rounds with the rows that are in the state, and ignores waiting prompts.
 
-        Args:
-          rounds: the largest number of rounds. UNBOUNDED: until fewer than `least_live` rows run.
-          loop: a function with the arguments of the compiled loop, which it replaces (`lab/bench/replay.py` records
-            rounds this way).
-          beside: called by the host while the device runs the rounds. It must not wait for the device.
-        Returns:
-          Whether a row has ended.
+        It returns whether a row has ended. UNBOUNDED `rounds` end when fewer than `least_live` rows run. `loop`
+        replaces the compiled loop (`lab/bench/replay.py`). The host calls `beside`, which must not wait, meanwhile.
         """
         self._check_open()
         start, setup, has_ended = time.perf_counter(), self.setup, False
@@ -483,7 +448,7 @@ class Session:
         while True:
             assert self.rows is not None, "a row has come in"
             state, sampling, limits = self.rows
-            longest = max((request.length for request in self._requests() if request.is_running), default=0)
+            longest = max((request.length for request in self._running()), default=0)
             state = setup.decoder.with_room(state, longest, self._largest)
             state = setup.decoder.run(models, sampling, limits, state, rounds, setup.costs, least_live, loop)
             self.rows = state, sampling, limits
@@ -499,7 +464,7 @@ class Session:
         assert self.rows is not None
         state, tokens, ended = self.rows[0], None, []
         length, done = fetch(state.length), fetch(state.done)
-        for request in [request for request in self._requests() if request.is_running]:
+        for request in self._running():
             last = int(length[request.slot])
             if last > request.length:
                 tokens = fetch(state.tokens) if tokens is None else tokens
@@ -512,26 +477,20 @@ class Session:
 
     def _end(self, ended: Sequence[_Open]) -> None:
         """Records why rows have ended, and their statistics."""
-        stats = self._stats_of([request.slot for request in ended])
-        for request, request.stats in zip(ended, stats, strict=True):
+        for request, request.stats in zip(ended, self._stats_of(ended), strict=True):
             last = request.new[-1][-1] if request.new else None
             request.is_running = False
             if last == INVALID_TOKEN:
                 request.new[-1] = request.new[-1][:-1]
                 request.stats = dataclasses.replace(request.stats, num_tokens=request.stats.num_tokens - 1)
-                self._fail(request)
+                num, request.finish_reason = len(request.row.tokens), FAILED
+                request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
+                self._clear(request.slot)
             else:
                 request.finish_reason = STOP if last is not None and int(last) in request.row.eos else LENGTH
 
-    def _fail(self, request: _Open) -> None:
-        num = len(request.row.tokens)
-        request.finish_reason = FAILED
-        request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
-        self._clear(request.slot)
-
-    def _stats_of(self, slots: Sequence[int]) -> list[RequestStats]:
-        """The statistics of the rows in these slots."""
-        if not slots:
+    def _stats_of(self, requests: Sequence[_Open]) -> list[RequestStats]:
+        if not requests:
             return []
         assert self.rows is not None
         state, drafter = self.rows[0], self.setup.decoder.drafter
@@ -551,7 +510,7 @@ class Session:
                 None if drafts is None else (int(drafts[slot, 0]), int(drafts[slot, 1])),
                 {name: int(counted[slot]) for name, counted in counts.items()},
             )
-            for slot in slots
+            for slot in [request.slot for request in requests]
         ]
 
     # --- rows come and go ---------------------------------------------------------------------------------------------
@@ -572,10 +531,7 @@ class Session:
         assert read is not None and read.state is not None
         request, decoder = read.request, self.setup.decoder
         capacity = self._capacity_for([request.row], request.row.longest)
-        rows = self.rows
-        if rows is None:
-            rows = self._empty(max(capacity, read.capacity))
-        state, sampling, limits = rows
+        state, sampling, limits = self.rows or self._empty(max(capacity, read.capacity))
         if state.cache.capacity < capacity:
             state = decoder.grow(state, capacity)
         num_ends = max(limits.eos.shape[1], read.given.limits.eos.shape[1])
@@ -607,14 +563,10 @@ class Session:
         self.prefill_seconds += time.perf_counter() - start
 
     def _num_chunks(self, rows: Sequence[Row]) -> int:
-        """The number of chunks in which a prefill reads these prompts.
-
-        It is at least one, because the first call of the prefill also makes the state.
-        """
+        """The number of chunks of these prompts, at least one: the first call of the prefill also makes the state."""
         return max(-(-(max(len(row.tokens) for row in rows) - 1) // self.setup.decoder.chunk), 1)
 
     def _read(self, given: _Given, capacity: int, state: DecodeState | None, num: int) -> DecodeState:
-        """Reads the next `num` chunks of the prompts in one call."""
         setup = self.setup
         return setup.decoder.prefill(setup.held, *given[:4], np.int32(num), state, setup.costs, **_sizes(capacity))
 
@@ -637,7 +589,7 @@ class Session:
 
     def _cancel(self, request: _Open) -> None:
         if request.is_running:
-            request.stats = self._stats_of([request.slot])[0]
+            request.stats = self._stats_of([request])[0]
             self._clear(request.slot)
         elif self._reading is not None and self._reading.request is request:
             self._reading = None
@@ -662,11 +614,7 @@ class Session:
         return first_capacity(prompt, longest, self.setup.lookahead, self.max_len)
 
     def _arrays(self, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False) -> _Given:
-        """Tokens [B, capacity], lengths, keys, limits and settings of B = `num_rows` rows, on their devices.
-
-        Args:
-          is_all: whether these are all rows of the session.
-        """
+        """The inputs of a prefill of B = `num_rows` rows; `is_all`: these are all rows of the session."""
         tokens, length, seeds, limits, sampling = arrays_of(rows, num_rows, capacity)
         sampling = with_exclusions(sampling) if is_all else sampling
         host: Any = tokens, length, row_keys(seeds), limits, sampling
@@ -683,8 +631,8 @@ class Session:
 
     # --- one at a time, and the end -----------------------------------------------------------------------------------
 
-    def _requests(self) -> list[_Open]:
-        return [request for request in self._at if request is not None]
+    def _running(self) -> list[_Open]:
+        return [request for request in self._at if request is not None and request.is_running]
 
     def _of(self, handle: int) -> _Open:
         if not isinstance(handle, (int, np.integer)) or handle not in self._open:
@@ -729,10 +677,6 @@ def _sizes(capacity: int) -> dict[str, int]:
     return {"capacity": capacity, "max_tokens": capacity + 1}
 
 
-def _itemsize(x: Any) -> int:
-    return 8 if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
-
-
 def _asked(request: Any) -> tuple[Any, Sampling]:
     """The prompt and the settings of a request of `Session.generate`."""
     if not isinstance(request, Mapping):
@@ -758,21 +702,19 @@ def _in_order(answers: Generator[Generated, None, None]) -> Generator[Generated,
 
 
 def _with_ends(limits: Any, num: int) -> Any:
-    missing = num - limits.eos.shape[1]
-    if not missing:
-        return limits
-    return dataclasses.replace(limits, eos=jax.numpy.pad(limits.eos, ((0, 0), (0, missing)), constant_values=NO_TOKEN))
+    if missing := num - limits.eos.shape[1]:
+        eos = jax.numpy.pad(limits.eos, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        return dataclasses.replace(limits, eos=eos)
+    return limits
 
 
 def prepare(
-    params: Params,
-    prompt: Prompt | Sequence[Prompt],
-    sampling: Sampling | None = None,
-    speculation: Speculation | None = None,
+    params: Params, prompt: Prompt | Sequence[Prompt], sampling: Sampling, speculation: Speculation = DEFAULT
 ) -> Session:
-    """Opens a session for the rows of one call and reads their prompts. Row i takes slot i. Without settings it takes
-    the defaults of `decode`. Only the reading of the prompts compiles anything."""
-    sampling, speculation = sampling or Sampling(), speculation or Speculation()
+    """Opens a session for the rows of one call and reads their prompts. Row i takes slot i.
+
+    Only the reading of the prompts compiles anything.
+    """
     rows = rows_of(params, prompt, sampling)
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
@@ -783,6 +725,7 @@ def prepare(
     known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.rule, setup.scheme, setup.lossy
     check_same("models, prompts and settings of the call", repr((known, asked)))
-    session = Session._of_setup(params, setup, num_rows, len(rows))
+    session = Session.__new__(Session)
+    session._begin(params, setup, num_rows, len(rows), None)
     session.read_together(rows, capacity)
     return session

@@ -33,15 +33,10 @@ Messages = Sequence[Mapping[str, str]]
 """A conversation: a list of messages with the keys `role` and `content`."""
 
 ROLES = ("system", "user", "assistant")
-MESSAGE_KEYS = ("role", "content")
-
 UNFINISHED = "\ufffd"
 """The character that a byte-level decoder prints for an incomplete UTF-8 character."""
-
-
 _IN_BRACKETS = re.compile(r"[^\w\s].*\w.*[^\w\s]")
 """What a control token looks like: `<|user|>` or `[INST]`. Other added tokens are words or white space."""
-
 TEMPLATE_SECONDS = 20.0
 """The time limit of a chat template. It is a program that comes with a checkpoint, and it may loop for ever."""
 
@@ -79,30 +74,22 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def check_messages(messages: Messages, where: str) -> None:
-    """Checks that `messages` are a conversation that an assistant can answer.
-
-    Args:
-      where: the start of the error message, as in "prompt 0".
-    """
+    """Checks that `messages` are a conversation that an assistant can answer. `where` begins the error message."""
     if not messages:
         raise ValueError(f"{where} is a conversation without messages")
     for index, message in enumerate(messages):
-        _check_message(message, f"{where}, message {index}", ROLES if index == 0 else ROLES[1:])
+        here, roles = f"{where}, message {index}", ROLES if index == 0 else ROLES[1:]
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{here} is {shown(message)}: expected a mapping with role and content")
+        if set(message) != {"role", "content"}:
+            raise ValueError(f"{here} has the keys {shown(sorted(map(str, message)))}: expected 'role' and 'content'")
+        if message["role"] not in roles:
+            raise ValueError(f"{here}: role {shown(message['role'])}: allowed are {', '.join(map(repr, roles))}")
+        if not isinstance(message["content"], str):
+            raise ValueError(f"{here}: content is {shown(message['content'])}: expected a text")
+        check_unicode(message["content"], f"{here}: content")
     if (role := messages[-1]["role"]) != "user":
         raise ValueError(f"{where}, message {len(messages) - 1}: role {role!r} is last: allowed is 'user'")
-
-
-def _check_message(message: Any, where: str, roles: tuple[str, ...]) -> None:
-    if not isinstance(message, Mapping):
-        raise ValueError(f"{where} is {shown(message)}: expected a mapping with role and content")
-    if set(message) != {"role", "content"}:
-        raise ValueError(f"{where} has the keys {shown(sorted(map(str, message)))}: expected 'role' and 'content'")
-    role, content = message["role"], message["content"]
-    if role not in roles:
-        raise ValueError(f"{where}: role {shown(role)}: allowed are {', '.join(map(repr, roles))}")
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: content is {shown(content)}: expected a text")
-    check_unicode(content, f"{where}: content")
 
 
 def check_unicode(text: str, where: str) -> None:
@@ -121,8 +108,8 @@ class Tokenizer:
     pytree: programs compiled for one load of a folder also serve the next load.
     """
 
-    _inner: tokenizers.Tokenizer
-    """It neither truncates nor pads."""
+    raw: tokenizers.Tokenizer
+    """The tokenizer of the library `tokenizers`. It neither truncates nor pads."""
     fingerprint: str
     """Hash of all files from which it was read."""
     special: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -133,8 +120,8 @@ class Tokenizer:
     """As in `load`."""
 
     def __post_init__(self) -> None:
-        self._inner.no_truncation()
-        self._inner.no_padding()
+        self.raw.no_truncation()
+        self.raw.no_padding()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tokenizer) and hash(self) == hash(other)
@@ -158,41 +145,35 @@ class Tokenizer:
             if (folder / TOKENIZER_JSON).exists():
                 raw = tokenizers.Tokenizer.from_buffer((folder / TOKENIZER_JSON).read_bytes())
             else:
-                inner = _read_by_transformers(folder)
-                raw, special = inner.backend_tokenizer, {**inner.special_tokens_map, **special}
+                os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install torch
+                from transformers import AutoTokenizer
+
+                found: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+                raw, special = found.backend_tokenizer, {**found.special_tokens_map, **special}
         except Exception as error:  # both libraries raise many kinds of error for a file that they cannot read
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"{folder}: the tokenizer cannot be read ({reason})") from error
+            raise ValueError(f"{folder}: the tokenizer cannot be read ({_reason(error)})") from error
         return cls(raw, _fingerprint(folder), special, read_template(folder))
 
     def save(self, folder: str | Path) -> None:
         """Writes the files that `find` and transformers read."""
         folder = Path(folder)
-        write_text(folder / TOKENIZER_JSON, self._inner.to_str(pretty=True))
+        write_text(folder / TOKENIZER_JSON, self.raw.to_str(pretty=True))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.special}
         write_json(folder / _SETTINGS, settings | ({} if self.template is None else {"chat_template": self.template}))
 
     @property
-    def raw(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the library `tokenizers`, for what needs offsets or batches."""
-        return self._inner
-
-    @property
     def eos_id(self) -> int | None:
-        return self._inner.token_to_id(self.special.get("eos_token", ""))
+        return self.raw.token_to_id(self.special.get("eos_token", ""))
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
         """The tokens that it puts before a text, usually one or none."""
-        one = self._inner.encode("a")
+        one = self.raw.encode("a")
         return tuple(one.ids[: (*one.special_tokens_mask, 0).index(0)])
 
     def conflict_with(self, other: Tokenizer) -> tuple[int, str, str] | None:
-        """The first token that both tokenizers have and spell differently: its number, and both spellings.
-
-        Numbers that only one of them has do not count, for example those of tokens that a fine-tune added.
-        """
-        own, theirs = (one._inner.get_vocab() for one in (self, other))
+        """The first number that both tokenizers have and spell differently, and both spellings."""
+        own, theirs = (one.raw.get_vocab() for one in (self, other))
         spelling = {number: token for token, number in theirs.items()}
         agreed = {number for token, number in own.items() if theirs.get(token) == number}
         rest = ((number, token) for token, number in own.items() if number in spelling and number not in agreed)
@@ -201,15 +182,14 @@ class Tokenizer:
 
     @property
     def vocabulary_hash(self) -> str:
-        """`hash_of` its vocabulary."""
-        return hash_of(self._inner.get_vocab())
+        return hash_of(self.raw.get_vocab())
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the checkpoint adds to a text.
 
         A text that begins with the start token already gets no second one, but a warning.
         """
-        ids, num = self._inner.encode(text).ids, len(self.starts)
+        ids, num = self.raw.encode(text).ids, len(self.starts)
         if not text or not num or tuple(ids[: 2 * num]) != self.starts * 2:
             return ids
         begin = "".join(map(self.spelling, self.starts))
@@ -220,24 +200,20 @@ class Tokenizer:
         return ids[num:]
 
     def decode(self, tokens: Tokens) -> str:
-        return self._inner.decode(list(tokens), skip_special_tokens=True)
+        return self.raw.decode(list(tokens), skip_special_tokens=True)
 
     def spelling(self, token: int) -> str:
         """One token as the vocabulary writes it, special tokens included."""
-        return str(self._inner.id_to_token(int(token)))
+        return str(self.raw.id_to_token(int(token)))
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
         return bool(self.template)
 
     def render(self, messages: Messages, is_open: bool = True) -> str:
-        """Renders a conversation with the checkpoint's chat template, start token included.
+        """Renders a conversation with the checkpoint's chat template, start token included. Any roles in any order.
 
-        It accepts any roles in any order.
-
-        Args:
-          is_open: whether the text ends where the assistant's answer begins.
+        `is_open`: whether the text ends where the assistant's answer begins.
         """
         if not self.has_chat_template:
             raise ValueError("this checkpoint has no chat template: give the prompt as text")
@@ -245,12 +221,11 @@ class Tokenizer:
         try:
             return within(TEMPLATE_SECONDS, lambda: _render(plain, self.template, is_open, self.special))
         except Exception as error:  # a template is a program in jinja's sandbox: it raises jinja's and Python's errors
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"the chat template refuses this conversation ({reason})") from error
+            raise ValueError(f"the chat template refuses this conversation ({_reason(error)})") from error
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a text from `render`, which already contains its special tokens."""
-        return self._inner.encode(text, add_special_tokens=False).ids
+        return self.raw.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: Messages, where: str = "the conversation") -> list[int]:
         """Token ids of a conversation, up to where the answer begins.
@@ -270,8 +245,7 @@ class Tokenizer:
     def _render_hidden(self, messages: Messages) -> str:
         """The conversation, with swapped control tokens in the contents.
 
-        A template may look for control tokens in what the assistant has said, as for the end of its reasoning. Then
-        they are left there.
+        They stay in what the assistant has said if the template looks for them, as for the end of its reasoning.
         """
         wanted = self.render(messages)
         for trusted in ((), ("assistant",)):
@@ -286,39 +260,27 @@ class Tokenizer:
 
     @functools.cached_property
     def _control(self) -> _ControlTokens:
-        added = self._inner.get_added_tokens_decoder().values()
+        added = self.raw.get_added_tokens_decoder().values()
         control = [token.content for token in added if token.special or token.content in self.special.values()]
         others = [t.content for t in added if t.content not in control and _IN_BRACKETS.fullmatch(t.content)]
         if others:  # some checkpoints mark turns with added tokens that are not special
-            turns = self._sample([{"role": "system", "content": "Yes."}]) or self._sample([])
+            turns = self._sample("system", "user", "assistant", "user") or self._sample("user", "assistant", "user")
             control += [content for content in others if content in turns]
-        return _ControlTokens(self._inner, control)
+        return _ControlTokens(self.raw, control)
 
-    def _sample(self, before: list[dict[str, str]]) -> str:
+    def _sample(self, *roles: str, is_open: bool = True) -> str:
         """A short conversation as the template writes it; empty if the template refuses it, or if there is none."""
-        now, yes = {"role": "user", "content": "Now?"}, {"role": "assistant", "content": "Yes."}
         try:
-            return self.render([*before, now, yes, now])
+            return self.render([{"role": x, "content": "Now?" if x == "user" else "Yes."} for x in roles], is_open)
         except ValueError:
             return ""
 
     @functools.cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """The special token with which the chat template ends an assistant's turn.
-
-        It is () if the template ends a turn without a special token, if the template refuses a question with its
-        answer, and if there is no template.
-        """
-        if not self.has_chat_template:
-            return ()
-        said = "Yes."
-        try:
-            text = self.render([{"role": "user", "content": "Now?"}, {"role": "assistant", "content": said}], False)
-        except ValueError:
-            return ()
-        _, found, after = text.rpartition(said)
+        """The special token with which the chat template ends an assistant's turn, or ()."""
+        _, found, after = self._sample("user", "assistant", is_open=False).rpartition("Yes.")
         ids = self.encode_rendered(after.lstrip()) if found else []
-        return (ids[0],) if ids and ids[0] in self._inner.get_added_tokens_decoder() else ()
+        return (ids[0],) if ids and ids[0] in self.raw.get_added_tokens_decoder() else ()
 
 
 def _render(messages: list[dict[str, str]], template: str | None, is_open: bool, special: Mapping[str, str]) -> str:
@@ -330,11 +292,8 @@ def _render(messages: list[dict[str, str]], template: str | None, is_open: bool,
     return text
 
 
-def _read_by_transformers(folder: Path) -> Any:
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 class _ControlTokens:

@@ -122,8 +122,7 @@ class DraftTree:
 class Verdict:
     """What a rule decided about a tree: the accepted path, and the tokens that are emitted.
 
-    `emitted[:, :num_accepted + 1]` holds the accepted draft tokens and then `next_token`. The entries after these have
-    no meaning.
+    `emitted[:, :num_accepted + 1]` holds the accepted draft tokens and then `next_token`. The rest has no meaning.
     """
 
     path: Int[Array, "B D+1"]
@@ -225,11 +224,7 @@ class Control:
 
 @flax.struct.dataclass
 class DecodeState:
-    """The carry of the decode loop.
-
-    The first axis of every array is rows, also in the drafter's own state. A row can therefore be inserted and removed
-    (`infer/rows.py`).
-    """
+    """The carry of the decode loop. The first axis of every array is rows, also in the drafter's own state."""
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
     length: Int[Array, "B"]
@@ -360,6 +355,3 @@ class AcceptRule(NamedTuple):
     judges_jointly: bool = False
     """Whether its verdict on a draft depends on later drafts of the path. Noise after a rejection was then used, so the
     keys of drafts and coins depend on the round and not only on the position (`sampling.place_keys`)."""
-    expected: Callable[..., Float[Array, "B I"]] | None = None
-    """`expected(tree, target_logp) -> [B, I]`: for trees with `draft_logp`, the probability over the rule's own noise
-    that some child of each node is accepted, if the path reaches the node. Only experiments use it."""

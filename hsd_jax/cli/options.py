@@ -17,7 +17,7 @@ from hsd_jax import settings
 from hsd_jax.config import PRECISIONS, QUANTIZED
 from hsd_jax.host import files
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.settings import Count, NotNegative, Positive, Seed, Share, Temperature, TopP, Whole
+from hsd_jax.settings import Count, NotNegative, Seed, Temperature, TopP, Whole
 
 
 def checked(function: Callable[[str], Any]):
@@ -38,8 +38,7 @@ def value_of(hint: Any):
 
 
 COUNT, WHOLE, SEED = value_of(Count), value_of(Whole), value_of(Seed)
-TEMPERATURE, TOP_P, SHARE = value_of(Temperature), value_of(TopP), value_of(Share)
-WEIGHT, POSITIVE = value_of(NotNegative), value_of(Positive)
+TEMPERATURE, TOP_P, WEIGHT = value_of(Temperature), value_of(TopP), value_of(NotNegative)
 
 
 def argument_text(argument: str) -> str:
@@ -60,12 +59,9 @@ NEW_FILE, NEW_FOLDER = map(checked, (files.check_new_file, files.check_new_folde
 def add_value(
     group: Group, option: str, kind: Any, help: str, default: Any = None, without: str = "", **more: Any
 ) -> None:
-    """Declares an option.
+    """Declares an option by name and metavar, as in "--limit N".
 
-    Args:
-      option: name and metavar, as in "--limit N".
-      kind: the argparse type.
-      without: the words for the default at the end of the help; a number in `default` needs none.
+    `without`: the words for the default at the end of the help; a number in `default` needs none.
     """
     name, _, metavar = option.partition(" ")
     if isinstance(default, int | float):
@@ -218,14 +214,8 @@ def add_skip_argument(group: Group) -> None:
 
 def add_half_argument(group: Group, both: str) -> None:
     """Declares --half, which keeps one half of the prompts of files."""
-    add_value(
-        group,
-        "--half HALF",
-        str,
-        "keep one half of the prompts: crc32(id) %% 2 is 0 for tune and 1 for report",
-        without=both,
-        choices=HALVES,
-    )
+    what = "keep one half of the prompts: crc32(id) %% 2 is 0 for tune and 1 for report"
+    add_value(group, "--half HALF", str, what, without=both, choices=HALVES)
 
 
 def add_filter_arguments(group: Group) -> None:
@@ -253,33 +243,21 @@ def add_rule_arguments(group: argparse._ArgumentGroup) -> None:
     add_value(group, "--draw SCHEME", str, what, without="the one that suits --accept", choices=SCHEMES)
     what = "with --accept recursive: linear, square or exponential, as in linear:0.5; changes the text's distribution"
     add_value(group, "--lossy F:EPSILON", str, what, without="off")
-    add_reuse_argument(group)
-
-
-def add_reuse_argument(group: argparse._ArgumentGroup) -> None:
-    """Declares --reuse, the use of spare trunk states. Its default is None."""
     what = "how to use trunk states that a round left over: none, sum, skip, skip:N or ahead"
     add_value(group, "--reuse FORM", str, what, without="none")
 
 
 def numbers(kind):
     """Returns the argparse type of several numbers, separated by commas."""
-
-    def parse(text: str) -> tuple:
-        return tuple(kind(part) for part in text.split(","))
-
-    return parse
+    return lambda text: tuple(kind(part) for part in text.split(","))
 
 
 def add_tuned_argument(group: argparse._ArgumentGroup) -> None:
     """Declares --tuned and --no-tuned. `tuned_of` reads them."""
     either = group.add_mutually_exclusive_group()
-    either.add_argument(
-        "--tuned",
-        metavar="FILE",
-        help="a record of `hsd tune --out`: draft as it says, or decode plainly if it found that faster"
-        " (default: the record that `hsd tune` kept for this pair and machine, if there is one)",
-    )
+    what = "a record of `hsd tune --out`: draft as it says, or decode plainly if it found that faster"
+    without = "the record that `hsd tune` kept for this pair and machine, if there is one"
+    add_value(either, "--tuned FILE", str, what, without=without)
     either.add_argument("--no-tuned", action="store_true", help="follow no record; choose by the model of costs")
 
 
@@ -323,14 +301,10 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
 
 
 def other_drafters(args: argparse.Namespace, params) -> Callable[[str], Any]:
-    """Returns a function that gives the same target with another drafter, named as --drafter is.
-
-    The target is not read again, except on a mesh. There a loaded target may have repeated heads, which no drafter
-    expects.
-    """
+    """Returns a function that gives the same target with another drafter, named as --drafter is."""
     from hsd_jax.params import with_drafter
 
-    if params.mesh is not None:
+    if params.mesh is not None:  # the loaded target may have repeated heads, which no drafter expects
         return lambda drafter: load_params(args, drafter=drafter)
     return lambda drafter: with_drafter(params, drafter, args.strict)
 
@@ -371,14 +345,3 @@ def load_pair(args: argparse.Namespace, command: str) -> Any:
     if params.drafter is None:
         raise ValueError(f"hsd {command} compares plain with speculative decoding: give --drafter DIR")
     return params
-
-
-def named_folders(named: list[str], option: str) -> dict[str, str]:
-    """Folders by name, from NAME=DIR."""
-    found = {}
-    for text in named:
-        name, is_named, folder = text.partition("=")
-        if not is_named or not name or not folder or name in found:
-            raise ValueError(f"{option} {text!r}: expected NAME=DIR, each name once")
-        found[name] = folder
-    return found

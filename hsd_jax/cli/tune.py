@@ -7,9 +7,6 @@ import argparse
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 
-PROMPTS = 8
-"""Default of --limit: prompts of each file."""
-
 
 def add_parser(commands) -> None:
     """Declares `hsd tune`."""
@@ -34,7 +31,7 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 """,
     )
     options.add_model_arguments(parser)
-    options.add_prompt_arguments(parser, PROMPTS)
+    options.add_prompt_arguments(parser, 8)
     options.add_length_arguments(parser, 64)
     add_value(parser, "--temperatures T,...", options.numbers(options.TEMPERATURE), "0 is greedy", [0.0], "0")
     add_value(parser, "--batches N,...", options.numbers(COUNT), "rows decoded at once", [1], "1")

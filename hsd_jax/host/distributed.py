@@ -58,6 +58,7 @@ def initialize(
       ValueError: naming the wrong value and the allowed ones; if there is no cluster; or if jax has been used before.
       ConnectionError: if not all processes joined in time.
     """
+    global _is_one_of_several
     given = _checked({"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id})
     if given["num_processes"] == 1 or _is_one_of_several:
         return
@@ -66,17 +67,9 @@ def initialize(
     from jax._src.distributed import global_state  # jax.process_index would start the devices
 
     files.set_writer(global_state.process_id == 0)
-    if global_state.num_processes > 1:
-        _end_with_the_others()
+    _is_one_of_several, plain = global_state.num_processes > 1, sys.excepthook
 
-
-def _end_with_the_others() -> None:
-    """Makes an uncaught error end this process at once. Without this jax would wait minutes for the others."""
-    global _is_one_of_several
-    _is_one_of_several = True
-    plain = sys.excepthook
-
-    def excepthook(kind, error, trace):
+    def excepthook(kind, error, trace):  # without it jax would wait minutes for the others
         plain(kind, error, trace)
         fail()
 
@@ -180,10 +173,7 @@ def check_same(what: str, value: str) -> None:
 
 
 def join(command: str) -> None:
-    """`initialize` for a command of `hsd`.
-
-    Afterwards only process 0 writes to stdout. What Gloo prints goes to stderr.
-    """
+    """`initialize` for a command of `hsd`. Only process 0 writes to stdout, and what Gloo prints goes to stderr."""
     if command not in COMMANDS:
         raise ValueError(f"hsd {command} runs in one process; several are for {', '.join(COMMANDS)}")
     initialize()

@@ -172,10 +172,8 @@ def check_new_file(path: str | Path) -> Path:
         raise ValueError(f"{path}: is a folder; name a file")
     if not path.resolve().parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
-    if not path.exists() or path.is_file():
+    if not path.exists() or path.is_file():  # a device or a FIFO shows its fault when it is written
         _try_to_write(path.resolve().parent, path)
-    elif not os.access(path, os.W_OK):
-        raise PermissionError(f"{path}: cannot be written (Permission denied)")
     return path
 
 

@@ -36,10 +36,7 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
     Args:
       where: a folder; True for the folder of this user and this kind of CPU; False for none.
     Returns:
-      The folder, or None.
-    Raises:
-      ValueError: if `where` is none of these, or this user has no home directory.
-      OSError: if the folder is not writable.
+      The folder, or None. An OSError if it is not writable.
     """
     import jax
 
@@ -48,10 +45,7 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
     if where is False:
         jax.config.update("jax_compilation_cache_dir", None)
         return None
-    try:
-        folder = cache_folder("" if where is True else str(where))
-    except RuntimeError as error:  # "~", and HOME is not set, and the user database has no entry
-        raise ValueError(f"compilation_cache({where!r}): this user has no home directory; name a folder") from error
+    folder = cache_folder("" if where is True else str(where))
     if where is not True:
         check_new_folder(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -64,19 +58,16 @@ def use_setting() -> None:
     setting = os.environ.get("HSD_CACHE", "")
     if is_off(setting):
         return
-    if not setting:
-        with contextlib.suppress(OSError):  # the user did not ask for a cache, so its absence is no error
-            compilation_cache()
-        return
-    try:
+    if setting:
         compilation_cache(setting)
-    except ValueError as error:
-        raise ValueError(f"HSD_CACHE={setting}: {error}") from error
+        return
+    with contextlib.suppress(OSError):  # the user did not ask for a cache, so its absence is no error
+        compilation_cache()
 
 
 def cache_folder(setting: str = "") -> Path:
     """The folder for this kind of CPU. Machines with different instruction sets may share a home directory."""
-    root = Path(setting).expanduser() if setting else user_cache()
+    root = Path(os.path.expanduser(setting)) if setting else user_cache()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -62,16 +62,12 @@ WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
 
 
 def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mesh | None:
-    """A mesh from a text such as "data=2,model=4", or from a `Mesh`. None stays None.
-
-    Args:
-      axes: the axes that the mesh may have; TRAINING_AXES in training.
-    """
+    """A mesh from a text such as "data=2,model=4", or from a `Mesh`. None stays None. `axes` are those it may have."""
     if spec is None:
         return None
     if isinstance(spec, Mesh):
         if not set(spec.axis_names) <= set(axes):
-            raise ValueError(f"mesh axes {spec.axis_names}: allowed are {axes}{_why_not(spec.axis_names, axes)}")
+            raise ValueError(f"mesh axes {spec.axis_names}: allowed are {axes}")
         return Mesh(spec.devices, spec.axis_names, axis_types=(AxisType.Auto,) * len(spec.axis_names))
     sizes = mesh_sizes(spec, axes)
     needed, there = int(np.prod(list(sizes.values()))), jax.device_count()
@@ -84,11 +80,7 @@ def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mes
 
 
 def mesh_sizes(spec: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
-    """The number of devices along each axis of a mesh, from a text such as "data=2,model=4".
-
-    Args:
-      axes: as in `make_mesh`.
-    """
+    """The number of devices along each axis of a mesh, from a text such as "data=2,model=4"."""
     allowed = ", ".join(f"{name}=N" for name in axes)
     if not isinstance(spec, str):
         raise ValueError(f"mesh={shown(spec)}: expected a text made of {allowed}, or a Mesh")
@@ -96,26 +88,16 @@ def mesh_sizes(spec: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
     for part in spec.split(","):
         name, _, size = part.strip().partition("=")
         if name not in sizes or not size.isdigit() or int(size) < 1:
-            why = _why_not((name,), axes)
-            raise ValueError(f"mesh={spec!r}: {part.strip()!r} is not one of {allowed} with N >= 1{why}")
+            raise ValueError(f"mesh={spec!r}: {part.strip()!r} is not one of {allowed} with N >= 1")
         sizes[name] = int(size)
     return sizes
 
 
-def _why_not(names: tuple[str, ...], axes: tuple[str, ...]) -> str:
-    return f"; {FSDP} is for training only" if FSDP in names and FSDP not in axes else ""
-
-
-def _sharding(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], units: dict) -> NamedSharding:
-    """The placement of one array. An axis whose size the mesh does not divide is replicated.
+def _split(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], units: dict) -> list[Any]:
+    """The mesh axes over which each axis of an array is split. An axis whose size the mesh does not divide is not.
 
     `units` gives the number of heads along an axis, so that no head is split.
     """
-    return NamedSharding(mesh, PartitionSpec(*_split(mesh, shape, axes, units)))
-
-
-def _split(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], units: dict) -> list[Any]:
-    """The mesh axes over which each axis of an array is split."""
     spec: list[Any] = []
     for size, axis in zip(shape, axes, strict=True):
         names = tuple(name for name in SPLITS[axis] if name in mesh.axis_names)
@@ -162,7 +144,7 @@ def row_shardings(mesh: Mesh, tree: Any, batch: int) -> Any:
     def one(axes: Axes, leaf: Any) -> NamedSharding:
         if leaf.ndim == 0 or leaf.shape[0] != batch:
             return NamedSharding(mesh, PartitionSpec())
-        return _sharding(mesh, leaf.shape, axes, {})
+        return NamedSharding(mesh, PartitionSpec(*_split(mesh, leaf.shape, axes, {})))
 
     return map_named(one, tree)
 
@@ -180,10 +162,7 @@ def check_rows(mesh: Mesh, num_rows: int) -> None:
 
 
 def rows_here(mesh: Mesh | None) -> tuple[int, int]:
-    """The index of the part of a batch's rows that is on this process's devices, and the number of parts.
-
-    (0, 1) means all rows.
-    """
+    """The index of the part of a batch's rows on this process's devices, and the number of parts. (0, 1): all rows."""
     if mesh is None:
         return 0, 1
     of_rows = [mesh.axis_names.index(name) for name in SPLITS["rows"] if name in mesh.axis_names]

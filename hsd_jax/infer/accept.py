@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +38,7 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
 
 
 def verdict_of(emitted: Int[Array, "B M"], count: Int[Array, "B"]) -> Verdict:
-    """The verdict for `count` tokens that were committed without a tree.
-
-    A drafter sees it as an accepted path of `count` - 1 drafts, followed by the target's own token.
-    """
+    """The verdict for `count` tokens that were committed without a tree, as if it had accepted `count` - 1 drafts."""
     path = jnp.broadcast_to(jnp.arange(emitted.shape[1], dtype=jnp.int32), emitted.shape)
     last = jnp.maximum(count - 1, 0)
     return Verdict(path, last, jnp.take_along_axis(emitted, last[:, None], 1)[:, 0], emitted)
@@ -116,29 +112,7 @@ def match_rule(max_depth: int) -> AcceptRule:
         chosen = sampling_lib.gumbel_max(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
         return match_path(tree, ancestors, chosen, max_depth)
 
-    return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True, expected=probability_of_children)
-
-
-def probability_of_children(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> Float[Array, "B I"]:
-    """The target's probability of the tokens of each node's children, each token once.
-
-    Siblings with equal tokens count once, as in `match`.
-    """
-    children = children_of(tree)
-    is_earlier = jnp.tril(jnp.ones((tree.tokens.shape[1],) * 2, bool), -1)
-    is_repeat = is_earlier & (tree.tokens[:, :, None] == tree.tokens[:, None, :])
-    is_new = children.is_child & ~jnp.any(children.is_child[:, :, None, :] & is_repeat[:, None], -1)
-    logp = target_logp[:, : is_new.shape[1]]
-    held = jnp.take_along_axis(logp, jnp.broadcast_to(tree.tokens[:, None, :], is_new.shape), 2)
-    return jnp.sum(jnp.where(is_new, jnp.exp(held), 0.0), -1)
-
-
-def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:
-    """The positive part of residual - proposal, normalised.
-
-    If that part is empty, it returns the residual. The acceptance probability was then 1, so no rejection uses it.
-    """
-    return normalised(jnp.maximum(residual - proposal, 0.0), residual)
+    return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True)
 
 
 def recursion(
@@ -154,9 +128,8 @@ def recursion(
     For INDEPENDENT children q_j is q. For children drawn WITHOUT_REPLACEMENT it is q renormalised without
     x_1 .. x_{j-1}. The function consumes no randomness.
 
-    Args:
-      max_children: the largest number of valid children of a node.
-      lossy: raises r_j(x_j) before the division (`lossy.py`). The residuals do not change.
+    `lossy` raises r_j(x_j) before the division (`lossy.py`). The residuals do not change.
+
     References:
       SpecInfer (arXiv:2305.09781, section 4.3) for independent draws; RSD (arXiv:2402.14160, section 3) without
       replacement; methods.md 6.1.
@@ -175,7 +148,9 @@ def recursion(
         r = r if lossy is None else lossy.raised(r)
         own = jnp.minimum(r / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
         acceptance = acceptance + jnp.sum(jnp.where(is_jth, own, 0.0), 1)
-        residual = jnp.where(has_jth, after_rejection(residual, proposal), residual)
+        # If nothing is left, the acceptance probability was 1, and no rejection uses the residual.
+        rest = normalised(jnp.maximum(residual - proposal, 0.0), residual)
+        residual = jnp.where(has_jth, rest, residual)
         if removes:
             removed = removed | (has_jth & (jnp.arange(vocab_size) == token))
         return acceptance, residual, removed
@@ -187,10 +162,7 @@ def recursion(
 
 
 def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-    """Keeps only the first accepted child of each node, by index.
-
-    Two siblings may hold the same token and have different children, so one of them must be chosen.
-    """
+    """Keeps only the first accepted child of each node, by index: two siblings may hold the same token."""
     num = tree.tokens.shape[1]
     is_earlier = jnp.arange(num)[:, None] > jnp.arange(num)
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None, :]
@@ -205,16 +177,11 @@ distribution of the next token after all its children are rejected. `recursion`,
 of this form."""
 
 
-class CoinJudge(NamedTuple):
-    """How a rule with coins judges a tree. Both functions take trees with `draft_logp`."""
-
-    toss: Callable[
-        [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
-    ]
-    """`toss(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and
-    for each node with a distribution the distribution of the next token if the path ends there. `coins` are uniform."""
-    expected: Callable[[DraftTree, Float[Array, "B N V"]], Float[Array, "B I"]]
-    """As in `AcceptRule`."""
+Toss = Callable[
+    [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
+]
+"""`toss(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and for
+each node with a distribution the distribution of the next token if the path ends there. `coins` are uniform."""
 
 
 def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -> Float[Array, "B N"]:
@@ -226,13 +193,9 @@ def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -
 
 
 def rule_with_coins(
-    name: str, schemes: frozenset[DrawScheme], coin_judge: CoinJudge, max_depth: int, judges_jointly: bool = False
+    name: str, schemes: frozenset[DrawScheme], toss: Toss, max_depth: int, judges_jointly: bool = False
 ) -> AcceptRule:
-    """The rule that follows the nodes that `coin_judge` accepts, and then draws the next token.
-
-    Args:
-      judges_jointly: as in `AcceptRule`.
-    """
+    """The rule that follows the nodes that `toss` accepts, and then draws the next token."""
 
     def judge(
         keys: jax.Array,
@@ -245,7 +208,7 @@ def rule_with_coins(
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if judges_jointly else keys
-        is_accepted, residual = coin_judge.toss(tree, target_logp, coins_of(of_round, tree, root_position))
+        is_accepted, residual = toss(tree, target_logp, coins_of(of_round, tree, root_position))
         path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
 
         # The next token follows the residual of the rejected children, or the target's distribution at a leaf. No
@@ -262,21 +225,17 @@ def rule_with_coins(
         emitted = jnp.where(is_next, next_token[:, None], drafted)
         return Verdict(path, num_accepted, next_token, emitted)
 
-    return AcceptRule(name, schemes, judge, judges_jointly=judges_jointly, expected=coin_judge.expected)
+    return AcceptRule(name, schemes, judge, judges_jointly=judges_jointly)
 
 
-def one_by_one(acceptance_of: AcceptanceOf) -> CoinJudge:
+def one_by_one(acceptance_of: AcceptanceOf) -> Toss:
     """Judges siblings in their order, each with its own coin, after all earlier ones were rejected."""
 
     def toss(tree: DraftTree, target_logp: Array, coins: Array):
         acceptance, residual = acceptance_of(tree, target_logp)
         return first_accepted(tree, coins < acceptance), residual
 
-    def expected(tree: DraftTree, target_logp: Array):
-        rejected = 1.0 - acceptance_of(tree, target_logp)[0][:, None, :]
-        return 1.0 - jnp.prod(jnp.where(children_of(tree).is_child, rejected, 1.0), -1)
-
-    return CoinJudge(toss, expected)
+    return toss
 
 
 def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None) -> AcceptRule:
@@ -287,12 +246,9 @@ def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None
     follows the target's distribution, but unlike under `match` it depends on the trees. With one child per node it is
     standard speculative sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0
     the target's distribution is a point mass, and the text is greedy for every tree.
-
-    Args:
-      lossy: accepts more drafts, and the text no longer follows the target's distribution (`lossy.py`).
     """
-    coin_judge = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
-    return rule_with_coins("recursive", RECURSIVE_SCHEMES, coin_judge, max_depth)
+    toss = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
+    return rule_with_coins("recursive", RECURSIVE_SCHEMES, toss, max_depth)
 
 
 def kseq_rule(max_depth: int) -> AcceptRule:
@@ -310,18 +266,10 @@ def block_rule(tree: TreeConfig) -> AcceptRule:
         # The deepest accepted draft also accepts all drafts before it.
         return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
 
-    def expected(drafted: DraftTree, target_logp: Array):
-        # The probability that at least 1, 2, ... drafts are accepted.
-        reached = 1.0 - lax.cumprod(1.0 - block(drafted, target_logp)[0][:, 1:], axis=1, reverse=True)
-        before = jnp.concatenate([jnp.ones_like(reached[:, :1]), reached[:, :-1]], 1)
-        return jnp.where(before > 0.0, reached / jnp.where(before > 0.0, before, 1.0), 0.0)
-
-    return rule_with_coins(
-        "block_verification", RECURSIVE_SCHEMES, CoinJudge(toss, expected), tree.depth, judges_jointly=True
-    )
+    return rule_with_coins("block_verification", RECURSIVE_SCHEMES, toss, tree.depth, judges_jointly=True)
 
 
 def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
     """The optimal rule for TOP_THEN_RANDOM trees (`optimal.py`). It judges the drawn child of a node first."""
-    coin_judge = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
-    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), coin_judge, max_depth)
+    toss = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
+    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), toss, max_depth)

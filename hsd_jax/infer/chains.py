@@ -74,10 +74,7 @@ def grow_chain(
 ) -> tuple[DraftTree, Any]:
     """The chain that `pick` chooses, with 1 to `depth` drafts, and the last carry.
 
-    All rows have the same number of drafts. The drafts are the first ones of a chain of the full depth.
-
-    Args:
-      vocab_size: size of the vocabulary for drawn chains. None: the chain is not drawn.
+    All rows have the same number of drafts, the first ones of a chain of the full depth. `vocab_size` is of drawn ones.
     """
     shape = root.shape[0], depth + 1
     tokens = jnp.zeros(shape, jnp.int32).at[:, 0].set(root)

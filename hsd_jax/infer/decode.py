@@ -119,8 +119,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
     of a prompt is not written to the cache, because it is the root of the first round. Nothing is sampled here, and the
     invariant cached positions = committed tokens - 1 holds from the start.
 
-    Args:
-      chunk: the largest number of tokens per row that a pass reads.
+    `chunk` is the largest number of tokens per row that a pass reads.
     """
     begin = make_begin(config, drafter, cache_dtype)
 
@@ -190,10 +189,7 @@ def drafter_after(
     length: Int[Array, "B"],
     capacity: int,
 ) -> Any:
-    """The drafter's state after the prompts, from `output`, a causal pass of the target over all of them.
-
-    Simulation and tests use it. A decode reads its prompts chunk by chunk.
-    """
+    """The drafter's state after the prompts, from `output`, a causal pass over them. A decode reads in chunks."""
     state = drafter.init(tokens, length, capacity)
     state = drafter.read(models, state, output, tokens, jnp.roll(tokens, -1, 1), 0, length)
     return state if drafter.ready is None else drafter.ready(models, state)
@@ -205,9 +201,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
     It runs rounds until `num_rounds` have run, until fewer than `least_live` >= 1 rows are not done, or until a cache
     is full. If `worth` decides that drafts do not pay, blocks of plain rounds run between those of `step`. Both are
     inner loops of one program and not branches of one round, because XLA would copy the caches at a branch.
-
-    Args:
-      lookahead: number of slots after its committed tokens that a row may write in a round.
+    `lookahead` is the number of slots after its committed tokens that a row may write in a round.
     """
 
     def loop(
@@ -266,32 +260,21 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
 
 
 def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capacity: int, lookahead: int) -> Any:
-    """Whether the next round might write after the last cache slot of an unfinished row.
-
-    NumPy arrays give a NumPy result.
-    """
+    """Whether the next round might write after the last cache slot of an unfinished row."""
     return (length * (~done).astype(length.dtype) + lookahead > capacity).any()
 
 
 class Decoder:
     """The compiled functions of one configuration. Everything static is fixed here, and everything else is traced.
 
-    Args:
-      precision: matmul precision of every product inside, a name for `jax.default_matmul_precision` or None.
-      use_native: whether to use our own kernels if they are available. The CPU kernels are not used on a mesh.
-      mesh: the mesh of devices. None: one device.
+    `precision` is a name for `jax.default_matmul_precision`. The CPU kernels are not used on a mesh.
     """
 
     begin: Callable[..., DecodeState]
-    """The function of `make_begin`. It also makes the slots of a session before the first row."""
     prefill: Callable[..., DecodeState]
-    """The function of `make_prefill`."""
     insert: Callable[..., Rows]
-    """`insert`. It donates the rows."""
     clear: Callable[..., DecodeState]
-    """`rows.cleared`. It donates the state."""
     loop: Callable[..., DecodeState]
-    """The function of `make_loop`. Only `run` calls it."""
 
     def __init__(
         self,
@@ -336,12 +319,7 @@ class Decoder:
         )
 
     def with_room(self, state: DecodeState, longest: int, most_slots: int = UNBOUNDED) -> DecodeState:
-        """The state, with larger caches if an unfinished row has filled its own.
-
-        Args:
-          longest: number of tokens of the longest unfinished row.
-          most_slots: number of slots of the largest caches, which every row fits into.
-        """
+        """The state, with larger caches if the longest unfinished row, of `longest` tokens, has filled its own."""
         if longest + self.lookahead <= state.cache.capacity:
             return state
         return self.grow(state, or_most(GROWTH * state.cache.capacity, most_slots))
@@ -360,14 +338,7 @@ class Decoder:
         least_live: int = 1,
         loop: Callable | None = None,
     ) -> DecodeState:
-        """Calls the loop and does not wait for it. Every decode uses this function.
-
-        Args:
-          num_rounds: the largest number of rounds. Fewer run if the caches become full.
-          costs: the costs by which drafts are chosen. None: all nodes of every tree are verified.
-          least_live: number of unfinished rows that another round needs. 1: rounds run until all rows are done.
-          loop: a function with the arguments of the compiled loop, which it replaces.
-        """
+        """Calls the loop, or `loop` in its place, and does not wait for it. Every decode uses this function."""
         loop = self.loop if loop is None else loop
         return loop(models, costs, sampling, limits, np.int32(num_rounds), np.int32(least_live), state)
 

@@ -2,6 +2,9 @@
 
 A drawn node is never dropped because of its token: `recursive` would no longer be lossless (methods.md 0.5). This
 module knows neither drafters nor acceptance rules. `levels.py` stacks the levels.
+
+`draft_logp` is the distribution of the children of each node above. `noise` is Gumbel noise that only this level uses.
+It is zero in rows that do not draw, which take the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -45,13 +48,7 @@ def draft_distribution(logits: Float[Array, "B w V"], sampling: SamplingParams) 
 def independent(
     noise: Float[Array, "B w V"], draft_logp: Float[Array, "B v V"], above: Level, parents: Int[np.ndarray, "w"]
 ) -> Level:
-    """One child for each entry of `parents`, indices in the level above, drawn independently of its siblings.
-
-    Args:
-      noise: Gumbel noise that only this level uses. It is zero in rows that do not draw; these take the likeliest
-        token.
-      draft_logp: the distribution of the children of each node above.
-    """
+    """One child for each entry of `parents`, indices in the level above, drawn independently of its siblings."""
     logp = draft_logp[:, parents]
     tokens = ops.argmax(logp + noise)
     chosen = jnp.take_along_axis(logp, tokens[:, :, None], 2)[:, :, 0]
@@ -65,11 +62,6 @@ def gumbel_top_k(noise: Float[Array, "B v V"], draft_logp: Float[Array, "B v V"]
 
     The `count` largest values of log q + Gumbel noise, in falling order, are `count` draws from q, each renormalised
     without the earlier ones (Gumbel-top-k; RSD-C, arXiv:2402.14160). The rule judges them in this order.
-
-    Args:
-      noise: Gumbel noise that only this level uses. It is zero in rows that do not draw; these take the likeliest
-        tokens.
-      draft_logp: the distribution of the children of each node above.
     """
     perturbed, tokens, _ = ops.top_k(draft_logp + noise, count)
     return _children(tokens, jnp.take_along_axis(draft_logp, tokens, 2), perturbed, above)
@@ -82,11 +74,6 @@ def top_then_random(
 
     The first child of a node is drawn from the distribution renormalised without the node's other children. These are
     its likeliest tokens, likeliest first.
-
-    Args:
-      noise: Gumbel noise that only this level uses. It is zero in rows that do not draw; their first child is the next
-        likeliest token.
-      draft_logp: the distribution of the children of each node above.
     """
     num_top = np.bincount(parents, minlength=above.tokens.shape[1]) - 1
     place = np.array([np.sum(parents[:child] == parent) for child, parent in enumerate(parents)])
@@ -108,11 +95,7 @@ def top_then_random(
 
 
 def likeliest(logits: Float[Array, "B v C"], above: Level, count: int) -> Level:
-    """The `count` likeliest children of every node above, likeliest first. The children of a node are contiguous.
-
-    Returns:
-      A level whose `tokens` are columns of `logits`. `logp` and `score` sum the log-softmax of `logits` along the path.
-    """
+    """The `count` likeliest children of every node above, likeliest first. Its `tokens` are columns of `logits`."""
     top, columns, total = ops.top_k(logits, count)
     # A NaN score, or one above the parent's, would separate a node from its parent, so no drafter is trusted.
     logp = jnp.fmin(top - total, 0.0)
@@ -147,11 +130,6 @@ def stochastic_beam(
     Siblings are drawn without replacement (Gumbel-top-k), in falling order of their scores. The beam truncates that
     order at a score, without regard to the tokens. The remaining nodes are therefore lossless under `recursive` (RSD-S,
     arXiv:2402.14160, section 3; methods.md 6.3). Rows that do not draw keep the likeliest paths.
-
-    Args:
-      noise: Gumbel noise that only this level uses. It is zero in rows that do not draw.
-      draft_logp: the distribution of the children of each node above.
-      is_sampled: rows that draw.
     """
     batch, _, vocab_size = draft_logp.shape
     # Siblings are chosen without the score of their path: after a path of probability e^-1e6 a float32 sum loses them.
@@ -181,12 +159,7 @@ def level_noise(
     vocab_size: int,
     is_sampled: Bool[Array, "B"],
 ) -> Float[Array, "B num V"]:
-    """Gumbel noise for all levels of a tree, in one call. It is zero in rows that do not draw.
-
-    Args:
-      keys: the keys of the rows [B]. They are folded with the positions of the drawn tokens and not consumed.
-      num_rows: the number of rows of noise for each level, starting below the root.
-    """
+    """Gumbel noise for all levels of a tree, in one call: `num_rows` of each, starting below the root."""
     depths = np.repeat(np.arange(1, len(num_rows) + 1, dtype=np.int32), num_rows)
     places = jnp.concatenate([jnp.arange(num, dtype=jnp.int32) for num in num_rows])
 

@@ -42,13 +42,8 @@ def grow(
 ) -> tuple[DraftTree, Any]:
     """A tree with `config.level_widths()` nodes per level, in the order of levels, and the last carry.
 
-    Rows at temperature 0 are chosen without noise.
-
-    Args:
-      expand: gives the drafter's logits, under COUPLED with the target's noise added. `tree.named` makes it. A token
-        that is not among its candidates has no mass and is never drawn.
-      scale: the factor of the logits in trees that are not drawn.
-      num_levels, vocab_size: as in `Grower`.
+    Under COUPLED the logits of `expand` include the target's noise. A token that is not among its candidates has no
+    mass and is never drawn. `scale` is the factor of the logits in trees that are not drawn.
     """
     batch, sampling, is_drawn = inputs.root.shape[0], inputs.sampling, scheme in DRAWN_SCHEMES
     widths = config.level_widths()
@@ -129,7 +124,7 @@ def _drawn(
     above: draw.Level,
     is_sampled: Bool[Array, "B"],
 ) -> draw.Level:
-    """The level below `above`, drawn by the scheme. `depth` is the depth of `above`."""
+    """The level below `above`, whose depth is `depth`, drawn by the scheme."""
     if scheme is DrawScheme.INDEPENDENT:
         return draw.independent(noise, draft_logp, above, parents_of_level(config, depth))
     if scheme is DrawScheme.TOP_THEN_RANDOM:

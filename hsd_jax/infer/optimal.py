@@ -28,11 +28,9 @@ def chain_and_match(
     q' has no mass on Top, so a top child x is accepted with total probability p(x). Some child is accepted with
     probability P(Top) + the sum of min(p, q') outside Top, which is the optimum for such children. The draw of y is
     expressed as one test per child, with the probabilities r(y_1), r(y_2) / (1 - r(y_1)), ... Without a first child (no
-    mass outside Top) y is drawn from p. A single child is judged
-    as in a chain. `acceptance` holds one probability per node, 0 for nodes that are no valid child.
+    mass outside Top) y is drawn from p. A single child is judged as in a chain. `max_children` counts also those that
+    are not valid.
 
-    Args:
-      max_children: the largest number of children of a node, valid or not.
     References:
       Hu et al. (arXiv:2502.18779), "greedy draft sampling"; methods.md 6.6.
     """

@@ -24,11 +24,9 @@ from hsd_jax.types import Costs, DecodeState, Drafter, Limits, ModelOutput, NewK
 
 
 def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
-    """The transition that decodes one token per row.
+    """The transition that decodes one token per row, in a pass over `pad_rows` equal nodes of each row.
 
-    Args:
-      pad_rows: number of nodes per row in the pass. The nodes after the first repeat it, and their results are dropped.
-        Some CPUs multiply 4 rows of bfloat16 faster than 1.
+    Some CPUs multiply 4 rows of bfloat16 faster than 1.
     """
 
     def step(
@@ -48,12 +46,7 @@ def plain_round(
     pad_rows: int = 1,
     feature_layers: tuple[int, ...] = (),
 ) -> tuple[DecodeState, ModelOutput, Int[Array, "B 1"], Int[Array, "B"]]:
-    """Decodes one token per row.
-
-    Returns:
-      The state, with the drafter's state unchanged; the output of the pass; the tokens; and the number of tokens that
-      are committed per row, 0 or 1.
-    """
+    """One token per row: the state, the pass's output, the tokens, and how many of them rows commit, 0 or 1."""
     position, sampling = state.length - 1, sampling_lib.of_rows(sampling, ~state.done)
     root = jnp.take_along_axis(state.tokens, position[:, None], 1)
     batch = root.shape[0]

@@ -44,12 +44,7 @@ def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: in
 def place_keys(
     keys: jax.Array, tag: int, positions: Int[Array, "B M"], places: Int[Array, "M"] | Int[Array, "B M"]
 ) -> jax.Array:
-    """Keys [B, M], one for each (row, tag, position, place).
-
-    Args:
-      tag: DRAFT_NOISE or JUDGE_NOISE.
-      positions: positions of the tokens that the keys decide.
-      places: numbers of the nodes at one position.
+    """Keys [B, M], one for each (row, tag, position of the token that the key decides, place of a node there).
 
     Drafts that are made or judged ahead of time, or again, therefore use the same noise. After a rejection the next
     round uses noise of later positions again. docs/design.md, "Rules and schemes", says why it may. It may not in two
@@ -152,9 +147,6 @@ def round_noise(
 
     A decode computes it once per round: `match` draws with it, and COUPLED drafts are chosen by it. The noise at a
     position does not depend on `num`, so plain decoding, which needs one position, gets the same noise.
-
-    Args:
-      keys: the keys of the rows. They are folded and not consumed.
     """
 
     def noise() -> Array:
@@ -167,9 +159,7 @@ def round_noise(
 
 
 def if_any(needed: Bool[Array, "B"], compute: Callable, otherwise: Callable, *args: Array) -> Any:
-    """`compute(*args)` if a row needs it, else `otherwise(*args)`.
-
-    Both results must be right for rows that do not need `compute`.
+    """`compute(*args)` if a row needs it, else `otherwise(*args)`. Both must be right for rows that do not need it.
 
     A program for a GPU always computes. There a branch waits for the host, and a round would have one for each level.
     """
@@ -202,8 +192,7 @@ def perturb(
 ) -> Float[Array, "B w V"]:
     """Warped logits plus noise; greedy rows are unchanged. The argmax is the draw of each node (Gumbel-max).
 
-    Args:
-      noise: one row of noise per node, or one for all nodes; or a function without arguments that makes it.
+    `noise` has one row per node, or one for all nodes; or it is a function without arguments that makes it.
     """
     return _perturbed(noise, logits, sampling, lambda x: x)
 
@@ -211,8 +200,7 @@ def perturb(
 def gumbel_max(
     noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
 ) -> Int[Array, "B w"]:
-    """The argmax of `perturb`, which is the draw. Each branch ends with the argmax, so that no branch copies the
-    logits."""
+    """The argmax of `perturb`, which is the draw. Each branch ends with it, so that no branch copies the logits."""
     return _perturbed(noise, logits, sampling, argmax)
 
 

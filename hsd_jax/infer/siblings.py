@@ -26,11 +26,7 @@ class Children(NamedTuple):
 
 
 def children_of(tree: DraftTree, by_layout: bool = False) -> Children:
-    """The valid children of every node that has a distribution.
-
-    Args:
-      by_layout: whether `place` also counts children that are not valid.
-    """
+    """The valid children of every node that has a distribution. `by_layout`: `place` also counts those not valid."""
     assert tree.draft_logp is not None
     is_below = tree.parents[:, None, :] == jnp.arange(tree.draft_logp.shape[1])[:, None]
     is_child = is_below & tree.valid[:, None, :]

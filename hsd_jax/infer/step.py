@@ -49,9 +49,7 @@ leaves out drafts that do not pay. None: all nodes of the tree are verified.
 
 
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
-    """The transition of a speculative round. With `costs` it verifies only the drafts that pay. It always verifies
-    whole drawn trees.
-    """
+    """The transition of a round. With `costs` it verifies only the drafts that pay, but always whole drawn trees."""
     check_legal(rule, drafter.scheme, drafter.drafts_ahead)
     is_drawn = drafter.scheme in DRAWN_SCHEMES
 
@@ -103,9 +101,8 @@ def draft(
 ) -> tuple[DraftTree, Any]:
     """The tree of a round, and the drafter's state after it. Only coupled drafts may use the noise of the target.
 
-    Args:
-      keys_are_per_round: whether this round must not share noise with drafts of other rounds. This is for rules that
-        judge jointly, and for draft lengths that are learned.
+    With `keys_are_per_round` this round shares no noise with drafts of other rounds. This is for rules that judge
+    jointly, and for draft lengths that are learned.
     """
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
@@ -142,11 +139,7 @@ def judge_and_commit(
     ancestors: Bool[Array, "B N N"],
     noise: Any,
 ) -> tuple[DecodeState, Verdict, Int[Array, "B"]]:
-    """Judges a tree and commits the accepted path.
-
-    Returns:
-      The state after the round, the verdict, and the number of tokens committed per row.
-    """
+    """The state after a tree is judged and its path committed, the verdict, and the number of tokens per row."""
     live = ~state.done
     with jax.named_scope("judge"), native.only(live):
         verdict = rule.judge(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
@@ -168,9 +161,6 @@ def or_invalid(
     A check of every logit would cost more than 1 % of a round. Three cheaper checks find the same rows. A NaN in a
     hidden state makes all logits of its node NaN. A NaN in a row of the LM head makes one logit of every node NaN, also
     of the root. If all logits are -inf, the logit of the chosen token is -inf.
-
-    Args:
-      emits_argmax: as in `AcceptRule`.
     """
     if emits_argmax and program.mesh() is not None:
         return emitted

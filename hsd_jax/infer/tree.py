@@ -92,11 +92,7 @@ def coupled(expand: ExpandNamed, noise: Float[Array, "B M V"], sampling: Samplin
 
 
 def token_free(base_logits: Float[Array, "B D C"], inject: Inject | None) -> Callable[..., tuple[Array, Any]]:
-    """The `Expand` of a drafter whose states read no drafted token: a level's base logits plus what tokens add.
-
-    Args:
-      inject: gives what drafted tokens add. None: they add nothing.
-    """
+    """The `Expand` of a drafter whose states read no drafted token: a level's base logits plus what tokens add."""
 
     def expand(level: int, tokens: Array, parents: Array, carry: Any):
         if inject is None:
@@ -212,11 +208,7 @@ def _beam(
     At every level the `width` best nodes are expanded, each into its `width` likeliest candidates under the log-softmax
     of `scale` times the logits of `expand`. Scores fall along a path, and the shallower node wins a tie. The kept nodes
     therefore include all their ancestors, and the order of scores puts parents first. `scheme` is ARBITRARY, or COUPLED
-    if the logits of `expand` include the target's noise.
-
-    Args:
-      expand: takes tokens and names the tokens of its columns.
-      num_levels: as in `grow`. Nodes below a row's levels come last.
+    if the logits of `expand` include the target's noise. Nodes below a row's levels come last.
     """
     batch, width = root.shape[0], config.width
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
@@ -261,12 +253,8 @@ def best_tree(
     """The tree of the root and the `num_nodes` - 1 best of M candidates.
 
     Scores must fall along paths, and parents must come before their children. The first candidate wins a tie, so the
-    kept nodes include all their ancestors, and parents come first.
-
-    Args:
-      parents: the index of each candidate's parent among the candidates, NO_PARENT for children of the root.
-      may_lack: whether a row may have fewer candidates than nodes. Missing candidates have a score of -inf. Their nodes
-        come last and are not valid.
+    kept nodes include all their ancestors, and parents come first. `parents` are indices of candidates, NO_PARENT for
+    children of the root. If rows `may_lack` candidates, the missing ones have a score of -inf and are not valid.
     """
     batch = root.shape[0]
     best_scores, kept = lax.top_k(scores, num_nodes - 1)  # on a tie it takes the first
@@ -292,12 +280,7 @@ def best_tree(
 def on_text(
     tree: DraftTree, text: Int[Array, "B T"], first: Int[Array, "B"], end: Int[Array, "B"], max_depth: int
 ) -> Bool[Array, "B N"]:
-    """Marks the root and the nodes whose paths equal the text after the root.
-
-    Args:
-      first: index in the text of the token after the root.
-      end: index in the text after the last token that is compared.
-    """
+    """Marks the root and the nodes whose paths equal the text after the root, from index `first` to before `end`."""
     place = first[:, None] + tree.depth - 1
     is_right = tree.tokens == jnp.take_along_axis(text, jnp.clip(place, 0, text.shape[1] - 1), 1)
     is_right &= tree.valid & (place < end[:, None]) & (tree.depth > 0)

@@ -37,11 +37,7 @@ FREE_NODES = 4
 
 
 def first_control(batch: int, counts_drafts: bool = False) -> Control:
-    """The control before any round.
-
-    Args:
-      counts_drafts: whether drafts are counted, as for chains that may end early.
-    """
+    """The control before any round. `counts_drafts`: as for chains that may end early."""
     rows, count = jnp.zeros(batch), jnp.zeros(batch, jnp.int32)
     drafts = jnp.zeros((batch, 2), jnp.int32) if counts_drafts else None
     return Control(rows, rows, rows, rows, count, count, count + FIRST_WAIT, drafts)
@@ -51,11 +47,7 @@ def after_admission(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Ar
     """The control after new rows have entered a running batch.
 
     Nothing is known of the drafts of new rows. New rows take over the batch's decision whether drafting pays, so that
-    a batch does not try drafts again that did not pay.
-
-    Args:
-      live: unfinished rows; new rows do not count.
-      slot_mask: the new rows.
+    a batch does not try drafts again that did not pay. `slot_mask` marks the new rows, which `live` does not count.
     """
     others = live & ~slot_mask
     num = jnp.sum(others).astype(jnp.float32)
@@ -118,9 +110,6 @@ def stop_rule(control: Control, costs: Costs, length: Int[Array, "B"], done: Boo
 
     A further level costs a pass of the drafter and one node per row. It must promise as many tokens as the rounds so
     far gave in that time.
-
-    Args:
-      length: number of committed tokens of each row.
     """
     if costs.level_seconds is None:
         return None
@@ -131,10 +120,7 @@ def stop_rule(control: Control, costs: Costs, length: Int[Array, "B"], done: Boo
 
 
 def speed_so_far(control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
-    """The expected tokens per second with drafts: plain speed times the gain so far.
-
-    The gain is smoothed by one plain round per row.
-    """
+    """The expected tokens per second with drafts: plain speed times the gain so far, smoothed by a plain round."""
     num = _num_live(done)
     gain = (_sum(control.tokens, ~done) + num) / (_sum(control.plain, ~done) + num)
     return gain * num / plain_seconds(costs, length, done)
@@ -172,9 +158,6 @@ def select_nodes(
     as many as give the largest sum of values, less SHARE_OF_PRICE times the price of a longer pass. With a share of 1
     the choice approaches the best ratio of tokens to seconds from round to round. A node is never likelier or cheaper
     than its parent and comes after it, so the kept nodes include all their ancestors.
-
-    Args:
-      length: number of committed tokens of each row.
     """
     num_nodes = tree.tokens.shape[1]
     speed, live, num_live = speed_so_far(control, costs, length, done), ~done[:, None], jnp.sum(~done)
@@ -220,11 +203,6 @@ def slots_read(num_nodes: Any, filled: Any, windowed_share: Any, window: Any) ->
     """The number of cache slots that attention reads for all nodes of a row, on average over the layers.
 
     Both the plan and the loop use it, so the arguments are numbers, NumPy arrays or arrays of a program.
-
-    Args:
-      num_nodes: nodes of the row, the root included.
-      filled: filled slots of its cache.
-      windowed_share, window: as in `Costs`.
     """
     seen_by_a_node = filled - windowed_share * _positive(filled - window)
     return (FREE_NODES + _positive(num_nodes - FREE_NODES)) * seen_by_a_node
@@ -236,11 +214,7 @@ def _positive(x: Any) -> Any:
 
 
 def expected_drafts(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
-    """The number of accepted drafts that the drafter expected among the tried ones, the valid children of a path.
-
-    Args:
-      on_path: the nodes of the path, the root included.
-    """
+    """The number of accepted drafts that the drafter expected among the tried ones, the valid children of a path."""
     parent = jnp.maximum(tree.parents, 0)
     was_tried = jnp.take_along_axis(on_path, parent, 1) & tree.valid & (tree.depth > 0)
     score = _score(tree)
@@ -261,11 +235,7 @@ def after_round(
 ) -> Control:
     """The control after a round with drafts. Rows that were done before the round do not change.
 
-    Args:
-      tree: the tree, where only the verified nodes are valid.
-      num_made: number of drafts made, verified or not.
-      length, done: values before the round.
-      seconds: the predicted seconds of the round.
+    Only the verified nodes of `tree` are valid; `num_made` counts all drafts. `length` and `done` are of before.
     """
     num = tree.tokens.shape[1]
     is_at = jnp.arange(num) == verdict.path[:, :, None]

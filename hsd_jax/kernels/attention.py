@@ -3,7 +3,7 @@
 Every node sees a contiguous range of slots. Only the mask among the nodes depends on the tree. A flash kernel therefore
 computes the slots, and its partial softmax is merged with that of the nodes by maximum and sum. Products are in the
 dtype of the cache and sums in float32, so no cache is converted. `BACKENDS` are the implementations for programs
-without the CPU kernel (`native.attend`). Read next: `ops.py`, which calls `attend`.
+without the CPU kernel (`native.attend`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.kernels import triton
+from hsd_jax.kernels import program, triton
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.kernels.triton import MASKED, visible
 from hsd_jax.settings import OneOf, take
@@ -39,18 +39,9 @@ Partial = tuple[Float[Array, "... n E"], Float[Array, "... n"], Float[Array, "..
 _wanted: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_attention", default=None)
 
 
-@contextlib.contextmanager
-def using(backend: str) -> Iterator[None]:
-    """Programs traced inside use this backend for attention: one of BACKENDS, or "auto".
-
-    Raises:
-      ValueError: for an unknown backend.
-    """
-    token = _wanted.set(take(Backend, backend, "attention"))
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+def using(backend: str) -> contextlib.AbstractContextManager[None]:
+    """Programs traced inside use this backend for attention: one of BACKENDS, or "auto"."""
+    return program.setting(_wanted, take(Backend, backend, "attention"))
 
 
 def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
@@ -67,10 +58,7 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` by the backend for the platform of the program.
-
-    With a cache, queries that see nothing give zeros.
-    """
+    """`ops.attend` by the backend for this platform. With a cache, queries that see nothing give zeros."""
     if cached is None or seen is None:
         found = scores(query, new[0], widen(new_mask, query), scale, softcap)
         return _product(jax.nn.softmax(found, -1), new[1], (3, 2))
@@ -78,12 +66,6 @@ def attend(
     if wanted == "auto":
         wanted = "triton" if triton.attend_applies(query, cached) else "xla"
     return BACKENDS[wanted](query, new, new_mask, cached, seen, scale, softcap)
-
-
-def within(query, new, new_mask, scale: float, softcap: float | None) -> Partial:
-    """The attention of the nodes to each other, by dense products."""
-    found = scores(query, new[0], widen(new_mask, query), scale, softcap)
-    return partial_softmax(found, new[1])
 
 
 def scores(query: Array, keys: Array, mask: Array, scale: float, softcap: float | None) -> Float[Array, "B G n X"]:
@@ -134,7 +116,7 @@ def by_xla(query, new, new_mask, cached, seen, scale, softcap):
         mask = visible(block * step + jnp.arange(step), first, last, num_slots)
         return merge(found, partial_softmax(scores(query, keys, mask, scale, softcap), values))
 
-    found = within(query, new, new_mask, scale, softcap)
+    found = partial_softmax(scores(query, new[0], widen(new_mask, query), scale, softcap), new[1])  # of the nodes
     if step == num_slots:
         return finish(add(jnp.int32(0), found))
     is_round = jnp.max(last) > num_slots

@@ -1,7 +1,4 @@
-"""Checks once per process that the GPU kernels agree with XLA on this machine, before a program uses them.
-
-Read next: `triton.py` for the kernels.
-"""
+"""Checks once per process that the GPU kernels agree with XLA on this machine, before a program uses them."""
 
 from __future__ import annotations
 
@@ -32,11 +29,7 @@ ATTENTIONS = (
 
 
 def gpu_kernels_agree() -> bool:
-    """Whether programs may use `triton.py`. If its kernels fail or differ from XLA, a warning says so once.
-
-    Raises:
-      ValueError: if HSD_GPU_KERNELS is neither "on" nor "off".
-    """
+    """Whether programs may use `triton.py`. If its kernels fail or differ from XLA, a warning says so once."""
     wanted = take(Annotated[str, OneOf(("on", "off"))], os.environ.get(VARIABLE, "on"), VARIABLE)
     return wanted == "on" and (jax.default_backend() != "gpu" or _agree())
 
@@ -58,11 +51,7 @@ def _agree() -> bool:
 
 
 def differences(interpret: bool = False) -> dict[str, float]:
-    """The largest difference from XLA of each kernel, on numbers around 1. All are compiled as one program.
-
-    Args:
-      interpret: as in `triton.enabled`.
-    """
+    """The largest difference from XLA of each kernel, on numbers around 1. All are compiled as one program."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:

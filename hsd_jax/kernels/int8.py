@@ -112,10 +112,7 @@ Kernel = Float[Array, "..."] | Quantized
 
 
 def quantize(kernel: Float[Array, "out in"]) -> Int8:
-    """The nearest weight in 8 bits, output by output; its largest number becomes 127 or -127.
-
-    A row that holds NaN or infinity gets a scale that is not finite.
-    """
+    """The nearest weight in 8 bits, output by output. A row that holds NaN or infinity gets such a scale."""
     wide = kernel.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=1) / LARGEST
     values = jnp.round(wide / jnp.where(scale == 0, 1.0, scale)[:, None])

@@ -1,12 +1,10 @@
 """Optional CPU kernels for the products, attention and draws of a decode. The machine's compiler builds them once.
 
 For a few rows, XLA's CPU product packs the weights on every call. `cpu/rows_matmul.cc` does not pack them, and it reads
-bfloat16 and 8-bit weights without conversion. For 8-bit weights in groups it rounds rows to 8 bits and sums integers
-(`int8.GroupedInt8`, `cpu/integers.h`). `cpu/gated_mlp.cc` computes the MLP in one call. `cpu/attend.cc` computes the
-attention of a layer in one call instead of ten (docs/history.md has the measurements). A row's result is bitwise the
+bfloat16 and 8-bit weights without conversion (docs/history.md has the measurements). A row's result is bitwise the
 same for any number of other rows, and for any tree that verified it. Without a compiler (a warning says so), on another
 platform, or with HSD_NATIVE_ISA=off, `ops` uses XLA in float32. The kernels have no gradient and support no mesh, so
-they are switched on only while a decode loop is traced. Read next: `ops.py`, which calls them.
+they are switched on only while a decode loop is traced.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import math
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import tempfile
 import warnings
@@ -33,24 +30,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.host.files import home_cache, own_temporary_folder, sha256
-from hsd_jax.kernels.build import verified, write_with_checksum
 from hsd_jax.kernels.int8 import Kernel, Quantized
+from hsd_jax.kernels.program import setting
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "gumbel"))
 HEADERS = tuple(FOLDER / f"{name}.h" for name in ("vectors", "amx", "integers", "tiles"))
 FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
-SYMBOLS = {
-    "rows_matmul": "HsdRowsMatmul",
-    "gated_mlp": "HsdGatedMlp",
-    "attend": "HsdAttend",
-    "rms_norm": "HsdRmsNorm",
-    "rope": "HsdRope",
-    "gumbel": "HsdGumbel",
-    "first_best": "HsdFirstBest",
-    "top_k": "HsdTopK",
-    "gather": "HsdGather",
-}
+KERNELS = ("rows_matmul", "gated_mlp", "attend", "rms_norm", "rope", "gumbel", "first_best", "top_k", "gather")
+"""The symbol of `rows_matmul` is HsdRowsMatmul, and so on."""
 
 
 class InstructionSet(NamedTuple):
@@ -97,14 +85,9 @@ _as_they_are: contextvars.ContextVar[bool] = contextvars.ContextVar("hsd_as_they
 _active: contextvars.ContextVar[Array | None] = contextvars.ContextVar("hsd_active", default=None)
 
 
-@contextlib.contextmanager
-def compiled_for(platform: str) -> Iterator[None]:
+def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Programs traced inside are for this platform ("cpu", "gpu", "tpu"), even if this process runs on another."""
-    token = _platform.set(platform)
-    try:
-        yield
-    finally:
-        _platform.reset(token)
+    return setting(_platform, platform)
 
 
 def traced_platform() -> str:
@@ -112,35 +95,22 @@ def traced_platform() -> str:
     return _platform.get() or jax.default_backend()
 
 
-@contextlib.contextmanager
-def enabled(on: bool, isa: str | None = None) -> Iterator[None]:
-    """Programs traced inside use the kernels if `on` is True and the kernels are available.
+def enabled(on: bool, isa: str | None = None) -> contextlib.AbstractContextManager[None]:
+    """Programs traced inside use the kernels of `isa` (None: `selected_isa`) if `on` is True and they are available.
 
     If they are wanted and cannot be built, a warning says so once.
-
-    Args:
-      isa: one of ISAS. None: `selected_isa`.
     """
     isa = selected_isa() if isa is None else isa
     if on and isa != OFF and traced_platform() == "cpu" and _fault(isa):
         _warn_of_xla(_fault(isa))
-    token = _isa.set(isa if on and available(isa) else OFF)
-    try:
-        yield
-    finally:
-        _isa.reset(token)
+    return setting(_isa, isa if on and available(isa) else OFF)
 
 
-@contextlib.contextmanager
-def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> Iterator[None]:
+def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> contextlib.AbstractContextManager[None]:
     """In programs traced inside, the kernels skip rows or nodes that are not active and give zeros for them.
 
     This holds for products, noise and draws. XLA's own operations ignore it, so no code may use results of inactive
-    rows or nodes. Rows that are inactive outside are also inactive inside.
-
-    Args:
-      active: one flag per node [B, N], or one flag per row [B] for all its nodes. None: the flags that are set outside,
-        or all active.
+    rows or nodes. Rows that are inactive outside are also inactive inside. None: the flags that are set outside.
     """
     outer = _active.get()
     if active is None:
@@ -148,22 +118,13 @@ def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> Iterator[None]
     elif outer is not None:
         assert outer.ndim == 1 and len(outer) == len(active), (outer.shape, active.shape)
         active = active & outer.reshape(-1, *[1] * (active.ndim - 1))
-    token = _active.set(active)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return setting(_active, active)
 
 
 def active_rows() -> Bool[Array, "B"] | None:
     """The rows of the batch to which `only` restricts the kernels now. None: no restriction by rows."""
     active = _active.get() if is_on() else None
     return None if active is None or active.ndim > 1 else active
-
-
-def traced_isa() -> str:
-    """The instruction set of the kernels in the program that is being traced, or OFF."""
-    return _isa.get()
 
 
 def is_on() -> bool:
@@ -248,16 +209,13 @@ def _select_isa(wanted: str) -> str:
     best = next(known, here[0] if here else OFF)
     if wanted in ("", best):
         return best
-    if wanted in ISAS:
-        why = "this processor, this compiler or this operating system has no such instructions"
-    else:
-        why = f"allowed are {', '.join(ISAS)} and {OFF}"
+    why = f"allowed are {', '.join(ISAS)} and {OFF}, where the processor, the compiler and the system have it"
     warnings.warn(f"{ISA_VARIABLE}={wanted}: {why}; using {best}", stacklevel=3)
     return best
 
 
 def _call(name: str, out, **options):
-    return jax.ffi.ffi_call(f"hsd_{traced_isa()}_{name}", out, **options)
+    return jax.ffi.ffi_call(f"hsd_{_isa.get()}_{name}", out, **options)
 
 
 def _flags(num_rows: int) -> Bool[Array, "_"]:
@@ -360,11 +318,8 @@ def gather(table: Float[Array, "V H"], index: Int[Array, "*n"]) -> Float[Array, 
 
 def gumbel_applies(keys: jax.Array) -> bool:
     """Whether noise that is traced now comes from the kernel, which supports only jax's default generator."""
-    return (
-        is_on()
-        and str(jax.random.key_impl(keys)) == "threefry2x32"
-        and getattr(jax.config, "jax_threefry_partitionable", True)
-    )
+    is_default = str(jax.random.key_impl(keys)) == "threefry2x32"
+    return is_on() and is_default and getattr(jax.config, "jax_threefry_partitionable", True)
 
 
 def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
@@ -373,34 +328,24 @@ def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
     return _call("gumbel", out)(jax.random.key_data(keys), _flags(len(keys)))
 
 
-@contextlib.contextmanager
-def as_they_are() -> Iterator[None]:
+def as_they_are() -> contextlib.AbstractContextManager[None]:
     """In programs traced inside, XLA multiplies bfloat16 without widening it, also on a CPU.
 
     The results then differ in their last bits from those of decoding.
     """
-    token = _as_they_are.set(True)
-    try:
-        yield
-    finally:
-        _as_they_are.reset(token)
+    return setting(_as_they_are, True)
 
 
 def is_emulated(dtype) -> bool:
     """Whether XLA's products in `dtype` are computed in float32: bfloat16 on a CPU, except inside `as_they_are`.
 
-    A processor that multiplies bfloat16 would be faster for many rows, but a row's bits would then depend on the other
-    rows.
+    Otherwise a row's bits would depend on the other rows.
     """
     return dtype == jnp.bfloat16 and traced_platform() == "cpu" and not _as_they_are.get()
 
 
 def available(isa: str | None = None) -> bool:
-    """Builds and registers the kernels of an instruction set once. False if that is impossible or not wanted.
-
-    Args:
-      isa: one of ISAS or OFF. None: `selected_isa`.
-    """
+    """Builds and registers the kernels of `isa` (None: `selected_isa`) once. False if that is impossible or OFF."""
     isa = selected_isa() if isa is None else isa
     return isa != OFF and traced_platform() == "cpu" and not _fault(isa)
 
@@ -413,7 +358,7 @@ def _fault(isa: str) -> str:
         return "no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)"
     try:
         loaded = _load(builder, isa)
-        handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
+        handlers = {name: getattr(loaded, "Hsd" + name.title().replace("_", "")) for name in KERNELS}
     except subprocess.CalledProcessError as error:
         text = (error.stderr or b"").decode(errors="replace")
         said = " ".join(text.split())[:200] or f"it exits with {error.returncode}"
@@ -428,7 +373,6 @@ def _fault(isa: str) -> str:
 
 @functools.cache
 def _warn_of_xla(why: str) -> None:
-    """Warns once. Called where a program would use the kernels, and so not on a mesh."""
     warnings.warn(
         f"decoding without the CPU kernels, by XLA in float32, at {XLA_SPEED} of the speed: {why}."
         f" {ISA_VARIABLE}={OFF} chooses this without a warning",
@@ -444,30 +388,20 @@ def compiler() -> str | None:
 
 
 def _run(command: list[str]) -> None:
-    """Runs a compiler. On Ctrl-C or a timeout it kills the compiler and all processes that it started."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
-        try:
-            _, said = process.communicate(timeout=300)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
 def _load(compiler: str, isa: str) -> ctypes.CDLL:
     """The compiled library of an instruction set, from this user's cache, else from a temporary folder.
 
-    The temporary folder is not asked for unless the cache is read-only, full or no place for programs.
-
-    Raises:
-      OSError, subprocess.SubprocessError: what is wrong with the cache, if neither can be used.
+    The temporary folder is not asked for unless the cache is read-only, full or no place for programs. If neither can
+    be used, the error says what is wrong with the cache.
     """
     name, failures = _library_name(compiler, isa), []
     for place in (home_cache, own_temporary_folder):
         try:
             library = place() / name
-            if not verified(library):
+            if not library.is_file():
                 _build(compiler, isa, library)
             return ctypes.cdll.LoadLibrary(str(library))
         except (OSError, subprocess.CalledProcessError) as error:
@@ -475,21 +409,21 @@ def _load(compiler: str, isa: str) -> ctypes.CDLL:
     raise failures[0]
 
 
-def _flags_of(isa: str) -> tuple[str, ...]:
-    return (*FLAGS, *ISAS[isa].flags)
-
-
 def _library_name(compiler: str, isa: str) -> str:
     """The file name of the library that this compiler makes of these sources for this machine and this jax."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
     sources = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    identity = "\n".join([*sources, compiler, *_flags_of(isa), jax.__version__, *cpu[:2]])
+    identity = "\n".join([*sources, compiler, *FLAGS, *ISAS[isa].flags, jax.__version__, *cpu[:2]])
     return f"native-{isa}-{sha256(identity)[:16]}.so"
 
 
 def _build(compiler: str, isa: str, library: Path) -> None:
+    """Compiles into a temporary folder and moves the whole library: loading a truncated one would end the process."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "native.so"
-        _run([compiler, *_flags_of(isa), "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)])
-        write_with_checksum(built, library)
+        flags = *FLAGS, *ISAS[isa].flags, "-I", jax.ffi.include_dir()
+        _run([compiler, *flags, *map(str, SOURCES), "-o", str(built)])
+        with built.open("rb") as written:
+            os.fsync(written.fileno())
+        built.replace(library)

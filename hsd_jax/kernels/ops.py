@@ -2,8 +2,7 @@
 
 Weights are stored [out, in] as in Hugging Face files. XLA on CPU also multiplies this layout fastest for a few rows.
 Activations are float32. A product runs in the dtype of its kernel and accumulates in float32. An 8-bit kernel is
-converted to floats inside the product, unless the CPU kernels multiply it in whole numbers (`int8.py`). Read next:
-`native.py`, the binding of the CPU kernels.
+converted to floats inside the product, unless the CPU kernels multiply it in whole numbers (`int8.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def matmul(x: Float[Array, "... in"], kernel: Kernel) -> Float[Array, "... out"]
 def matmuls(x: Float[Array, "... in"], kernels: tuple[Kernel, ...]) -> list[Array]:
     """The products of one input with several kernels, in one call if the CPU kernels apply.
 
-    Without the CPU kernels, a kernel may have several output axes, [*out, in]. The product then is [..., *out].
+    Without the CPU kernels, a kernel may be [*out, in]. The product then is [..., *out].
     """
     if all(native.applies(kernel) for kernel in kernels):
         num_rows = math.prod(x.shape[:-1])
@@ -143,7 +142,7 @@ def rms_norm(
     """Root-mean-square norm over the last axis, in float32.
 
     Args:
-      offset: added to the weight (Gemma stores weight - 1).
+      offset: added to the weight.
       dtype: the dtype to which a GPU kernel may round the result, because only products in this dtype read it.
     """
     x = x.astype(jnp.float32)
@@ -217,7 +216,7 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """
     if native.is_on() and x.dtype == jnp.float32:
         return native.argmax(x)
-    if triton.is_alone():  # two launches instead of four; on a mesh it would gather the sharded axis
+    if triton.is_on() and program.mesh() is None:  # two launches, not four; a mesh would gather the sharded axis
         return lax.argmax(x, x.ndim - 1, jnp.int32)
     vocab_size = x.shape[-1]
     index = jnp.arange(vocab_size, dtype=jnp.int32)

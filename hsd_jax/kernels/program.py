@@ -1,34 +1,37 @@
-"""Holds the mesh of the program that is being traced, for operations that depend on how arrays are split.
-
-Read next: `host/sharding.py`, which splits weights and states over a mesh.
-"""
+"""Holds the mesh of the program that is being traced, for operations that depend on how arrays are split."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+Value = TypeVar("Value")
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("hsd_mesh", default=None)
 
 
 @contextlib.contextmanager
-def on_mesh(mesh: Mesh | None) -> Iterator[None]:
+def setting(variable: contextvars.ContextVar[Value], value: Value) -> Iterator[None]:
+    """Programs traced inside see this value of a variable."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
     """Programs traced inside run on this mesh. None: on one device.
 
     The axes of the mesh are among `sharding.TRAINING_AXES`. Rows that training splits over "fsdp" are not split inside
     `on_each_device`.
     """
-    token = _mesh.set(mesh)
-    try:
-        yield
-    finally:
-        _mesh.reset(token)
+    return setting(_mesh, mesh)
 
 
 def mesh() -> Mesh | None:
@@ -43,10 +46,7 @@ def is_training() -> bool:
 
 
 def shards(axis: str, size: int) -> int:
-    """The number of devices that share an array's axis of this size.
-
-    It is the number along the mesh's `axis` if that divides the size, else 1.
-    """
+    """The number of devices along the mesh's `axis` if it divides this size of an array's axis, else 1."""
     here = _mesh.get()
     num = 1 if here is None or axis not in here.axis_names else here.shape[axis]
     return num if size % num == 0 else 1

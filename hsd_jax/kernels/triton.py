@@ -4,7 +4,7 @@ The time of a round of one row depends on launches as much as on bytes: each ker
 layer takes two dozen. The kernels here replace a dozen of them: a norm with its rounding; rotation and rounding of
 queries, keys and values; attention over slots and nodes; and the merge of its splits. One more kernel writes the caches
 of all layers. They have no gradient, so they are on only while a decode is traced (`enabled`). On a mesh each device
-runs them on its own heads and rows. Read next: `attention.py`.
+runs them on its own heads and rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,29 +39,19 @@ merge pads their number to a power of two, so `_splits` chooses a power of two."
 _scope: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar("hsd_triton", default=(False, False))
 
 
-@contextlib.contextmanager
-def enabled(on: bool, interpret: bool = False) -> Iterator[None]:
+def enabled(on: bool, interpret: bool = False) -> contextlib.AbstractContextManager[None]:
     """Programs for a GPU that are traced inside use these kernels.
 
     Args:
       interpret: whether to run them in Pallas's interpreter, on any platform, for tests.
     """
-    token = _scope.set((on, interpret))
-    try:
-        yield
-    finally:
-        _scope.reset(token)
+    return program.setting(_scope, (on, interpret))
 
 
 def is_on() -> bool:
     """Whether the program that is being traced may use these kernels."""
     on, interpret = _scope.get()
     return on and (interpret or traced_platform() == "gpu")
-
-
-def is_alone() -> bool:
-    """Whether these kernels are on and the program is for one GPU."""
-    return is_on() and program.mesh() is None
 
 
 def _is_tile(width: int) -> bool:
@@ -113,10 +103,9 @@ def rope_applies(joint: Array) -> bool:
 def rope(
     joint: Float[Array, "B N G heads E"], table: tuple[Array, Array], dtype: Any
 ) -> tuple[Float[Array, "B G n E"], Float[Array, "B G N E"], Float[Array, "B G N E"]]:
-    """Queries, keys and values of packed heads: each key/value head holds its queries, its key and its value.
+    """Rotated queries and keys, and values, of packed heads: each key/value head holds its queries, key and value.
 
-    Queries and keys are rotated by the table. All three are rounded to `dtype` and have the layout that attention
-    reads.
+    All three are rounded to `dtype` and have the layout that attention reads.
     """
 
     def rotate(joint, cos, sin):
@@ -324,9 +313,7 @@ def write(
 ) -> list[Float[Array, "B G _ E"]]:
     """Writes `nodes` of `rows` to the caches of all layers, in the slots from `start` on, `AT_ONCE` caches per launch.
 
-    Args:
-      capacity: largest number of tokens of a row. A cache with fewer slots is a ring.
-      valid: nodes that are written to a ring. None: all.
+    A cache with fewer than `capacity` slots is a ring, to which only `valid` nodes are written (None: all).
     """
     batch, groups = buffers[0].shape[:2]
     takes = jnp.ones_like(nodes) if valid is None else valid.astype(jnp.int32)

@@ -50,12 +50,7 @@ def layer_slots(config: ModelConfig, capacity: int) -> tuple[int, ...]:
 def empty_cache(
     slots: Sequence[int], batch: int, num_kv_heads: int, head_dim: int, dtype, capacity: int | None = None
 ) -> KVCache:
-    """Allocates a cache without valid entries.
-
-    Args:
-      slots: number of slots per row, for each layer.
-      capacity: largest number of tokens of a row. Layers with fewer slots are rings. None: no layer is a ring.
-    """
+    """A cache without valid entries. Layers with fewer slots than `capacity` are rings. None: no layer is a ring."""
     capacity = max(slots) if capacity is None else capacity
     keys, values = (tuple(jnp.zeros((batch, num_kv_heads, n, head_dim), dtype) for n in slots) for _ in range(2))
     return KVCache(keys, values, jnp.zeros(batch, jnp.int32), capacity)
@@ -156,10 +151,7 @@ def commit(
 
 
 def _zero_known_after(x: Array) -> Int[Array, "B"]:
-    """Zeros that XLA cannot compute before `x`.
-
-    They replace an optimization barrier, which XLA on CPU drops before it assigns buffers.
-    """
+    """Zeros that XLA cannot compute before `x`. On a CPU it would drop an optimization barrier."""
     return jnp.minimum((x.reshape(x.shape[0], -1)[:, 0] > 0).astype(jnp.int32), 0)
 
 
@@ -188,13 +180,7 @@ def rolled_back(before: Any, after: Any) -> Any:
 
 
 def grow(cache: KVCache, capacity: int, slots: Sequence[int] | None = None) -> KVCache:
-    """The same cache with room for `capacity` tokens per row.
-
-    Outside of jit each old buffer is freed as soon as its copy is made.
-
-    Args:
-      slots: number of slots of each layer. None: `capacity` for every layer, so none is a ring.
-    """
+    """The same cache with room for `capacity` tokens per row. Without `slots` of each layer, none is a ring."""
     sizes = [capacity] * len(cache.keys) if slots is None else slots
 
     def pad(buffers: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -215,10 +201,7 @@ def grow_all(state: Any, capacity: int) -> Any:
 
 
 def pad_to(buffer: Array, size: int, axis: int, value: int = 0) -> Array:
-    """The buffer with `axis` grown to `size`.
-
-    Outside of jit the old buffer is deleted, because two copies of a cache may not fit into memory.
-    """
+    """The buffer with `axis` grown to `size`. Outside of jit the old one is deleted: two copies might not fit."""
     widths = [(0, size - buffer.shape[i] if i == axis else 0) for i in range(buffer.ndim)]
     grown = jnp.pad(buffer, widths, constant_values=value)
     if not isinstance(buffer, Tracer):

@@ -25,11 +25,7 @@ token c."""
 
 
 def to_tokens(draft_to_target: TokensOfColumns, columns: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The token of each column. Without a reduced draft vocabulary, column c is token c.
-
-    Args:
-      columns: any shape; [B, w, k] if each node has its own tokens.
-    """
+    """The token of each column. Each node may have its own tokens, for columns [B, w, k]."""
     if draft_to_target is None:
         return columns
     if draft_to_target.ndim == 1:
@@ -38,11 +34,7 @@ def to_tokens(draft_to_target: TokensOfColumns, columns: Int[Array, "..."]) -> I
 
 
 def draft_columns(draft_to_target: TokensOfColumns, values: Float[Array, "... V"]) -> Float[Array, "... C"]:
-    """Selects the values of the hot tokens. Without a reduced draft vocabulary it returns all values.
-
-    Args:
-      values: over the full vocabulary. If each node has its own tokens, [B, w, V], or [B, 1, V] for all nodes.
-    """
+    """The values of the hot tokens. If each node has its own: from [B, w, V], or from [B, 1, V] for all nodes."""
     if draft_to_target is None:
         return values
     if draft_to_target.ndim == 1:
@@ -63,8 +55,7 @@ def to_columns(
 def to_vocabulary(
     draft_to_target: TokensOfColumns, logits: Float[Array, "... C"], vocab_size: int
 ) -> Float[Array, "... V"]:
-    """Logits over the full vocabulary, with -inf for cold tokens. Without a reduced draft vocabulary they do not
-    change."""
+    """Logits over the full vocabulary, with -inf for cold tokens."""
     if draft_to_target is None:
         return logits
     whole = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
@@ -84,11 +75,8 @@ def attach(
     """
     if draft_to_target is None:
         return weights
-    return {
-        **weights,
-        "draft_to_target": draft_to_target,
-        "head": head_rows(target_weights, target_config)[draft_to_target],
-    }
+    head = head_rows(target_weights, target_config)[draft_to_target]
+    return {**weights, "draft_to_target": draft_to_target, "head": head}
 
 
 def take_columns(weights: Weights, columns: Int[Array, "S"]) -> Weights:

@@ -90,8 +90,6 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         scaled = np.where(wavelength > low, inverse / rope.factor, inverse)
         is_middle = (wavelength <= low) & (wavelength >= high)
         return np.where(is_middle, middle, scaled).astype(np.float32)
-    if rope.kind != "default":
-        raise ValueError(f"rope kind {rope.kind!r}: allowed are default, linear, llama3")
     return inverse.astype(np.float32)
 
 

@@ -47,7 +47,10 @@ class Target(nn.Module):
         c = self.config
         embedding = kernel_param(self, "embedding", 0.02, (c.vocab_size, c.hidden_size))
         x = embed(embedding, tokens) * c.embed_scale
-        masks = layer_masks(c, positions, new_mask, cache, active)
+        masks = {FULL: masks_within(None, positions, new_mask, cache, active)}
+        masks[SLIDING] = masks[FULL]
+        if c.sliding_window is not None:
+            masks[SLIDING] = masks_within(c.sliding_window, positions, new_mask, cache, active)
         tables = {
             FULL: rope_table(c.rope, c.head_dim, positions),
             SLIDING: rope_table(c.rope_local or c.rope, c.head_dim, positions),
@@ -70,19 +73,6 @@ class Target(nn.Module):
             kernel_param(self, "head", c.hidden_size**-0.5, (c.vocab_size, c.hidden_size))
         logits = lm_head(dict(self.variables["params"]), c, hidden)
         return ModelOutput(logits, hidden, tuple(features), NewKV(tuple(keys), tuple(values)))
-
-
-def layer_masks(
-    config: ModelConfig,
-    positions: Int[Array, "B N"],
-    new_mask: Bool[Array, "B N X"],
-    cache: KVCache | None,
-    active: Bool[Array, "B N"] | None = None,
-) -> dict[str, tuple[Array, Seen | None]]:
-    """`masks_within` for each kind of layer."""
-    rest = positions, new_mask, cache, active
-    full = masks_within(None, *rest)
-    return {FULL: full, SLIDING: full if config.sliding_window is None else masks_within(config.sliding_window, *rest)}
 
 
 def masks_within(
@@ -155,10 +145,8 @@ def forward(
         Each node must see itself.
       cache: committed slots. Every node sees all of them, or those in its sliding window.
       feature_layers: layers whose residual stream is returned in `features`.
-      active: nodes whose output is used. None: all. The output of other nodes has no meaning, and the CPU kernels skip
-        them.
-      earlier: keys and values of earlier passes over drafts, which are not in the cache. `small_lm` grows trees with
-        them.
+      active: nodes whose output is used. None: all. The output of other nodes has no meaning.
+      earlier: keys and values of earlier passes over drafts, which are not in the cache.
       up_bias: the steering of a drafter, added to the up-projection of every layer's MLP (`drafters/steered`).
     """
     with native.only(active):
@@ -178,9 +166,8 @@ def sequence_layout(
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T T"]]:
     """Positions in rows of T tokens, and the mask: a token sees itself and earlier tokens of its document.
 
-    Args:
-      starts: for each token, the index in the row where its document begins. Positions count from there. None: each
-        row is one document.
+    `starts` is the index in the row where the document of each token begins, and positions count from there. None: each
+    row is one document.
     """
     index, causal = jnp.arange(num), causal_mask(batch, num)
     if starts is None:
@@ -195,11 +182,7 @@ def forward_sequence(
     starts: Int[Array, "B T"] | None = None,
     **options,
 ) -> ModelOutput:
-    """One causal pass over complete sequences from position 0, for training and scoring.
-
-    Args:
-      starts: as in `sequence_layout`, for rows that pack several documents.
-    """
+    """One causal pass over complete sequences from position 0. `starts` is as in `sequence_layout`."""
     positions, sees = sequence_layout(tokens.shape[0], tokens.shape[1], starts)
     return forward(weights, config, tokens, positions, sees, None, **options)
 
@@ -218,10 +201,8 @@ def read_chunk(
     """A causal pass over the tokens at positions `start` to `start` + chunk, and the cache with their entries.
 
     With the CPU kernels, a prompt read in chunks gives exactly the results of a prompt read at once. The memory is
-    linear in the length of the prompt. The cache needs a full chunk of slots from `start` on.
-
-    Args:
-      num_read: the total number of tokens of each row that all chunks read. Later tokens are ignored.
+    linear in the length of the prompt. The cache needs a full chunk of slots from `start` on. All chunks together read
+    `num_read` tokens of each row, and ignore the later ones.
     """
     batch, num = tokens.shape
     positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))

@@ -165,11 +165,8 @@ def recurrent_states(
 ) -> tuple[Float[Array, "B K H"], NewKV]:
     """K = `num_states` states of the recurrent trunk: one pass over the features, then K - 1 over the previous state.
 
-    Args:
-      features: features of committed positions after the cache.
-      num_features: the number of valid features of each row.
-    Returns:
-      The states before the output norm, and the keys and values of the features. Those of the states are dropped.
+    `features` [:, :num_features] are those of committed positions after the cache. Returned are the states before the
+    output norm, and the keys and values of the features. Those of the states are dropped.
     """
     batch, num = features.shape[:2]
     positions = cache.length[:, None] + jnp.arange(num)
@@ -200,9 +197,8 @@ def parallel_states(
     The first state is the trunk's output at the last feature, as in the recurrence. The slot of depth k (2 to K) is
     k - 1 positions further. Its input is that of the last feature, embedding included, plus a vector that is learned
     for its depth. It sees the features and the slots up to itself. Features see no slot, so their committed keys and
-    values do not depend on K. The states of lower depths do not depend on K either.
-
-    Args, Returns: as `recurrent_states`.
+    values do not depend on K. The states of lower depths do not depend on K either. The rest is as in
+    `recurrent_states`.
     """
     (batch, num), num_slots = features.shape[:2], num_states - 1
     offsets = [jnp.broadcast_to(jnp.arange(num), (batch, num)), num_features[:, None] + jnp.arange(num_slots)]
@@ -233,9 +229,6 @@ def trunk_features(
 
     The fusion normalises each residual stream with its own weights, concatenates them and applies one linear layer. It
     reads only committed positions, so the recurrence stays token-free (methods.md, A2).
-
-    Args:
-      hidden, features: outputs of a pass of the target with `config.feature_layers`.
     """
     if not config.feature_layers:
         return hidden
@@ -259,8 +252,6 @@ def base_logits(
     normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
     if config.reduced_vocab_size is None:
         return lm_head(target_weights, target_config, normed)
-    if "head" not in weights:
-        raise ValueError("a drafter with a reduced draft vocabulary lacks its rows of the target's head (`attach`)")
     return logits_of_rows(weights["head"], target_config, normed)
 
 

@@ -45,12 +45,7 @@ def attend_own(
     """`ops.attend` where each node sees committed entries under a mask, and only the states of its own anchor.
 
     The nodes of a pass are anchors. A node computes one product per own entry, so memory grows with A (T + K) and not
-    with (A K)^2.
-
-    Args:
-      new: keys and values of this pass [B, G, A, E]. Each node sees only its own entry.
-      own: keys and values of the anchors' earlier states, oldest first. None: the first step, whose entry is among the
-        committed entries.
+    with (A K)^2. `own` are the anchors' earlier states, oldest first. None: the first step, whose entry is committed.
     """
     del new_mask, softcap  # a drafter has no softcap
     entries = () if own is None else (*own, new)
@@ -83,11 +78,7 @@ def attend_slots(
 ) -> Float[Array, "B G n E"]:
     """`ops.attend` where each slot sees committed entries under a mask, and the slots of its anchor up to itself.
 
-    The nodes of a pass are slots, anchor by anchor. Memory grows with A S (T + S).
-
-    Args:
-      new: keys and values of all slots [B, G, A S, E].
-      num_slots: S, the number of slots per anchor.
+    The nodes of a pass are S = `num_slots` slots of each anchor, anchor by anchor. Memory grows with A S (T + S).
     """
     del new_mask, softcap
     batch, groups, nodes, width = query.shape
@@ -157,20 +148,10 @@ def unroll(
 
     # The last layer of step 1 is computed again for the anchors only. XLA then keeps only the keys and values of that
     # layer from the pass above.
-    first = functools.partial(attend_own, own=None)
+    first, last = functools.partial(attend_own, own=None), config.num_layers - 1
     at_anchors = rope_table(config.rope, config.head_dim, context.at_anchors)
-    last = config.num_layers - 1
-    state, _ = _block(
-        weights,
-        config,
-        last,
-        _take(before, anchors),
-        at_anchors,
-        None,
-        committed[last],
-        context.mask(0),
-        attend_fn=first,
-    )
+    inner = _take(before, anchors), at_anchors, None, committed[last], context.mask(0)
+    state, _ = _block(weights, config, last, *inner, attend_fn=first)
     if config.num_steps == 1:
         return state[:, :, None]
     if config.trunk == PARALLEL:
@@ -178,17 +159,10 @@ def unroll(
     else:
         if embed_draft is None and config.reads_drafts:
             assert embeddings is not None
-            embed_draft = functools.partial(_row_tokens, embeddings, anchors)
+            of_row, end = embeddings, num - 1
+            embed_draft = lambda step, state: _take(of_row, jnp.minimum(anchors + step, end))  # noqa: E731
         later = _recurrence(weights, config, state, embed_draft, context, committed)
     return jnp.concatenate([state[:, :, None], later], 2)
-
-
-def _row_tokens(
-    embeddings: Float[Array, "B T H"], anchors: Int[Array, "B A"], step: int, state: Array
-) -> Float[Array, "B A H"]:
-    """An `EmbedDraft` that uses the tokens of the row."""
-    del state
-    return _take(embeddings, jnp.minimum(anchors + step, embeddings.shape[1] - 1))
 
 
 def _block(weights: Weights, config: TrunkConfig, layer: int, *args, **options) -> tuple[Array, KV]:

@@ -78,7 +78,7 @@ def write(
 def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, max_len: int) -> list[np.ndarray]:
     """The answers of plain decoding, at most `slots` at once, in the order of the requests."""
     answers = list(write(params, requests, min(slots, bucket(len(requests), 1)), max_len, ordered=True))
-    check_valid(answers)
+    check_valid(dict(enumerate(answers)))
     return [answer.tokens for answer in answers]
 
 

@@ -26,7 +26,6 @@ from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import files, lock
-from hsd_jax.kernels import build as native_build
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.tokenizer import Tokenizer
@@ -196,16 +195,6 @@ def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
         files.write_json(tmp_path / "record.json", long)
     assert (tmp_path / "record.json").read_text() == "old"
     assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
-
-
-def test_a_compiled_library_is_checked(tmp_path):
-    library, built = tmp_path / "kernel.so", tmp_path / "built.so"
-    assert not native_build.verified(library)
-    built.write_bytes(b"\x7fELF" * 100)
-    native_build.write_with_checksum(built, library)
-    assert native_build.verified(library)
-    library.write_bytes(b"\x7fELF" * 50)
-    assert not native_build.verified(library)
 
 
 # --- refused before the work ------------------------------------------------------------------------------------------

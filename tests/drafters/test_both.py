@@ -27,6 +27,7 @@ from hsd_jax.infer import worth
 from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.rules import RULES
 from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.models.placement import Placement
 from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, ModelOutput
 
 BATCH, NODES, DEPTH, VALUES = 300, 9, 4, 3
@@ -242,7 +243,8 @@ def test_loading_by_name(tmp_path, monkeypatch):
         assert params.drafter_config == wanted and params.fingerprints() != alone.fingerprints()
         jax.tree.map(np.testing.assert_array_equal, params.drafter, alone.drafter)
     other = DraftedFor(alone.target_config, "f" * 64, alone.tokenizer)
-    assert params_lib._own("demo", other) is None  # beside another target it is the name of a language model
+    # Beside another target it is the name of a language model.
+    assert params_lib._load_drafter("demo", other, "float32", Placement())[0].kind == "small_lm"
     folder = tmp_path / "own+lookup"
     folder.symlink_to(hsd_jax.models.checkpoint.DEMO / "drafter")
     assert hsd_jax.load("demo", drafter=str(folder)).drafter_config == alone.drafter_config

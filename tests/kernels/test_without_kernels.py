@@ -24,7 +24,7 @@ def builds(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "compiler", lambda: "g++")
     monkeypatch.setattr(native, "_run", lambda command: Path(command[-1]).write_bytes(b"kernels"))
     monkeypatch.setattr(native.ctypes.cdll, "LoadLibrary", lambda path: loaded.append(Path(path)) or LIBRARY)
-    monkeypatch.setattr(native, "SYMBOLS", {})
+    monkeypatch.setattr(native, "KERNELS", ())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     (tmp_path / "tmp").mkdir()
