@@ -28,13 +28,7 @@ LARGEST = 3.4e38
 HOTTEST = 1e30
 """The highest temperature. From 1e38 on, logits divided by the temperature are too small for float32, and top-k would
 keep every token."""
-_CONFIG = ConfigDict(
-    strict=True,
-    extra="forbid",
-    allow_inf_nan=False,
-    arbitrary_types_allowed=True,
-    use_attribute_docstrings=True,  # the help of recipes
-)
+_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 Kind = TypeVar("Kind", bound=type)
 
 
@@ -85,31 +79,38 @@ def dataclass(kind: Kind) -> Kind:
         try:
             plain(self, **named)
         except ValidationError as error:
-            raise ValueError(_text(error, made.__name__)) from None
+            raise ValueError(_text(error, made, made.__name__)) from None
 
     made.__init__ = __init__
     return made
 
 
 def read(kind: type, values: Any, where: str, section: str = "") -> Any:
-    """Makes a `dataclass` from an object of JSON or YAML. Nested objects become the dataclasses of its fields.
+    """Makes a `dataclass` from the contents of a file. Nested objects become the dataclasses of its fields.
 
-    Lists become tuples. Error messages name `where`, the file or recipe, and the `section` in it.
+    Args:
+      values: an object of JSON or YAML. Lists become tuples.
+      where: the file or recipe, for error messages.
+      section: the place in that file, for error messages.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML reads some texts as dates
     except ValidationError as error:
-        raise ValueError(f"{where}: {_text(error, section)}") from None
+        raise ValueError(f"{where}: {_text(error, kind, section)}") from None
     except (TypeError, ValueError, RecursionError) as error:  # a wrong key, a circle, deep nesting
         raise ValueError(f"{where}: cannot be written as JSON ({error})") from error
 
 
 def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
-    """Checks an argument of a call against an annotation and returns it. `limits` are those of pydantic's `Field`."""
+    """Checks an argument of a call against an annotation and returns it.
+
+    Args:
+      limits: bounds of a number: `ge`, `gt`, `le` and `lt`, as in pydantic's `Field`.
+    """
     try:
         return _adapter(hint, **limits).validate_python(value)
     except ValidationError as error:
-        raise ValueError(_text(error, name)) from None
+        raise ValueError(_text(error, hint, name)) from None
 
 
 def parse(hint: Any, text: str, name: str = "") -> Any:
@@ -117,7 +118,7 @@ def parse(hint: Any, text: str, name: str = "") -> Any:
     try:
         return _adapter(hint).validate_strings(text)
     except ValidationError as error:
-        raise ValueError(_text(error, name)) from None
+        raise ValueError(_text(error, hint, name)) from None
 
 
 def shown(value: Any) -> str:
@@ -135,16 +136,24 @@ def _adapter(hint: Any, **limits: Any) -> TypeAdapter[Any]:
     return TypeAdapter(limited if limits else hint, config=None if dataclasses.is_dataclass(hint) else _CONFIG)
 
 
-def _text(error: ValidationError, place: str) -> str:
-    """One line about the first error, in pydantic's words. An unknown key comes before all other errors."""
+def _text(error: ValidationError, hint: Any, place: str) -> str:
+    """One line about the first error, in pydantic's words. An unknown key comes before all other errors.
+
+    Args:
+      hint: the annotation or the dataclass that the value was checked against.
+      place: the place of its keys, for the message.
+    """
     found: list[Any] = error.errors(include_url=False)  # type: ignore[assignment]
     wrong = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
     if wrong["type"] == "value_error":  # raised by a `__post_init__`, whose message names the place
         return str(wrong["ctx"]["error"])
     keys, value = _keys(wrong["loc"]), wrong["input"]
     if wrong["type"] in ("unexpected_keyword_argument", "missing"):
-        what = f"{'missing' if wrong['type'] == 'missing' else 'unknown'} key {str(wrong['loc'][-1])!r}"
-        return ": ".join(filter(None, [".".join(filter(None, [place, *keys[:-1]])), what]))
+        key, above = str(wrong["loc"][-1]), _keys(wrong["loc"][:-1])
+        what = f"missing key {key!r}"
+        if wrong["type"] != "missing":
+            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(hint, above)))}"
+        return ": ".join(filter(None, [".".join(filter(None, [place, *above])), what]))
     at = ".".join(filter(None, [place, *keys]))
     allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one["loc"]) == keys)
     is_number = wrong["type"] == "float_type" and isinstance(value, str) and re.fullmatch(r"[+-]?\d+e[+-]?\d+", value)
@@ -156,3 +165,12 @@ def _keys(place: tuple[int | str, ...]) -> list[str]:
     """The place of a pydantic error, without pydantic's names for the members of a union."""
     keys = [str(key) for key in place if re.fullmatch(r"[a-z_]\w*|\d+", str(key))]
     return [key for key in keys if key not in ("bool", "int", "float", "str")]
+
+
+def _fields(hint: Any, keys: list[str]) -> dict[str, Any]:
+    """The fields of the dataclass at a place in a hint. Those of a container also stand for its items."""
+    for part in (hint, *typing.get_args(hint)):
+        if fields := getattr(part, "__pydantic_fields__", {}) or (part is not hint and _fields(part, [])):
+            inner = getattr(fields.get(keys[0]), "annotation", hint) if keys else None
+            return _fields(inner, keys[1:]) if keys else fields
+    return {}

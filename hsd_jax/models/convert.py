@@ -115,8 +115,7 @@ def _tensors(
     head = stored.pop(_HEAD, None) if config.tie_embeddings else None
     if head is not None:
         stored.setdefault(_EMBEDDING, head)
-    if not config.tie_embeddings and _HEAD not in stored and _EMBEDDING in stored:
-        raise ValueError(f"{folder}: no tensor {_HEAD!r}, though tie_word_embeddings is not true in config.json")
+    _check_complete(stored, list(wanted.values()), folder)
     check_tensors(stored, wanted, shapes, folder, "config.json")
     embedding = stored.get(_EMBEDDING)
     if head is None or embedding is None or embedding is head:
@@ -124,6 +123,21 @@ def _tensors(
     if head.dtype not in head.readable or not are_equal(embedding, head):
         raise ValueError(f"{head}: differs from {embedding.name!r}, though config.json has tie_word_embeddings=true")
     return stored, wanted, shapes
+
+
+def _check_complete(stored: dict[str, StoredTensor], wanted: list[str], folder: Path) -> None:
+    """Raises a ValueError if a tensor is missing. It names the file that should hold it, or the index that lacks it."""
+    missing = sorted(set(wanted) - set(stored))
+    if not missing:
+        return
+    prefix = next((tensor.name.removesuffix(bare) for bare, tensor in stored.items() if bare != _HEAD), "model.")
+    name = missing[0] if missing[0] == _HEAD else prefix + missing[0]
+    where = folder / WEIGHTS_FILE
+    if not where.is_file():
+        where = folder / read_object(folder / INDEX_FILE)["weight_map"].get(name, INDEX_FILE)
+    tied = "; if the embedding is also the head, set tie_word_embeddings to true in config.json"
+    count = f"{len(missing)} of {len(wanted)} missing"
+    raise ValueError(f"{where}: missing tensor {name!r} ({count}){tied if missing == [_HEAD] else ''}")
 
 
 def _open(folder: Path) -> dict[str, StoredTensor]:
