@@ -136,8 +136,10 @@ def medusa_drafter(
         if scheme in DRAWN_SCHEMES:
             return Grower(tree, scheme, config.vocab_size).grow_token_free(logits, None, inputs, draft_to_target), state
         if scheme is DrawScheme.COUPLED:
-            noise = lambda: draft_columns(draft_to_target, inputs.noise[:, : tree.depth])  # noqa: E731
-            logits = sampling_lib.perturb(noise, logits, inputs.sampling)
+            noise = inputs.noise
+            assert noise is not None, "a round gives its noise to COUPLED drafts"
+            columns = lambda: draft_columns(draft_to_target, noise[:, : tree.depth])  # noqa: E731
+            logits = sampling_lib.perturb(columns, logits, inputs.sampling)
         guesses = to_tokens(draft_to_target, ops.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
         nodes = (len(inputs.root), tree.nodes)
