@@ -14,7 +14,6 @@ from support import command_line, setups, toy
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab.bench import methods
 from hsd_jax.params import Params
 from hsd_jax.planning import costs, measure, plan, simulate, tuned
 from hsd_jax.planning import texts as texts_lib
@@ -411,14 +410,13 @@ def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
     assert seen == [hsd_jax.Tuned.load(record / "fast.json", hsd_jax.load(**vars_of(folders))), False, True]
 
 
-def test_bench_measures_the_ways_of_a_record(folders, record, monkeypatch):
-    params = hsd_jax.load(**vars_of(folders))
+def test_a_choice_is_measured_as_decode_follows_it(monkeypatch, params):
     part = make_choice(CHAIN, "none", temperature=0.0, is_adaptive=True, slots=2048)
-    found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
-    whole, adaptive = methods.tuned_modes(params, found, 0.0, "x.json")
-    assert (whole.name, whole.how) == ("tree 3x2x1 skip:2", Speculation(SMALL, reuse="skip:2", tuned=False))
+    ways = make_choice(temperature=0.0), part
+    whole, adaptive = (measure.Mode.of_choice(choice.name, params, choice) for choice in ways)
+    assert (whole.name, whole.how) == ("3x2x1 skip:2", Speculation(SMALL, reuse="skip:2", tuned=False))
     alone = make_record(params, part)
-    assert (adaptive.name, adaptive.how) == ("tree up to 5x4x1", Speculation(CHAIN, tuned=alone))
+    assert (adaptive.name, adaptive.how) == ("up to 5x4x1", Speculation(CHAIN, tuned=alone))
     asked = []
     monkeypatch.setattr(
         measure.api, "decode", lambda *_, **settings: asked.append((settings["tree"], settings["tuned"]))
@@ -426,8 +424,6 @@ def test_bench_measures_the_ways_of_a_record(folders, record, monkeypatch):
     for mode in (whole, adaptive):
         mode.decode([[1, 2]], [0], 4, 0.0)
     assert asked == [(SMALL, False), (None, alone)]  # a tree that was named would be verified whole
-    with pytest.raises(ValueError, match=r"x\.json.*temperature"):
-        methods.tuned_modes(params, found, 1.0, "x.json")
 
 
 @pytest.mark.parametrize(
