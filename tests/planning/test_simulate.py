@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,29 +27,12 @@ def make_params(**changes) -> Params:
     return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
 
 
-def make_telling_params(**changes) -> Params:
-    """A pair in which drafts are often right and depend on the states: attention counts for less, states for more."""
-
-    def less(path, x):
-        return x * 0.3 if any(getattr(key, "key", None) == "o" for key in path) else x
-
-    config = setups.VARIANTS["llama"]
-    weights = jax.tree_util.tree_map_with_path(less, setups.weights("llama"))
-    drafter_config = toy.drafter_config(config, **changes)
-    drafter = toy.make_drafter(drafter_config, config, weights)
-    drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.5)}
-    return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
-
-
 @pytest.mark.parametrize(
     "temperature, changes, is_hot",
     [
         (1.0, {}, True),
-        pytest.param(0.0, {}, False, marks=pytest.mark.slow),
-        pytest.param(1.0, {}, False, marks=pytest.mark.slow),
         pytest.param(0.0, {"trunk": PARALLEL}, False, marks=pytest.mark.slow),
         pytest.param(1.0, {"kind": "eagle"}, False, marks=pytest.mark.slow),
-        pytest.param(0.0, {"kind": "eagle"}, True, marks=pytest.mark.slow),
         pytest.param(1.0, {"kind": "medusa"}, True, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -68,46 +50,6 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]
     np.testing.assert_allclose(found["acceptance"], reached[1:] / np.maximum(reached[:-1], 1))
     assert 1 < found["tau"] < TREE.depth + 1  # else the test would say nothing
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("proposer", ["rescored_hidden", "rescored_lm"])
-def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperature):
-    """So every round of a decode knows of the text before it what a scorer needs."""
-    params = setups.params_of(proposer, max_len=128, precision="exact")
-    options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = texts_lib.write_texts(params, PROMPTS, seed=5, batch=2, **options)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    (found,), overlap = simulate.accepted_lengths(*models, texts, [TREE], temperature)
-    out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, **options)
-    assert overlap is None and list(found.histogram) == list(out.stats.accepted_histogram)
-    assert 1 < found.tau < TREE.depth + 1
-
-
-@pytest.mark.parametrize("proposer", ["lookup", pytest.param("small_lm", marks=pytest.mark.slow)])
-def test_drafters_that_were_not_trained_are_simulated_too(proposer):
-    params = setups.params_of(proposer, max_len=128)
-    prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
-    texts = texts_lib.write_texts(params, prompts, 24, 0.0, seed=0)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    drafts = [TreeConfig(depth + 1, depth, 1) for depth in (2, 4)]
-    found, overlap = simulate.accepted_lengths(*models, texts, drafts, 0.0)
-    assert overlap is None
-    for tree, fate in zip(drafts, found, strict=True):
-        out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=tree)
-        assert fate.histogram == tuple(out.stats.accepted_histogram.tolist())
-        assert fate.tau > 1
-
-
-def test_chains_are_read_off_the_longest():
-    params = make_telling_params()
-    texts = texts_lib.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    drafts = [TreeConfig(depth + 1, depth, 1) for depth in (2, 4)]
-    together, _ = simulate.accepted_lengths(*models, texts, drafts, 0.0)
-    assert together == [simulate.accepted_lengths(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
-    assert len({fate.tau for fate in together}) == 2
 
 
 def test_a_child_of_a_wrong_node_counts_for_nothing():
