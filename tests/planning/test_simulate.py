@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,20 +24,6 @@ def make_params(**changes) -> Params:
     weights = setups.weights("llama")
     drafter_config = toy.drafter_config(config, **changes)
     drafter = toy.make_drafter(drafter_config, config, weights)
-    return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
-
-
-def make_telling_params(**changes) -> Params:
-    """A pair in which drafts are often right and depend on the states: attention counts for less, states for more."""
-
-    def less(path, x):
-        return x * 0.3 if any(getattr(key, "key", None) == "o" for key in path) else x
-
-    config = setups.VARIANTS["llama"]
-    weights = jax.tree_util.tree_map_with_path(less, setups.weights("llama"))
-    drafter_config = toy.drafter_config(config, **changes)
-    drafter = toy.make_drafter(drafter_config, config, weights)
-    drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.5)}
     return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
 
 
