@@ -144,7 +144,7 @@ def _text(error: ValidationError, place: str) -> str:
     keys, value = _keys(wrong["loc"]), wrong["input"]
     if wrong["type"] in ("unexpected_keyword_argument", "missing"):
         what = f"{'missing' if wrong['type'] == 'missing' else 'unknown'} key {str(wrong['loc'][-1])!r}"
-        return ": ".join(filter(None, [".".join(filter(None, [place, *_keys(wrong["loc"][:-1])])), what]))
+        return ": ".join(filter(None, [".".join(filter(None, [place, *keys[:-1]])), what]))
     at = ".".join(filter(None, [place, *keys]))
     allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one["loc"]) == keys)
     is_number = wrong["type"] == "float_type" and isinstance(value, str) and re.fullmatch(r"[+-]?\d+e[+-]?\d+", value)

@@ -161,9 +161,9 @@ def test_values_of_recipes(recipe, key, bad):
 @pytest.mark.parametrize(
     ("recipe", "values", "said"),
     [
-        (DrafterRecipe, {"modle": {}}, r"unknown key 'modle'"),
-        (DrafterRecipe, {"model": {"depth": 3}}, r"model: .*'depth'"),
-        (DrafterRecipe, {"loss": {"beta": 0.1}}, r"loss: .*'beta'"),
+        (DrafterRecipe, {"modle": {}}, r"'modle'.*data, eval, features, loss, model, train"),
+        (DrafterRecipe, {"model": {"depth": 3}}, r"model: .*'depth'.*num_steps"),
+        (DrafterRecipe, {"loss": {"beta": 0.1}}, r"loss: .*'beta'.*jsd_beta"),
         (DrafterRecipe, {"train": {"learning_rate": "2e-3"}}, r"learning_rate='2e-3': .*2\.0e-3"),
         (DrafterRecipe, {"train": {"batch": 4, "micro_batch": 3}}, r"train\.micro_batch=3"),
         (DrafterRecipe, {"model": {"kind": "eagle", "rank": 64}}, r"model\.rank=64: .*'eagle'"),
