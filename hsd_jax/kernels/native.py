@@ -209,7 +209,7 @@ def _select_isa(wanted: str) -> str:
     best = next(known, here[0] if here else OFF)
     if wanted in ("", best):
         return best
-    why = f"allowed are {', '.join(ISAS)} and {OFF}, where the processor, the compiler and the system have it"
+    why = f"allowed are {', '.join(ISAS)} and {OFF}, if the processor and this compiler have the instructions"
     warnings.warn(f"{ISA_VARIABLE}={wanted}: {why}; using {best}", stacklevel=3)
     return best
 
