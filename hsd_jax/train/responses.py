@@ -26,6 +26,7 @@ from hsd_jax.planning import texts
 from hsd_jax.session import MOST_SLOTS, Generated
 from hsd_jax.train import data, manifest
 from hsd_jax.train.journal import ProgressReport, Report
+from hsd_jax.train.records import check_file
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, draw, read_prompts
 from hsd_jax.train.rows import spoken
 
@@ -103,6 +104,8 @@ def run(
         max_len.
       load: returns the models and the tree of their drafter, or None for plain decoding.
     """
+    for path in files:
+        check_file(path)
     with lock.held(lock.beside(out)):
         settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
         check_settings(out, settings)

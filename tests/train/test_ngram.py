@@ -88,7 +88,7 @@ def test_files_hold_what_was_written(tmp_path):
     assert found == config
     jax.tree.map(np.testing.assert_array_equal, read, weights)
     (tmp_path / "ngram.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="ngram_config"):
+    with pytest.raises(FileNotFoundError, match="ngram"):
         read_ngram(tmp_path)
 
 
