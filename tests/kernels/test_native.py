@@ -393,24 +393,6 @@ def test_a_prompt_has_the_same_entries_whatever_stands_beside_it(variant):
 
 
 @with_xla_as_users_have_it
-def test_an_entry_counts_the_same_committed_or_not():
-    """The last of five tokens sees four in the cache, or none in the cache and four nodes before it."""
-    width, count = 40, 5
-    query = normal(0, 1, 2, 3, width)
-    keys, values = entries(1, 1, 2, count, width)
-    empty = jnp.zeros((1, 2, 16, width))
-    attend = lambda *a: ops.attend(*a, 0.3, None)  # noqa: E731
-    results = []
-    for committed in range(count):
-        cached = tuple(empty.at[:, :, :committed].set(x[:, :, :committed]) for x in (keys, values))
-        seen = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), committed, jnp.int32)
-        new = (keys[:, :, committed:], values[:, :, committed:])
-        results.append(on(attend, query, new, jnp.ones((1, 1, count - committed), bool), cached, seen))
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
-
-
-@with_xla_as_users_have_it
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [

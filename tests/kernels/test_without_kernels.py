@@ -92,12 +92,6 @@ def test_a_folder_that_forbids_execution_or_is_full_is_replaced(builds, monkeypa
     assert native.available("avx2") and len(loaded) == 2
 
 
-def test_a_read_only_cache_with_kernels_is_used(builds, monkeypatch):
-    [library] = builds()
-    monkeypatch.setattr(native, "_build", lambda *a: pytest.fail("built again"))
-    assert builds() == [library]
-
-
 @pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "no folder"])
 def test_one_warning_says_what_it_costs_and_what_to_do(builds, monkeypatch, tmp_path, fault):
     if fault == "no compiler":
@@ -114,17 +108,6 @@ def test_one_warning_says_what_it_costs_and_what_to_do(builds, monkeypatch, tmp_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert builds() == []
-
-
-def test_nothing_is_said_where_the_kernels_are_not_used_anyway(builds, monkeypatch):
-    """On a mesh, on another platform and off on purpose, although something asks whether they are available."""
-    monkeypatch.setattr(native, "compiler", lambda: None)
-    native._fault.cache_clear()
-    assert not native.available("avx2")
-    with native.enabled(False, "avx2"), native.enabled(True, native.OFF):
-        assert not native.is_on()
-    with native.compiled_for("gpu"), native.enabled(True, "avx2"):
-        assert not native.is_on()
 
 
 def test_a_read_only_home_is_read_and_new_files_go_elsewhere(builds, monkeypatch, tmp_path):
