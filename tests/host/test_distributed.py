@@ -123,7 +123,7 @@ LEADER = "the leader task was preempted/died"
 @slow
 @pytest.mark.parametrize(
     ("what", "victim", "name"),
-    [("die1", 1, UNHEALTHY), ("raise0", 0, LEADER)],
+    [("die1", 1, UNHEALTHY), ("die0", 0, LEADER), ("raise1", 1, UNHEALTHY), ("raise0", 0, LEADER)],
 )
 def test_a_process_that_ends_ends_the_others_with_its_name(tmp_path, what, victim, name):
     processes = started(tmp_path, 3, 1, what, "wait")
@@ -132,6 +132,12 @@ def test_a_process_that_ends_ends_the_others_with_its_name(tmp_path, what, victi
     for other in {0, 1, 2} - {victim}:
         assert statuses[other] != 0 and name in (tmp_path / f"err-{other}").read_text()
     assert ("OSError: disk on fire" in (tmp_path / f"err-{victim}").read_text()) == what.startswith("raise")
+
+
+@slow
+def test_a_collective_that_a_dead_process_left_ends_the_others(tmp_path):
+    processes = started(tmp_path, 2, 1, "gather", "die1", "gather")
+    assert ended(processes, tmp_path, 120)[0] != 0
 
 
 @slow

@@ -205,6 +205,7 @@ def test_meshes_from_text():
     ("spec", "words"),
     [
         ("rows=2", ["mesh='rows=2'", "data=N", "model=N"]),
+        ("data", ["'data'"]),
         ("data=2,model", ["'model'"]),
         ("data=-1", ["'data=-1'", "N >= 1"]),
         ("data=3,model=3", ["needs 9 devices", "there are 8"]),
