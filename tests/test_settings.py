@@ -1,13 +1,11 @@
 """What no recipe and no tree may say, in one table: each value is refused, and the error names its place.
 
-What an error says of the allowed values follows from the annotation of the field, so that is shown once, for each kind
-of annotation. Settings that a model or a file must fit are refused where they meet it.
+Settings that a model or a file must fit are refused where they meet it.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
 
 import numpy as np
 import pytest
@@ -21,35 +19,9 @@ from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 
 NAN, INF = float("nan"), float("inf")
-CHOICE = Annotated[str, settings.OneOf(("a", "b"))]
 MODEL = TARGET_VALUES["model"]
 CIRCLE: list = []
 CIRCLE.append(CIRCLE)
-
-
-@pytest.mark.parametrize(
-    ("hint", "good", "bad", "allowed"),
-    [
-        (settings.Count, 1, 0, "1"),
-        (settings.Whole, 0, -1, "0"),
-        (settings.Positive, 1e-30, 0.0, "0"),
-        (settings.Share, 1.0, 1.5, "1"),
-        (CHOICE, "a", "c", "'a'.*'b'"),
-        (float | None, None, "x", "number"),
-        (float, 1, NAN, "finite"),
-        (int, 1, True, "integer"),
-        (bool, False, 0, "boolean"),
-        (str, "a", 1, "string"),
-        (tuple[settings.Whole, ...], (0, 1), (0, -1), "0"),
-        (tuple[int, int], (1, 2), (1, 2, 3), "2"),
-        (dict[str, float], {"a": 1.0}, {"a": "b"}, "number"),
-    ],
-)
-def test_the_types_of_annotations(hint, good, bad, allowed):
-    """Each form that is used, with a value that fits and one that does not: its place, itself, and what is allowed."""
-    assert settings.take(hint, good, "x") == good
-    with pytest.raises(ValueError, match=rf"^x.*=.*: .*{allowed}"):
-        settings.take(hint, bad, "x")
 
 
 def recipe_of(values: dict) -> DrafterRecipe:
@@ -60,10 +32,8 @@ def recipe_of(values: dict) -> DrafterRecipe:
     ("make", "said"),
     [
         (lambda: settings.take(settings.Seed, -1, "seed"), "seed=-1: .*0"),
-        (lambda: settings.take(int, 5, "eos", ge=0, lt=3), "eos=5: .*3"),
         (lambda: Speculation(adaptive="yes"), r"adaptive='yes': .*boolean"),
         (lambda: recipe_of({"train": {"learning-rate": 1}}), r"r\.yaml: train: .*'learning-rate'"),
-        (lambda: recipe_of({"train-x": {}}), r"r\.yaml: .*'train-x'"),
         (lambda: recipe_of({"train": CIRCLE}), r"r\.yaml: .*Circular"),
     ],
 )
@@ -90,52 +60,41 @@ def test_a_class_that_is_made_by_a_call_is_checked_too():
 
 TRAIN = {
     "train.steps": [0, 2.5, True, "9", 10**12],
-    "train.learning_rate": [-1, "2e-3", NAN, INF, None],
-    "train.seed": [-1, 10**14, "x"],
-    "train.clip": [0, -1],
-    "train.final_fraction": [-0.1, 2],
-    "train.weight_decay": [-1, "x"],
-    "train.compute": ["float16", 5],
-    "train.remat": ["no", 1],
-    "train.micro_batch": [0, 3],
-    "train.length": [1, []],
-    "train.log_every": [0],
+    "train.learning_rate": [-1, NAN, INF, None],
+    "train.clip": [0],
+    "train.final_fraction": [2],
+    "train.weight_decay": [-1],
+    "train.compute": ["float16"],
+    "train.remat": [1],
+    "train.micro_batch": [3],
+    "train.length": [1],
     "data.loss_on": ["answers"],
-    "data.chat_template": ["yes"],
     "data.seed": [-1],
 }
-DRAFTER = TRAIN | {
+DRAFTER = {
     "train": [None],
     "loss.divergence": ["l2"],
-    "loss.jsd_beta": [1.0, NAN, "half"],
+    "loss.jsd_beta": [1.0],
     "loss.decay": [0],
-    "loss.anchors_per_row": [0],
-    "loss.on_policy": [1.0, -0.1],
-    "loss.on_policy_anchors": [0],
+    "loss.on_policy": [1.0],
     "loss.sample": [0],
-    "loss.likeliest": [0],
-    "model.feature_layers": ["all", 2, [-1], [True], ["2"]],
-    "model.trunk": ["block", 1],
+    "model.feature_layers": ["all", [-1], [True], ["2"]],
+    "model.trunk": ["block"],
     "model.kind": ["feature"],
     "model.injection": ["gru"],
     "model.trunk_begins": ["first"],
-    "model.window": [1, True, 6.0],
-    "model.draft_vocab": [0, 1, -0.5, 1.5, NAN, True, "half"],
-    "features.dtype": ["int8"],
+    "model.window": [1, 6.0],
+    "model.draft_vocab": [0, 1.5, NAN, True],
     "features.products": ["int8"],
-    "features.cache": [True],
-    "eval.prompts": [0],
     "eval.temperature": [0.0],
 }
 DISTILL = {
     "loss.divergence": ["kld"],
-    "loss.jsd_beta": [0, 1],
     "on_policy.share": [1.5, 0.3],  # of 8 rows
-    "on_policy.refresh": [0],
     "model.kind": ["hidden"],
     "model.frozen": [True],
 }
-RECIPES = [(DrafterRecipe, DRAFTER), (TargetRecipe, TRAIN | {"vocab_size": ["many"]}), (DistillRecipe, DISTILL)]
+RECIPES = [(DrafterRecipe, TRAIN | DRAFTER), (TargetRecipe, {"vocab_size": ["many"]}), (DistillRecipe, DISTILL)]
 
 
 @pytest.mark.parametrize(
@@ -163,22 +122,14 @@ def test_values_of_recipes(recipe, key, bad):
     [
         (DrafterRecipe, {"modle": {}}, r"'modle'.*data, eval, features, loss, model, train"),
         (DrafterRecipe, {"model": {"depth": 3}}, r"model: .*'depth'.*num_steps"),
-        (DrafterRecipe, {"loss": {"beta": 0.1}}, r"loss: .*'beta'.*jsd_beta"),
         (DrafterRecipe, {"train": {"learning_rate": "2e-3"}}, r"learning_rate='2e-3': .*2\.0e-3"),
         (DrafterRecipe, {"train": {"batch": 4, "micro_batch": 3}}, r"train\.micro_batch=3"),
         (DrafterRecipe, {"model": {"kind": "eagle", "rank": 64}}, r"model\.rank=64: .*'eagle'"),
-        (DrafterRecipe, {"model": {"kind": "eagle", "injection": "path"}}, r"model\.injection='path': .*'eagle'"),
-        (DrafterRecipe, {"model": {"kind": "medusa", "num_layers": 2}}, r"model\.num_layers=2: .*'medusa'"),
         (DrafterRecipe, {"model": {"kind": "medusa", "window": 128}}, r"model\.window=128: .*'medusa'"),
         (DrafterRecipe, {"loss": {"sample": 9, "on_policy": 0.5}}, r"loss\.sample=9: .*loss\.on_policy=0\.5"),
         (DrafterRecipe, {"loss": {"stages": [{"until": 5}]}}, r"'anchors_per_row'"),
-        (DrafterRecipe, {"loss": {"stages": [{"until": 0, "anchors_per_row": 1}]}}, r"loss\.stages\.0\.until=0: .*1"),
-        *[
-            (DrafterRecipe, values, r"^r\.yaml: ")
-            for values in (5, "x", [], [1], {"train": 5}, {"train": []}, {"loss": "x"}, {5: {}}, {"eval": {"nodes": 1}})
-        ],
+        *[(DrafterRecipe, values, r"^r\.yaml: ") for values in (5, [], {"train": 5}, {5: {}}, {"eval": {"nodes": 1}})],
         (TargetRecipe, {}, r"'model'"),
-        (TargetRecipe, {"model": {"hidden_size": 8}}, r"model: .*key"),
         (TargetRecipe, {"model": {"vocab_size": 8}}, r"vocab_size"),
         (TargetRecipe, {"model": MODEL | {"rope": {"base": 1.0}}}, r"model\.rope: .*'base'"),
         (DistillRecipe, {"on_policy": {"share": 1, "prompt_tokens": 512}}, r"on_policy\.prompt_tokens=512"),
@@ -199,16 +150,12 @@ def test_recipes_of_another_form(recipe, values, said):
     [
         ({"nodes": 1}, "nodes=1: .*2"),
         ({"nodes": 257}, "nodes=257.*256"),
-        ({"width": True}, "width=True: .*integer"),
-        ({"depth": 0}, "depth=0"),
         ({"nodes": 4, "depth": 4}, "depth=4.*3"),
         ({"nodes": 4, "depth": 2, "width": 4}, "width=4.*3"),
         ({"nodes": 9, "depth": 2, "width": 2}, "nodes=9.* 7"),
         ({"nodes": 11, "depth": 2, "width": 3, "branching": (3, 2)}, r"branching=\(3, 2\).*11"),
         ({"branching": ()}, r"branching=\[\].*1"),
-        ({"branching": (3, 0)}, r"branching\.1=0.*1"),
         ({"branching": [3, 2]}, r"branching=\[3, 2\].*tuple"),
-        ({"branching": (256,)}, r"branching=\[256\].*256"),
     ],
     ids=str,
 )

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import types
-import typing
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ import hsd_jax
 from hsd_jax.cli import options
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.planning import pearl
-from hsd_jax.train import drafter, recipe, target
+from hsd_jax.train import recipe
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
@@ -36,15 +35,6 @@ def test_help_reads_and_exits_with_0(command, capsys):
     assert hsd(*command.split(), "--help") == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: hsd {command}".rstrip())
-
-
-@pytest.mark.parametrize(("kind", "made"), [("drafter", drafter.DrafterRecipe), ("target", target.TargetRecipe)])
-def test_help_of_training_lists_the_keys_of_its_recipe(kind, made, capsys):
-    assert hsd("train", kind, "--help") == 0
-    text, hints = capsys.readouterr().out, typing.get_type_hints(made)
-    sections = {name: hints[name] for name in hints if dataclasses.is_dataclass(hints[name]) and name != "model"}
-    keys = [f"{name}.{field.name} (" for name in sections for field in dataclasses.fields(sections[name])]
-    assert len(keys) > 15 and not [key for key in keys if key not in text]
 
 
 def test_help_does_not_wait_for_jax():
@@ -79,7 +69,7 @@ def test_generate_prints_json_with_tokens(folders, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 (fake) devices: XLA_FLAGS in conftest.py")
 def test_generate_on_a_mesh(folders, capsys):
-    """The tokens of one device, for rows that the mesh's data axis does not divide, at once and as a stream."""
+    """The tokens of one device, for rows that the mesh's data axis does not divide."""
     exact = ["generate", *both(folders), *SHORT, *TREE, "--precision", "exact", "--seed", "3"]
     call, mesh = ["--temperature", "0.8", "--json", "the cat", "a dog", "the red"], ["--mesh", "data=2,model=2"]
     loaded = []
@@ -93,10 +83,6 @@ def test_generate_on_a_mesh(folders, capsys):
     wanted = json.loads(capsys.readouterr().out)
     assert found["tokens"] == wanted["tokens"] and found["text"] == wanted["text"]
     assert found["num_target_passes"] == wanted["num_target_passes"]
-    assert hsd(*exact, *mesh, "the cat") == 0
-    streamed = capsys.readouterr().out
-    assert hsd(*exact, "the cat") == 0
-    assert streamed == capsys.readouterr().out
 
 
 def test_generate_reads_token_ids_and_stdin(folders, capsys, monkeypatch):
@@ -126,10 +112,8 @@ def test_generate_applies_the_chat_template(folders, capsys):
     ("arguments", "message"),
     [
         (["--nodes", "2", "--depth", "5", "the"], "TreeConfig.depth=5"),
-        (["--max-len", "20", "--max-new-tokens", "30", "the"], "max_len=20"),
         (["--system", "Be brief.", "the"], "--chat"),
         (["--ids", "one two"], "one"),
-        (["--mesh", "rows=2", "the"], "data=N, model=N"),
         (["--accept", "recursive", "--draw", "arbitrary", "the"], "draw='arbitrary'"),
     ],
 )
@@ -176,24 +160,14 @@ def test_ctrl_c_ends_with_130(folders, monkeypatch, capsys):
     assert capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_demo_compares_sampled_text_with_that_of_plain_decoding(capsys):
-    short = ["--limit", "1", "--max-new-tokens", "24", "--temperature", "1", "--precision", "exact"]
-    assert hsd("demo", "--target", "demo", *short) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if "restaurant" in line and "│" in line)
-    assert "yes" in row
-
-
-@pytest.mark.parametrize("pair", ["small", pytest.param("bundled", marks=pytest.mark.slow)])
-def test_the_demo_takes_the_bundled_pair_where_smollm2_is_not_installed(folders, monkeypatch, capsys, pair):
-    """A small pair may stand in for it: that the bundled one says what plain decoding says is `test_both.py`'s."""
+def test_the_demo_takes_the_bundled_pair_where_smollm2_is_not_installed(folders, monkeypatch, capsys):
+    """A small pair stands in for it: that the bundled one says what plain decoding says is `test_both.py`'s."""
     from hsd_jax.models import checkpoint
 
     monkeypatch.setattr(checkpoint, "SMOLLM2_PACKAGE", "no-such-package")
-    if pair == "small":
-        drafter = folders.root / "drafter"
-        own = checkpoint.Bundled(lambda: folders.root / "target", drafter, drafter)
-        monkeypatch.setitem(checkpoint.BUNDLED, "demo", own)
+    drafter = folders.root / "drafter"
+    own = checkpoint.Bundled(lambda: folders.root / "target", drafter, drafter)
+    monkeypatch.setitem(checkpoint.BUNDLED, "demo", own)
     assert hsd("demo", "--limit", "1", "--max-new-tokens", "6") == 0
     out, err = capsys.readouterr()
     [why] = [line for line in err.splitlines() if "the bundled pair answers" in line]
@@ -366,12 +340,6 @@ def test_recipes_are_read_and_changed(tmp_path):
         recipe.read_recipe(str(path), [])
 
 
-def test_train_commands_name_a_wrong_key(folders, tmp_path, capsys):
-    arguments = ["--target", folders.target, "--data", folders.data, "--out", tmp_path / "run"]
-    assert hsd("train", "drafter", *arguments, "--set", "train.stepz=3") == 2
-    assert "'stepz'" in capsys.readouterr().err
-
-
 def test_train_tokenizer(folders, tmp_path, capsys):
     out = tmp_path / "tokenizer"
     assert hsd("train", "tokenizer", "--data", folders.data, "--vocab-size", "280", "--out", out) == 0
@@ -424,10 +392,8 @@ def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys, monkeypatch
     [
         (["--devices", "1,1"], "--pearl GAMMA"),
         (["--pearl", "2", "--devices", "3"], "6,2"),
-        (["--pearl", "2", "--devices", "7,7"], "8 devices"),
         (["--pearl", "2", "--devices", "0:8"], "8 devices"),
         (["--pearl", "2", "--devices", "0-2:2"], "devices of its own"),
-        (["--pearl", "2", "--devices", "2-0:3"], "devices of its own"),
     ],
 )
 def test_devices_that_cannot_be_are_refused(folders, capsys, more, says):
@@ -437,7 +403,7 @@ def test_devices_that_cannot_be_are_refused(folders, capsys, more, says):
 
 
 def test_gamma_is_measured_and_said(folders, capsys, monkeypatch):
-    """On the devices that were named; the text is plain decoding's."""
+    """On the devices that were named."""
     measured = []
     monkeypatch.setattr(pearl, "measured_c", lambda params: measured.append(params) or 2.6)
     asked = ["--target", folders.target, "--drafter", folders.target, "--pearl", "auto", "--devices", "2:0-1"]
@@ -446,5 +412,3 @@ def test_gamma_is_measured_and_said(folders, capsys, monkeypatch):
     assert "gamma 3" in found.err and "2.60 passes of the small model" in found.err
     meshes = measured[0].mesh, measured[0].drafter_mesh
     assert [mesh.devices.ravel().tolist() for mesh in meshes] == [jax.devices()[2:3], jax.devices()[:2]]
-    assert hsd("generate", "--target", folders.target, *SHORT, "--json", "the cat") == 0
-    assert json.loads(found.out)["text"] == json.loads(capsys.readouterr().out)["text"]

@@ -152,12 +152,9 @@ def test_one_process_alone_needs_nothing():
     ("given", "words"),
     [
         (("localhost", 2, 0), "coordinator='localhost'"),
-        ((":8476", 2, 0), "coordinator=':8476'"),
         (("a:1", 2, None), r"process_id \(HSD_PROCESS_ID\)"),
         ((None, 2, 0), r"coordinator \(HSD_COORDINATOR\)"),
-        (("a:1", 0, 0), "num_processes=0"),
         (("a:1", 2, 2), "process_id=2"),
-        (("a:1", 2.5, 0), r"num_processes=2\.5"),
     ],
 )
 def test_wrong_arguments_are_named(given, words):

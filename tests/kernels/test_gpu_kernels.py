@@ -49,11 +49,9 @@ class Case:
 
 
 CASES = (
-    Case("one node", 1, 64, (5, 40)),
+    Case("one node, full cache", 1, 64, (5, 64)),
     Case("nothing committed", 3, 64, (0, 1)),
-    Case("full cache", 3, 128, (128, 127)),
-    Case("window", 5, 128, (100, 60), window=16),
-    Case("soft cap", 4, 64, (33, 64), softcap=2.0),
+    Case("window and soft cap", 5, 128, (100, 60), window=16, softcap=2.0),
     Case("more queries than a tile", 20, 64, (33, 0), per_group=5),
     Case("one head a group", 7, 48, (17, 48), per_group=1),
 )
@@ -77,9 +75,11 @@ def inputs(case: Case):
     return *arrays, 0.3, case.softcap
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("backend", ["xla", "triton"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "backend", "dtype"),
+    [*((case, "triton", "float32") for case in CASES), (CASES[2], "triton", "bfloat16"), (CASES[2], "xla", "float32")],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_backend_follows_the_formula(case, backend, dtype):
     given = inputs(case)
     to_dtype = lambda pair: jax.tree.map(lambda x: x.astype(dtype), pair)  # noqa: E731
@@ -95,27 +95,6 @@ def test_a_backend_follows_the_formula(case, backend, dtype):
         assert not np.any(np.asarray(found, np.float32)[1][:, is_blind])
 
 
-def test_a_block_of_any_length_has_the_same_bits_in_the_kernel():
-    """Node by node, or all at once: what a node sees of the cache does not depend on how many nodes stand beside it."""
-    case = Case("", 6, 64, (40, 33))
-    query, new, mask, cached, seen, scale, softcap = inputs(case)
-    only_self = jnp.broadcast_to(jnp.eye(6, dtype=bool), mask.shape)
-    with triton.enabled(True, interpret=True):
-        many = attention.by_triton(query, new, only_self, cached, seen, scale, softcap)
-        for node in range(6):
-            at, own = slice(3 * node, 3 * node + 3), slice(node, node + 1)
-            alone = attention.by_triton(
-                query[:, :, at],
-                tuple(x[:, :, own] for x in new),
-                only_self[:, own, own],
-                cached,
-                tuple(x[:, own] for x in seen),
-                scale,
-                softcap,
-            )
-            np.testing.assert_allclose(alone, many[:, :, at], atol=1e-6)
-
-
 def test_an_unknown_backend_is_named(monkeypatch):
     with pytest.raises(ValueError, match=r"attention='fast': .*'auto', 'xla'.*'triton'"), attention.using("fast"):
         pass
@@ -125,7 +104,7 @@ def test_an_unknown_backend_is_named(monkeypatch):
         attention.attend(*case)
 
 
-@pytest.mark.parametrize("per_group", [1, 3, 4, 5, 11])  # 5 and 11: fewer heads than the next power of two
+@pytest.mark.parametrize("per_group", [1, 4, 5])  # 5: fewer heads than the next power of two
 def test_the_rope_kernel_follows_xla(per_group):
     rng = np.random.default_rng(1)
     batch, num, groups, width = 2, 3, 2, 16
@@ -144,7 +123,7 @@ def test_the_rope_kernel_follows_xla(per_group):
     np.testing.assert_array_equal(value, joint[:, :, :, per_group + 1].transpose(0, 2, 1, 3))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 40), (2, 3, 64), (2, 3, 2, 24)])
+@pytest.mark.parametrize("shape", [(2, 3, 40), (2, 3, 2, 24)])
 def test_the_norm_kernel_follows_xla(shape):
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in (shape, shape[-1]))
@@ -153,8 +132,7 @@ def test_the_norm_kernel_follows_xla(shape):
     np.testing.assert_allclose(normed, ops.rms_norm(x, weight, 1e-5, 1.0), atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", [None, "data=2,model=2"])
-@pytest.mark.parametrize("at_once", [64, 3])
+@pytest.mark.parametrize(("spec", "at_once"), [(None, 3), ("data=2,model=2", 64)])
 def test_one_write_of_all_caches_is_a_write_of_each(monkeypatch, spec, at_once):
     """Of a path, of nodes in their order, at one place and at each row's own; whole caches and a ring."""
     monkeypatch.setattr(triton, "AT_ONCE", at_once)
@@ -179,9 +157,8 @@ def test_one_write_of_all_caches_is_a_write_of_each(monkeypatch, spec, at_once):
         jax.tree.map(np.testing.assert_array_equal, found, write())
 
 
-@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_packed_weights_compute_the_same(bias):
-    config = toy.target_config(num_heads=4, num_kv_heads=2, qkv_bias=bias)
+def test_packed_weights_compute_the_same():
+    config = toy.target_config(num_heads=4, num_kv_heads=2, qkv_bias=True)
     weights = toy.make_target(config)
     packed = pack(weights, config)
     assert {"qkv", "o"} <= packed["layer_0"]["attn"].keys() and "q" not in packed["layer_0"]["attn"]
@@ -257,8 +234,7 @@ def collectives(function, *arguments) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("held", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("held", "shape"), [("float32", (1, 1)), ("bfloat16", (2, 3)), ("int8", (1, 1))])
 def test_embeddings_of_a_table_in_parts_cross_the_mesh_alone(held, shape):
     """A GPU's program of one row once gathered the table. int8 rows are no numbers of 16 bits."""
     table = jax.random.normal(jax.random.key(0), (64, 16), jnp.bfloat16 if held == "bfloat16" else jnp.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +26,6 @@ def asked(monkeypatch):
 
     yield choose
     native._select_isa.cache_clear()
-
-
-@pytest.mark.parametrize(("isa", "selected"), [("", "avx2"), ("avx2", "avx2"), ("off", "off")])
-def test_instruction_sets_that_can_be_had_are_taken_without_a_word(asked, isa, selected):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert asked(isa) == selected
 
 
 @pytest.mark.parametrize(
@@ -84,19 +76,6 @@ def test_off_says_so_and_holds_bfloat16_wider(asked):
     assert describe_arithmetic("bfloat16") == "bfloat16 weights, multiplied in float32 by XLA (no CPU kernels)"
     assert Placement(widens=True).held_dtype(jnp.dtype("bfloat16")) == jnp.float32
     assert native.is_emulated(jnp.bfloat16)  # on every CPU: rows of XLA's matrix units are not invariant
-
-
-def test_an_instruction_set_is_part_of_a_library_s_name(tmp_path, monkeypatch):
-    """Levels are compiled for themselves, with their own flags."""
-    commands = []
-    monkeypatch.setattr(native, "_run", lambda command: commands.append(command) or Path(command[-1]).touch())
-    names = [native._library_name("g++", isa) for isa in native.ISAS]
-    for isa, name in zip(native.ISAS, names, strict=True):
-        native._build("g++", isa, tmp_path / name)
-    assert len(set(names)) == len(names) and all(f"-{isa}-" in n for isa, n in zip(native.ISAS, names, strict=True))
-    for command, one in zip(commands, native.ISAS.values(), strict=True):
-        assert set(one.flags) <= set(command)
-    assert "-mavx512f" not in commands[0]
 
 
 def test_the_platform_is_that_of_the_program():

@@ -81,8 +81,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("outputs", [1, 6, 33])
+@pytest.mark.parametrize(("width", "outputs"), [(64, 33), (40, 6), (37, 1), (37, 33)])
 def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype, isa):
     x, kernel = normal(0, 130, width), normal(1, outputs, width).astype(dtype)
     whole = np.asarray(on(ops.matmul, x, kernel))
@@ -120,35 +119,19 @@ def test_pieces_of_unlike_products_fit_together(dtype, isa):
             np.testing.assert_allclose(y, exact, atol=2e-4)
 
 
-def test_weights_of_two_dtypes_share_a_call():
-    x, kernels = normal(0, 3, 64), (normal(1, 8, 64), normal(2, 4, 64).astype(jnp.bfloat16))
-    for found, kernel in zip(on(ops.matmuls, x, kernels), kernels, strict=True):
-        np.testing.assert_array_equal(found, on(ops.matmul, x, kernel))
-
-
 def mlp_weights(hidden: int, width: int, dtypes):
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     kernels = {name: normal(i, *shape) * shape[1] ** -0.5 for i, (name, shape) in enumerate(shapes.items())}
     return {"params": {n: {"kernel": kernels[n].astype(dtype)} for n, dtype in zip(kernels, dtypes, strict=True)}}
 
 
-MLPS = itertools.product(
-    ("fff", "bbb", "bff", "fbb", "ffb"),
-    ("silu", "gelu_pytorch_tanh"),
-    (1, 31, 64, 117, 2000),  # tails of a vector, of a pair, of a piece; many pieces
-)
-
-
-def is_quick(dtypes: str, activation: str, width: int) -> bool:
-    """All widths of one dtype; of two dtypes in an MLP, and of the second activation, a narrow and a wide one."""
-    return (activation == "silu" and dtypes in ("fff", "bbb")) or (
-        width in (31, 2000) and (activation == "silu" or dtypes in ("fff", "bbb"))
-    )
-
-
 @pytest.mark.parametrize(
     ("dtypes", "activation", "width"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (not is_quick(*case))) for case in MLPS],
+    [
+        *itertools.product(("fff", "bbb"), ("silu",), (1, 31, 64, 117, 2000)),  # tails of a vector, a pair, a piece
+        *itertools.product(("fff", "bbb"), ("gelu_pytorch_tanh",), (31, 2000)),
+        *itertools.product(("bff", "fbb", "ffb"), ("silu",), (31, 2000)),
+    ],
 )
 def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes, isa):
     dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
@@ -163,7 +146,7 @@ def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes, isa
 
 
 @pytest.mark.parametrize("dtypes", ["fff", "bbb"])
-@pytest.mark.parametrize("width", [31, 117, 2000])
+@pytest.mark.parametrize("width", [31, 2000])
 def test_a_rows_own_bias_on_the_up_projection(width, dtypes, isa):
     """Of the rows that count, whichever these are; a bias of zeros changes no bit."""
     dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
@@ -202,7 +185,7 @@ def test_extreme_gates_are_those_of_jax(activation):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("share", [0.0, 0.6])
 def test_rows_that_do_not_count_are_zeros_and_change_nothing(share, dtype):
     """Few rows and many, of which the last may count or not; a flag a row of the batch stands for all its nodes."""
     kernels = tuple(normal(i, n, 72).astype(dtype) for i, n in enumerate((37, 5), 1))
@@ -244,7 +227,7 @@ def test_a_rotation_is_right_and_a_row_keeps_its_bits():
         np.testing.assert_array_equal(found, whole[:, :n])
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (2, 0), (2, 3, 4)])
 def test_rows_of_a_table_are_those_of_jax(shape):
     """Indices outside the table too: padded nodes have them."""
     rng = np.random.default_rng(3)
@@ -259,7 +242,7 @@ def test_rows_of_a_table_are_those_of_jax(shape):
     np.testing.assert_array_equal(rows(True), rows(False))
 
 
-@pytest.mark.parametrize("width", [1, 37, 64, 131, 4096])
+@pytest.mark.parametrize("width", [1, 131, 4096])
 def test_the_first_best_is_that_of_jax(width):
     x = np.array(normal(0, 9, 2, width))
     x[1, 0] = np.round(x[1, 0])  # ties
@@ -274,9 +257,7 @@ def test_the_first_best_is_that_of_jax(width):
     assert np.all(found[7] == width - 1)
 
 
-@pytest.mark.parametrize(
-    "width, k", [(1, 1), (9, 9), (64, 3), (131, 2), (4096, 1), (12_288, 4), (300, native.MOST_BEST)]
-)
+@pytest.mark.parametrize("width, k", [(9, 9), (131, 2), (4096, 1), (12_288, 4), (300, native.MOST_BEST)])
 def test_the_largest_are_those_of_jax(width, k):
     """Of equals the first; where all others are -inf the first places that are left."""
     x = np.array(normal(0, 6, 2, width))
@@ -409,24 +390,6 @@ def test_a_prompt_has_the_same_entries_whatever_stands_beside_it(variant):
     for rows, chunk in ((1, 16), (33, 96), (3, 32)):
         for found, own in zip(on(lambda t, c=chunk: entries(t, c), tokens[:rows])[0], alone, strict=True):
             np.testing.assert_array_equal(found, own)
-
-
-@with_xla_as_users_have_it
-def test_an_entry_counts_the_same_committed_or_not():
-    """The last of five tokens sees four in the cache, or none in the cache and four nodes before it."""
-    width, count = 40, 5
-    query = normal(0, 1, 2, 3, width)
-    keys, values = entries(1, 1, 2, count, width)
-    empty = jnp.zeros((1, 2, 16, width))
-    attend = lambda *a: ops.attend(*a, 0.3, None)  # noqa: E731
-    results = []
-    for committed in range(count):
-        cached = tuple(empty.at[:, :, :committed].set(x[:, :, :committed]) for x in (keys, values))
-        seen = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), committed, jnp.int32)
-        new = (keys[:, :, committed:], values[:, :, committed:])
-        results.append(on(attend, query, new, jnp.ones((1, 1, count - committed), bool), cached, seen))
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
 
 
 @with_xla_as_users_have_it

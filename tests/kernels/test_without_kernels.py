@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -93,12 +92,6 @@ def test_a_folder_that_forbids_execution_or_is_full_is_replaced(builds, monkeypa
     assert native.available("avx2") and len(loaded) == 2
 
 
-def test_a_read_only_cache_with_kernels_is_used(builds, monkeypatch):
-    [library] = builds()
-    monkeypatch.setattr(native, "_build", lambda *a: pytest.fail("built again"))
-    assert builds() == [library]
-
-
 @pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "no folder"])
 def test_one_warning_says_what_it_costs_and_what_to_do(builds, monkeypatch, tmp_path, fault):
     if fault == "no compiler":
@@ -117,29 +110,6 @@ def test_one_warning_says_what_it_costs_and_what_to_do(builds, monkeypatch, tmp_
         assert builds() == []
 
 
-def test_nothing_is_said_where_the_kernels_are_not_used_anyway(builds, monkeypatch):
-    """On a mesh, on another platform and off on purpose, although something asks whether they are available."""
-    monkeypatch.setattr(native, "compiler", lambda: None)
-    native._fault.cache_clear()
-    assert not native.available("avx2")
-    with native.enabled(False, "avx2"), native.enabled(True, native.OFF):
-        assert not native.is_on()
-    with native.compiled_for("gpu"), native.enabled(True, "avx2"):
-        assert not native.is_on()
-
-
-def test_a_compiler_that_knows_no_instruction_set_is_named(builds, monkeypatch):
-    monkeypatch.setattr(native, "cpu_isas", lambda: ("avx2", "avx512"))
-    monkeypatch.setattr(native, "compiler", lambda: "/bin/false")
-    monkeypatch.setattr(native, "_run", failing)
-    monkeypatch.delenv(native.ISA_VARIABLE, raising=False)
-    native._fault.cache_clear()
-    native._select_isa.cache_clear()
-    with pytest.warns(UserWarning, match="/bin/false does not compile"), native.enabled(True):
-        assert not native.is_on()
-    native._select_isa.cache_clear()
-
-
 def test_a_read_only_home_is_read_and_new_files_go_elsewhere(builds, monkeypatch, tmp_path):
     home, allowed = tmp_path / "home" / "hsd_jax", os.access
     (home / "rates").mkdir(parents=True)
@@ -153,16 +123,3 @@ def test_a_read_only_home_is_read_and_new_files_go_elsewhere(builds, monkeypatch
 
 def failing(command):
     raise subprocess.CalledProcessError(1, command, stderr=b"x.cc:1: error: no such header")
-
-
-@pytest.mark.slow
-def test_a_process_without_a_compiler_says_so_once(tmp_path):
-    code = (
-        "import hsd_jax; p = hsd_jax.load('demo');"
-        "[hsd_jax.decode(p, 'User: Hi\\nAssistant:', max_new_tokens=8) for _ in range(2)]"
-    )
-    base = {name: value for name, value in os.environ.items() if name != native.ISA_VARIABLE} | {"PATH": str(tmp_path)}
-    for changes, num in (({}, 1), ({native.ISA_VARIABLE: "off"}, 0)):
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=base | changes, capture_output=True, text=True, check=True)
-        assert done.stderr.count(native.XLA_SPEED) == num

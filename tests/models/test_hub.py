@@ -206,13 +206,6 @@ def test_a_tokenizer_is_fetched_without_weights(server):
     assert held(fetch(NAME)) == MODEL
 
 
-def test_the_token_is_sent(server, monkeypatch):
-    server.push(MODEL)
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
-    fetch(NAME)
-    assert server.tokens == {"Bearer hf_" + "x" * 30}
-
-
 def test_what_is_refused(server):
     assert "Repository Not Found" in failure("org/other")
     server.push({"config.json": b"{}", **{name: NEVER[name] for name in ("pytorch_model.bin", "model.gguf")}})
