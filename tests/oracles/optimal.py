@@ -9,9 +9,6 @@ import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 
-import numpy as np
-from scipy.optimize import linprog
-
 from oracles.recursive import Distribution, without
 
 INDEPENDENT, WITHOUT_REPLACEMENT, TOP_THEN_RANDOM = "independent", "without_replacement", "top_then_random"
@@ -56,16 +53,6 @@ def best_subset(target: Distribution, draws: dict[tuple[int, ...], Fraction]) ->
         - sum((mass for children, mass in draws.items() if set(children) <= set(subset)), Fraction(0))
         for subset in map(set, subsets)
     )
-
-
-def transport(target: Distribution, draws: dict[tuple[int, ...], Fraction]) -> float:
-    """The largest chance of y in the children over all joint distributions of y ~ target and the children."""
-    vocab, lists = len(target), list(draws)
-    gain = np.array([[float(y in children) for children in lists] for y in range(vocab)])
-    rows = [np.repeat(np.eye(vocab)[y], len(lists)) for y in range(vocab)]
-    rows += [np.tile(np.eye(len(lists))[i], vocab) for i in range(len(lists))]
-    sums = [float(p) for p in target] + [float(draws[children]) for children in lists]
-    return -linprog(-gain.ravel(), A_eq=np.array(rows), b_eq=np.array(sums), method="highs").fun
 
 
 def chain_and_match(

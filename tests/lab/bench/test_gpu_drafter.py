@@ -99,13 +99,6 @@ def test_turns_of_a_template():
     assert words.said([*map(ord, "A turn"), 1, *map(ord, "\n[A")], False) == "A turn"
 
 
-def test_turns_that_are_lines():
-    words = answers.Words(Letters(), 2, None)
-    assert words.close == "\n" and words.header() == [2, *map(ord, "User:")]
-    assert words.said([*map(ord, " Hello?\nAssistant: Yes")], False) == "Hello?"
-    assert words.said([*map(ord, " Hello")], False) is None
-
-
 def test_one_of_three_conversations_with_an_end_gets_a_second_turn(tmp_path):
     words, asked, answered = answers.Words(Letters(), None, chatml), tmp_path / "q.jsonl", tmp_path / "a.jsonl"
     lines = [{"turns": [["User", f"Question {i}"]]} for i in range(12)]
@@ -195,17 +188,6 @@ def test_damaged_pieces_are_refused(tmp_path, drafter, damage, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         pieces.join(tmp_path / "there", tmp_path / "joined")
     assert not (tmp_path / "joined").exists()
-
-
-def test_what_cannot_be_joined(tmp_path, drafter, capsys):
-    assert pieces.main(["join", str(tmp_path / "none"), str(tmp_path / "new")]) == 2
-    pieces.split(drafter, tmp_path / "there")
-    assert pieces.main(["join", str(tmp_path / "there"), str(drafter)]) == 2
-    assert "exists already" in capsys.readouterr().err
-    (tmp_path / "there" / "pieces.json").write_text('{"pieces": {"../a": "b"}}')
-    assert pieces.main(["join", str(tmp_path / "there"), str(tmp_path / "new")]) == 2
-    with pytest.raises(ValueError, match=r"46\.0 MB.*45 MB"):
-        pieces.check_size(46 * 10**6, "it")
 
 
 def test_a_payload_is_halved():
@@ -306,13 +288,6 @@ def test_a_run_is_refused_before_anything_is_written(tmp_path, capsys, options, 
     error = capsys.readouterr().err
     assert len(error.strip().splitlines()) == 1 and any(part in error for part in message.split("|"))
     assert not list(tmp_path.iterdir())
-
-
-def test_prompts_that_cannot_be_read_are_refused_at_once(tmp_path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Hello"}\n{"promt": "Hello"}\n')
-    assert call(tmp_path, "--device", "any", "--prompts", str(prompts)) == 2
-    assert "prompts.jsonl:2" in capsys.readouterr().err and list(tmp_path.iterdir()) == [prompts]
 
 
 def test_own_questions_and_prompts_of_files(tmp_path):

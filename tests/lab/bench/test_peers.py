@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
 import types
 
-import numpy as np
 import pytest
 from support import command_line, toy
 
@@ -24,27 +22,6 @@ FOUND = [BenchPrompt("one", "a"), BenchPrompt("two", "b")]
 
 def names(methods: list[dict]) -> list[str]:
     return [m["name"] for m in methods]
-
-
-def test_what_is_asked_of_whom():
-    parse = peers.build_parser().parse_args
-    many = ["--demo", "--assistant", "small", "--assistant-tokens", "4", "4", "--lookup-tokens", "3"]
-    methods = peers.transformers_methods(parse([*many, "--torch-dtypes", "float32", "bfloat16"]))
-    kinds = ("plain", "assistant", "assistant 4", "lookup 3")
-    assert names(methods) == [f"transformers {kind} {dtype}" for dtype in ("float32", "bfloat16") for kind in kinds]
-    assert [m["tokens"] for m in methods[:4]] == [None, None, 4, 3]
-    assert [m.get("assistant") for m in methods[:4]] == [None, "small", "small", None]
-    args = parse(["--demo", "--llama-cpp", "--llama-dtypes", "float16", "float16", "--threads", "3"])
-    config = peers.peer_config(args, "folder", 99)
-    path = os.path.join("folder", "float16.gguf")
-    assert config["methods"] == [{"name": "llama.cpp plain float16", "dtype": "float16", "path": path}]
-    assert (config["threads"], config["context"]) == (3, 99)
-    ours = peers.hsd_methods(parse(["--demo", "--trees", "8x5x3"]), "drafter")
-    kinds = ("plain", None, None), ("default", "drafter", "chosen"), ("tree", "drafter", "8x5x3")
-    wanted = [(f"hsd_jax {name}", *rest, dtype) for dtype in ("float32", None) for name, *rest in kinds]
-    assert [(m["name"], m["drafter"], m["tree"], m["dtype"]) for m in ours] == wanted
-    without = parse(["--target", "x", "--same-methods", "--assistant", "small"])
-    assert [m["drafter"] for m in peers.hsd_methods(without, None)[:3]] == [None, "small", "lookup"]
 
 
 def test_what_is_asked_of_quantized_weights(tmp_path):
@@ -72,73 +49,6 @@ def test_what_is_asked_of_quantized_weights(tmp_path):
     assert [m["dtype"] for m in peers.hsd_methods(args, "drafter")] == [None, None, "int8", "int8"]
 
 
-class Cache:
-    """In place of llama.cpp: the next token counts up, and at some sums of all before skips one; positions must fit."""
-
-    def __init__(self) -> None:
-        self.cache, self.logits, self.num_decodes = [], [], 0
-
-    def llama_memory_clear(self, memory, data) -> None:
-        self.cache = []
-
-    def llama_memory_seq_rm(self, memory, sequence, start, end) -> bool:
-        assert 0 < start <= len(self.cache) and end == -1
-        self.cache = self.cache[:start]
-        return True
-
-    def llama_batch_get_one(self, ids, num):
-        return types.SimpleNamespace(token=ids, n_tokens=num, pos=None)
-
-    def llama_batch_init(self, num, embd, sequences):
-        own = {name: [0] * num for name in ("token", "pos", "logits", "n_seq_id")}
-        return types.SimpleNamespace(seq_id=[[0] for _ in range(num)], n_tokens=0, **own)
-
-    def llama_batch_free(self, batch) -> None:
-        batch.token = None
-
-    def llama_decode(self, context, batch) -> int:
-        self.logits, self.num_decodes = [], self.num_decodes + 1
-        for i in range(batch.n_tokens):
-            assert batch.pos is None or batch.pos[i] == len(self.cache)
-            self.cache.append(batch.token[i])
-            self.logits.append((self.cache[-1] + 1 + (sum(self.cache) % 7 == 0)) % 6)
-        return 0
-
-    def llama_sampler_sample(self, sampler, context, index) -> int:
-        return self.logits[index]
-
-    def __getattr__(self, name: str):
-        return {"llama_token": ctypes.c_int32, "llama_get_memory": lambda context: None}[name]
-
-
-def longest_match(ids, most: int) -> np.ndarray:
-    """What follows the first earlier occurrence of the last token."""
-    found = [i + 1 for i, token in enumerate(ids[:-1]) if token == ids[-1]]
-    return ids[found[0] : found[0] + most] if found else ids[:0]
-
-
-@pytest.mark.parametrize("eos", [[], [3]])
-def test_lookup_in_llama_cpp_gives_the_plain_text(eos):
-    """In fewer passes, of any length, and with whatever was refused taken out of the cache."""
-    worker, lib = object.__new__(peer_worker.LlamaCpp), Cache()
-    worker.lib, worker.sampler = lib, None
-    worker.methods = {"plain": {}, "lookup": {"tokens": 4, "ngram": 3}}
-    worker.contexts = dict.fromkeys(worker.methods)
-    worker.lookups = {"lookup": lambda ids: longest_match(ids, 4)}
-    fewer = 0
-    for num in (1, 2, 3, 30):
-        worker.config = {"eos": eos, "max_new_tokens": num}
-        for prompt in ([1], [2, 5, 1], [1, 2, 1, 2], [0, 1, 2, 3, 4, 0, 1]):
-            plain = worker.decode("plain", prompt)
-            before = lib.num_decodes
-            found = worker.decode("lookup", prompt)
-            assert found["tokens"] == plain["tokens"] and len(plain["tokens"]) <= num
-            assert found["passes"] == lib.num_decodes - before <= plain["passes"] == len(plain["tokens"])
-            assert found["decode_tokens"] == len(plain["tokens"]) - 1
-            fewer += found["passes"] < plain["passes"]
-    assert fewer or eos
-
-
 def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
     """The demo's Mistral is a Llama in the file; its weights are the folder's."""
     args = peers.build_parser().parse_args(["--demo", "--llama-cpp", "--llama-dtypes", "bfloat16"])
@@ -160,22 +70,6 @@ def answer(tokens: list[int], seconds: float, decode_seconds: float, skipped: in
         "decode_seconds": decode_seconds,
         "passes": passes,
     }
-
-
-def test_methods_take_turns_in_an_order_that_rotates(monkeypatch):
-    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
-    asked: list = []
-
-    def ask(op: str, method: str, prompt: list[int]) -> dict:
-        asked.append(method)
-        return {"tokens": prompt[-1:]}
-
-    workers = [types.SimpleNamespace(methods=[{"name": m} for m in own], ask=ask) for own in (["a1", "a2"], ["b1"])]
-    answers = peers.collect(workers, [[5], [6, 7]], 2, lambda text: None)
-    passes = "a1 a2 b1 a2 b1 a1", "a2 b1 a1 b1 a1 a2", "b1 a1 a2 a1 a2 b1"
-    assert asked == " ".join(passes).split()
-    said = [{"tokens": [token], "num_tokens": 1} for token in (5, 7)]
-    assert answers == {name: [said] * 3 for name in ("a1", "a2", "b1")}
 
 
 def test_speeds_by_both_clocks_and_their_ratio():
@@ -288,15 +182,6 @@ def test_our_worker_reads_the_weights_that_a_method_names():
     worker = peer_worker.HsdJax({"target": str(DEMO / "target"), "methods": methods})
     assert list(worker.methods) == ["plain float32", "plain int8"]
     assert [params.dtype for params in worker.loaded.values()] == ["float32", "int8"]
-
-
-def test_a_worker_says_what_it_lacks():
-    said: list[dict] = []
-    peer_worker.serve(lambda config: int(config["target"]), iter(['{"target": "x"}', "never read"]), said.append)
-    assert len(said) == 1 and "x" in said[0]["error"]
-    code = f"print({json.dumps(json.dumps(said[0]))})"
-    with pytest.raises(ValueError, match="stub: invalid literal"):
-        peers.Worker("stub", [sys.executable, "-c", code], {}, dict(os.environ))
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_runs(folders, tmp_path, capsys, monkeypatch):
