@@ -18,8 +18,7 @@ from support.training import ALL, LENGTH, ROWS, TARGET, batch_of, graded, jit, m
 from hsd_jax.host import sharding
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import matmuls
-from hsd_jax.train import drafter, heads, losses, run
-from hsd_jax.train.anchors import agreement
+from hsd_jax.train import drafter, run
 from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
@@ -35,58 +34,6 @@ def assert_close(found, wanted, relative: float) -> None:
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
-
-
-FEW = [("fkl", None), ("ce_tv", HOT)]
-"""Chunks know nothing of the divergence."""
-
-
-@pytest.mark.parametrize(("name", "hot"), FEW, ids=str)
-def test_a_loss_in_chunks_is_that_of_all_nodes_at_once(name, hot):
-    """Value, agreement and gradients of both heads, to 1e-6; five anchors, two at a time."""
-    config, params, frozen = make()
-    ids = None if hot is None else jnp.asarray(hot)
-    if hot is not None:
-        config = dataclasses.replace(config, reduced_vocab_size=len(hot))
-        params["injector"]["bias"] = params["injector"]["bias"][ids]
-        params |= {"draft_to_target": ids, "head": frozen["embedding"][ids]}
-    rng = np.random.default_rng(0)
-    shape = 2, 5, config.num_steps
-    states, hidden = (jnp.asarray(rng.normal(size=(*s, 24)), jnp.float32) for s in (shape, (2, LENGTH)))
-    places, previous = rng.integers(0, LENGTH, shape), rng.integers(0, TARGET.vocab_size, shape)
-    mask = jnp.asarray(rng.random(shape) < 0.7)
-
-    def loss(learned, chunk: int):
-        states, output_norm, injector = learned
-        models = heads.Models(params | {"output_norm": output_norm, "injector": injector}, config, frozen, TARGET)
-        drafts = heads.AnchorDrafts(jnp.zeros(shape[:2], int), states, jnp.asarray(places), jnp.asarray(previous), mask)
-        teacher = heads.teacher_output(models, drafts, hidden, chunk)
-
-        def of_some(some):
-            distribution, draft_logits = teacher(some), heads.logits_of(models, some)
-            values = losses.named(name)(distribution, draft_logits)
-            return values.reshape(some.mask.shape), agreement(distribution, draft_logits, some.mask.shape)
-
-        values, found = heads.in_chunks(of_some, drafts, chunk)
-        return losses.over_depths(values, mask, losses.depth_weights(config.num_steps, 0.8)), found
-
-    learned = states, params["output_norm"], params["injector"]
-    both = [jit(jax.value_and_grad(functools.partial(loss, chunk=n), has_aux=True))(learned) for n in (5, 2)]
-    ((wanted, agreed), wanted_grad), ((found, chunked), grad) = both
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert_close(grad, wanted_grad, 1e-6)
-    assert all(np.any(g) for g in jax.tree.leaves(grad))
-    np.testing.assert_array_equal(chunked.agreed, agreed.agreed)
-    np.testing.assert_allclose(chunked.overlap, agreed.overlap, rtol=1e-6)
-
-
-def test_a_chunk_is_chosen_by_what_logits_take():
-    mask = np.ones((4, 128, 8), bool)
-    drafts = heads.AnchorDrafts(*[None] * 4, mask)
-    assert heads.chunk_of(None, drafts, 4096) == 128
-    assert heads.chunk_of(None, drafts, 128_256) == 32
-    assert heads.chunk_of(None, drafts, 10**9) == 1
-    assert heads.chunk_of(7, drafts, 4096) == 7 and heads.chunk_of(999, drafts, 4096) == 128
 
 
 def shapes_in(jaxpr) -> set[tuple[int, ...]]:

@@ -20,12 +20,9 @@ from support.recipes import LOOP, TARGET_VALUES, TEXT
 from support.training import TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
 import hsd_jax
-from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.models import convert
 from hsd_jax.models.target import init_target
-from hsd_jax.params import Params
-from hsd_jax.planning.texts import write_texts
 from hsd_jax.train import distill, run, target, tasks
 
 SMALL = SmallLMConfig(
@@ -64,27 +61,6 @@ def test_the_loss_is_the_mean_over_labels(divergence):
     np.testing.assert_allclose(metrics["overlap"], np.mean(overlap), rtol=1e-4)
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(to_target))
     assert any(np.asarray(x).any() for x in jax.tree.leaves(to_own))
-
-
-def test_the_predicted_acceptance_is_the_measured_one():
-    """Two tables of one overlap at every node: what `held_out_divergences` predicts on the target's texts, and the
-    share of first drafts that decoding accepts, within 3 standard errors of 4,096 of them (a false alarm in 370)."""
-    p, q = np.random.default_rng(1).dirichlet(np.ones(5), 2)
-    tables = [np.log(np.stack([np.roll(x, a) for a in range(5)])) for x in (p, q)]
-    (config, weights), (_, small) = map(toy.markov_target, tables)
-    params = Params(weights, small, config, SmallLMConfig(**vars(config)), max_len=64, precision="exact")
-    prompts = [np.array([a, b], np.int32) for a in range(4) for b in range(4)]
-    texts = write_texts(params, prompts, 24, 1.0, seed=0)
-    measured = distill.held_out_divergences(config, params.drafter_config, distill.DistillLoss(), texts, 1.0)(
-        small, weights
-    )
-    overlap = np.minimum(p, q).sum()
-    np.testing.assert_allclose(measured["predicted_acceptance"], overlap, rtol=1e-4)
-    accepted, rows = 0, 1024
-    for seed in range(4):  # a row of two tokens has one round that keeps a draft if the first draft is accepted
-        out = hsd_jax.decode(params, prompts * 64, 2, 1.0, seed=seed, tree=TreeConfig(2, 1, 1), accept="recursive")
-        accepted += int(out.stats.accepted_histogram[1])
-    assert abs(accepted / (4 * rows) - overlap) < 3 * np.sqrt(overlap * (1 - overlap) / (4 * rows))
 
 
 @pytest.mark.parametrize("divergence", ["fkl", pytest.param("nll", marks=pytest.mark.slow)])

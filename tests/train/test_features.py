@@ -59,16 +59,6 @@ def test_cached_features_are_those_of_a_pass(tmp_path):
     assert lines[-1].startswith(f"features: {NUM} rows written, ")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits_round_once(tmp_path, dtype):
-    rows = make_rows()
-    cached, _ = build(tmp_path, rows, dtype)
-    index = np.array([10, 0, 6, 6])
-    want = hidden_states(setups.weights("llama"), rows.tokens[index, :-1]).astype(dtype)
-    assert cached.take(index)["hidden"].dtype == want.dtype
-    np.testing.assert_array_equal(cached.take(index)["hidden"], np.asarray(want))
-
-
 def test_products_in_bfloat16(tmp_path):
     """Both sides of every product are rounded, which shows, and little more is lost; decoding goes on in float32."""
     rows = make_rows()

@@ -17,8 +17,6 @@ import sys
 import time
 import types
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from support import toy
 
@@ -157,8 +155,6 @@ def test_long_prompts_are_left_out(folder, tokenizer):
     "record, message",
     [
         ({"words": "a"}, r"some\.jsonl:1: .*'words'.*text, turns, messages, conversations, question or prompt"),
-        ({"prompt": " "}, r"some\.jsonl:1: prompt"),
-        ({"turns": [["U", 3]]}, r"some\.jsonl:1: turn 1 of turns"),
         ({"turns": [["S", "a dog"]]}, r"some\.jsonl:1: turns .*user"),
     ],
 )
@@ -190,13 +186,10 @@ def test_the_plan_mixes_temperatures_by_prompt_and_seed():
         assert jobs[samples[0].prompt.text] in samples
 
 
-@pytest.mark.parametrize(
-    "changes, expected", [({}, "f865cb70d3bc4c10"), ({"samples_per_prompt": 3, "seed": 5}, "6c0dcdb81161e65e")]
-)
-def test_the_order_is_that_of_files_begun_long_ago(changes, expected):
-    """The checksums are of version 0.1, which decoded a group of `batch` jobs at a time."""
-    jobs = [(job.prompt.text, job.temperature, job.seed) for job in plan_of(**changes)]
-    assert hashlib.sha256(repr(jobs).encode()).hexdigest()[:16] == expected
+def test_the_order_is_that_of_files_begun_long_ago():
+    """The checksum is of version 0.1, which decoded a group of `batch` jobs at a time."""
+    jobs = [(job.prompt.text, job.temperature, job.seed) for job in plan_of(samples_per_prompt=3, seed=5)]
+    assert hashlib.sha256(repr(jobs).encode()).hexdigest()[:16] == "6c0dcdb81161e65e"
 
 
 def test_a_response_does_not_depend_on_the_rows_beside_it(folder, whole):
@@ -334,31 +327,6 @@ def test_real_kills_end_with_the_same_bytes(folder, tmp_path):
     assert out.read_bytes() == expected
 
 
-def test_a_row_that_fails_is_named_after_the_lines_before_it(uneven, tokenizer, tmp_path):
-    """The target gives NaN after a token that no other row holds."""
-    config = dataclasses.replace(uneven.params.target_config, tie_embeddings=False)
-    weights = toy.make_target(config)
-    params = dataclasses.replace(uneven.params, target=weights, target_config=config)
-    clean = write(params, tmp_path / "clean.jsonl", uneven.plan, uneven.config, tokenizer)
-    held = {token for line in clean for token in (*line["prompt_tokens"], *line["response_tokens"])}
-    bad = next(token for token in range(config.vocab_size) if token not in held)
-    number = 10
-    job = uneven.plan[number]
-    plan = list(uneven.plan)
-    plan[number] = dataclasses.replace(
-        job, prompt=dataclasses.replace(job.prompt, tokens=(*job.prompt.tokens[:-1], bad))
-    )
-    broken = np.array(weights["embedding"])
-    broken[bad] = np.nan
-    params = dataclasses.replace(params, target=weights | {"embedding": jnp.asarray(broken)})
-    out = tmp_path / "own.jsonl"
-    what = rf"own\.jsonl:11: .*{job.prompt.source}.* {job.temperature:g} .* {job.seed}: "
-    for _ in range(2):  # the same command again comes as far
-        with pytest.raises(ValueError, match=what + ".*NaN"):
-            write(params, out, plan, uneven.config, tokenizer)
-        assert lines_of(out) == clean[:number]
-
-
 def test_a_restart_has_programs_of_the_same_sizes(uneven, tokenizer, tmp_path, monkeypatch):
     """However short the rows that are left: without kernels, rounding depends on the size."""
     sizes, run = [], Session.run
@@ -388,7 +356,6 @@ def test_a_restart_has_programs_of_the_same_sizes(uneven, tokenizer, tmp_path, m
     [
         (["--seed", "1"], "seed.*0.*1"),
         (["--temperatures", "0.5"], r"temperatures.*\[0.0, 0.9\].*\[0.5\]"),
-        (["--max-len", "50"], "max_len.*None.*50"),
     ],
 )
 def test_other_settings_are_refused_before_anything_is_loaded(folder, whole, monkeypatch, capsys, changes, message):
@@ -425,10 +392,7 @@ def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--out", "own.txt"], ".jsonl"),
         (["--out", "none/own.jsonl"], "none"),
-        (["--prompts", "none.jsonl"], "none.jsonl"),
-        (["--target", "none"], "none"),
         (["--temperatures", "0", "--samples-per-prompt", "2"], "greedy"),
         (["--max-new-tokens", "64"], "max_new_tokens=64"),
     ],

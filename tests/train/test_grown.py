@@ -1,4 +1,4 @@
-"""A target that starts from a shallower one: it says the same before it is trained, and a run of it goes on."""
+"""A target that starts from a shallower one: it says the same before it is trained."""
 
 from __future__ import annotations
 
@@ -70,19 +70,3 @@ def test_a_run_starts_from_a_shallower_model(shallow, tmp_path):
     ]
     np.testing.assert_allclose(*logits, atol=1e-6)
     assert (tmp_path / "deep" / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
-
-
-@pytest.mark.slow
-def test_a_grown_run_that_broke_off_goes_on(shallow, tmp_path):
-    """Bit for bit, with --start given again; from another start, or none, it is another run."""
-    data, start, recipe = [shallow / "text.txt"], shallow / "target", recipe_of(3)
-    run.train(None, data, tmp_path / "whole", recipe, report=str, start_dir=start)
-    run.train(None, data, tmp_path / "cut", recipe, report=str, start_dir=start)
-    for name in ("4", "model.safetensors"):  # as after a kill behind step 2
-        path = tmp_path / "cut" / ("checkpoints/4" if name == "4" else name)
-        path.rename(tmp_path / f"gone-{name}")
-    run.train(None, data, tmp_path / "cut", recipe, report=str, start_dir=start)
-    own, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
-    assert own == other
-    with pytest.raises(ValueError, match="start"):
-        run.train(start, data, tmp_path / "cut", recipe, report=str)

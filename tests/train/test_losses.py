@@ -119,11 +119,6 @@ def test_over_depths():
     np.testing.assert_array_equal(grad(jnp.asarray(broken)), grad(jnp.asarray(values)))
 
 
-def test_depth_weights():
-    np.testing.assert_allclose(losses.depth_weights(3, 0.5), np.array([4, 2, 1]) / 7, rtol=1e-6)
-    np.testing.assert_allclose(losses.depth_weights(4, 1.0), np.full(4, 0.25), rtol=1e-6)
-
-
 def test_depth_weights_of_trees_that_start_from_old_states():
     """The mean over the ages 0, 1, 2: of age a, depth a + 1 counts as the first."""
     cuts = np.array([[8, 4, 2, 1], [0, 8, 4, 2], [0, 0, 8, 4]])

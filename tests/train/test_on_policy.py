@@ -129,14 +129,10 @@ def key_of(share: float, wanted: bool) -> int:
 @pytest.mark.parametrize(
     ("draft_to_target", "changes"),
     [
-        pytest.param(None, {"injection": "previous"}, id="all", marks=pytest.mark.slow),
         pytest.param(None, {"injection": "path"}, id="path"),
         pytest.param(EVEN, {"injection": "previous"}, id="hot", marks=pytest.mark.slow),
         pytest.param(None, HEADS, id="heads"),
-        pytest.param(EVEN, HEADS, id="hot_heads", marks=pytest.mark.slow),
-        pytest.param(None, {"rank": 0}, id="rank_0", marks=pytest.mark.slow),
         pytest.param(None, EAGLE, id="eagle"),
-        pytest.param(EVEN, EAGLE, id="hot_eagle", marks=pytest.mark.slow),
     ],
 )
 def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):

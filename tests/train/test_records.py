@@ -54,14 +54,14 @@ def test_json_in_every_form(tmp_path, name, content, third):
     assert [(p.name, p.text.endswith("Now.\nAssistant:")) for p in asked] == [(f"{i}_0", True) for i in range(3)]
 
 
-@pytest.mark.parametrize("speaker", ["gpt", "chatgpt", "bing", "bard", "assistant"])
+@pytest.mark.parametrize("speaker", ["gpt", "bard", "assistant"])
 def test_assistants_of_all_names(speaker):
     turns = [{"from": "user", "value": "a"}, {"from": speaker, "value": "b"}]
     document = documents.to_document({"conversations": turns}, "-")
     assert [document.text[a:b] for a, b in document.responses] == [" b"]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "A.TXT.gz", "README", "notes.gz"])
+@pytest.mark.parametrize("name", ["A.TXT.gz", "README"])
 def test_text(tmp_path, name):
     """One document, or one prompt per line."""
     path = write(tmp_path / name, "the cat\r\n\r\nthe dog\r\n")
@@ -70,7 +70,7 @@ def test_text(tmp_path, name):
     assert [(p.text, p.name.rpartition("-")[2]) for p in found] == [("the cat", "1"), ("the dog", "3")]
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.PARQUET", "a.json.bz2"])
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.json.bz2"])
 def test_other_endings_are_refused(tmp_path, name):
     path = write(tmp_path / name, LINES)
     for read in (text_of, lambda path: prompts.read_prompts([path], len)):
@@ -82,10 +82,7 @@ def test_other_endings_are_refused(tmp_path, name):
     ("name", "content", "said"),
     [
         ("a.json", json.dumps([SHAREGPT[0], BAD]), r"a\.json, record 2: turn 1 of conversations is .*None"),
-        ("a.json", '["a", "b"]', r"a\.json, record 1: .*str.*object"),
         ("a.json", '[{"text": "a"}, {"text": "b \\ud83d"}]', r"a\.json, record 2: .*half of a character"),
-        ("a.json", "\ufeff" + PRETTY[:-2] + ",\n]", r"a\.json: not JSON .*line 4[01] "),
-        ("a.json", json.dumps({i: {} for i in range(10**4)}), r"a\.json:1: fields \['0', .{,300}$"),
         ("a.json", '[{"instruction": "a", "output": "b"}]', "record 1: fields .*'instruction'.*text.*conversations"),
         ("a.json", '{"text": "a"\n{"text": "b"}\n', r"a\.json:1: not JSON"),
         ("a.jsonl", "1\n2\n", r"a\.jsonl:1: .*int.*object"),

@@ -6,7 +6,6 @@ The drafter's loss is `test_drafter_training.py`, divergences are `test_losses.p
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import re
@@ -28,10 +27,8 @@ import hsd_jax
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.host import sharding
 from hsd_jax.models.checkpoint import find
 from hsd_jax.train import (
-    checkpoint,
     data,
     drafter,
     journal,
@@ -41,7 +38,6 @@ from hsd_jax.train import (
     tasks,
     trained,
 )
-from hsd_jax.train.rows import beginnings
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -107,14 +103,6 @@ def finished(files, tmp_path_factory):
     with jax.numpy_dtype_promotion("standard"):
         run.train(files / "target", [files / "text.jsonl"], folder, recipe, report=lambda line: None)
     return folder
-
-
-def test_prompts_to_judge_by_are_of_one_document():
-    row = np.arange(10)
-    cases = {(0,) * 10: [0, 1, 2, 3], (0,) * 3 + (3,) * 7: [3, 4, 5, 6], (0,) * 5 + (5,) * 5: [0, 1, 2, 3]}
-    for begins, wanted in cases.items():
-        (found,) = beginnings({"tokens": row[None], "starts": np.array([begins])}, 4)
-        assert found.tolist() == wanted
 
 
 def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
@@ -251,32 +239,6 @@ def test_a_run_ends_by_the_clock(tmp_path, monkeypatch):
     assert abs(fitted[0]) < 1 and (tmp_path / "checkpoints" / str(steps[-1]["step"])).is_dir()
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
-    config = loop.LoopConfig(steps=6, batch=2, length=4, warmup=1, checkpoint_every=2)
-    save = checkpoint.ocp.CheckpointManager.save
-
-    def full(self, step, **options):
-        if step == 4:
-            raise OSError(28, "No space left on device")
-        return save(self, step, **options)
-
-    monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", full)
-    run_it = lambda: loop.fit(  # noqa: E731
-        lambda p, *rest: (jnp.sum(p**2), {}),
-        jnp.ones(2),
-        None,
-        data.Batches(rows, 2, 0),
-        config,
-        tmp_path,
-        quiet_journal(tmp_path),
-    )
-    with pytest.raises(OSError, match=r"step 4.*No space left"):
-        run_it()
-    monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", save)
-    assert np.isfinite(run_it()).all()
-
-
 def test_force_continues_with_another_recipe(files, finished, tmp_path):
     args = files / "target", [files / "text.jsonl"], tmp_path / "run"
     shutil.copytree(finished, tmp_path / "run")
@@ -352,7 +314,6 @@ def test_a_folder_with_another_recipe_is_refused(files):
         ({"train": dict(LOOP, length=3)}, r"train\.length=3: .*model\.num_steps=3"),
         ({"train": dict(LOOP, length=4096)}, r"train\.length=4096: .*2048"),
         ({"train": dict(LOOP, length=1024)}, r"fewer than one (batch|row)"),
-        ({"model": {"num_heads": 3, "num_kv_heads": 2}}, r"num_kv_heads=2"),
     ],
 )
 def test_recipes_that_do_not_fit(files, tmp_path, change, message):
@@ -368,31 +329,3 @@ def test_shipped_recipes_are_valid():
     recipe = drafter.DrafterRecipe.from_dict(read("demo_drafter.yaml"), "demo_drafter.yaml")
     assert drafter.drafter_config(recipe.model, made.model).num_heads == 8
     assert drafter.DrafterRecipe.from_dict({}, "-") == drafter.DrafterRecipe()
-
-
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
-@pytest.mark.parametrize(
-    ("spec", "changes"),
-    [
-        pytest.param("data=2,model=2", {}, marks=pytest.mark.slow),
-        pytest.param("data=4,model=2", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_mesh_trains_as_one_device_does(files, finished, tmp_path, spec, changes):
-    """Losses, acceptance and judgements of every step, within what sums in another order make of float32.
-
-    That a step on a mesh is that on one device is `test_at_size.py`'s in every run.
-    """
-    values = dict(DRAFTER_VALUES, train=dict(LOOP, **changes))
-    recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
-    args = files / "target", [files / "text.jsonl"]
-    folders = {"one": tmp_path / "one" if changes else finished, "mesh": tmp_path / "mesh"}
-    if changes:
-        run.train(*args, folders["one"], recipe, report=lambda line: None)
-    run.train(*args, folders["mesh"], recipe, sharding.make_mesh(spec), report=lambda line: None)
-    one, mesh = (journal.read_metrics(folder) for folder in folders.values())
-    assert [r["step"] for r in one] == [r["step"] for r in mesh] and one
-    for here, there in zip(one, mesh, strict=True):
-        untimed = [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in (here, there)]
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *untimed)

@@ -103,18 +103,6 @@ def test_a_text_that_differs_fails_where_the_same_is_promised(accept, temperatur
     assert experiment.status({"rows": [{}, row], "is_promised": is_promised}) == status
 
 
-@pytest.mark.parametrize(
-    ("accept", "temperature", "words"),
-    [(None, 1.0, "3/5"), ("match", 1.0, "3/5"), ("recursive", 0.0, "3/5"), ("recursive", 1.0, "by distribution")],
-)
-def test_sampled_text_under_another_rule_follows_a_distribution(accept, temperature, words):
-    """Neither the table nor the line of progress then counts texts that differ."""
-    row = {"same_text_as_plain": 3, "num_texts": 5} | ({} if accept is None else {"accept": accept})
-    row |= {"method": "m", "temperature": temperature, "over_plain": {"value": 2}, "differing_prompts": [{}, {}]}
-    assert report.same_text(row) == words
-    assert experiment._in_short(row) == "m 2.00" + (" (2 texts differ)" if "/" in words else "")
-
-
 def row_of(method: str, task: str, value: float) -> dict:
     """A row of a record, of one text that differs from plain decoding at token 3."""
     speed = {"value": value, "low": None, "high": None, "min": value, "max": value}
@@ -215,13 +203,6 @@ def test_prompts_of_a_command(tmp_path, capsys):
     params.tokenizer = None
     with pytest.raises(ValueError, match="tokenizer"):
         prompts.for_checkpoint(params, [path], None, None, 7)
-
-
-def test_the_demo_has_a_dozen_prompts_open_for_an_answer():
-    found = prompts.demo_prompts()
-    assert len(found) == len({p.name for p in found}) == 12
-    assert sum(p.text.endswith("\nAssistant:") for p in found) == 8
-    assert sum(p.text.endswith("\nAnswer:") for p in found) == 4
 
 
 def test_the_demo_has_a_dozen_questions_for_a_chat_model(tmp_path):

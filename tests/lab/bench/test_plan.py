@@ -17,7 +17,6 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.lab.bench import hierarchy, methods, rounds
 from hsd_jax.models import convert
 from hsd_jax.planning.acceptance import mean
-from hsd_jax.planning.hierarchy import Hierarchy
 from hsd_jax.planning.simulate import accepted_lengths
 from hsd_jax.planning.texts import write_texts
 from hsd_jax.train.target import grown, layer_sources
@@ -102,24 +101,6 @@ def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch
     assert rows[hierarchy.SINGLE]["predicted_tau"] == pytest.approx(rows[hierarchy.SINGLE]["tau"])
 
 
-def test_lookup_in_a_plan(folders, models, prompts, monkeypatch):
-    """It may draft for the target and for every model."""
-    monkeypatch.setattr(rounds, "round_seconds", priced)
-    out, names = prompts.parent / "plan.json", ["lookup", models[1]]
-    pair = ["--target", folders.target, "--models", *names, "--prompts", prompts]
-    assert hsd("plan", *pair, *SHORT, "--json", out) == 0
-    record = json.loads(out.read_text())
-    assert record["models"] == [*names, "target"]
-    assert [one["pair"] for one in record["pairs"]] == [[0, 1], [0, 2], [1, 2]]
-    assert [row["chain"] for row in record["rows"]][2] == [0, 1, 2]
-    assert all(row["same_text_as_plain"] == 2 for row in record["rows"])
-
-
-def test_times_between_the_timed_ones_lie_on_lines():
-    assert rounds.round_table(np.square, 6) == pytest.approx([1, 1, 4, 10, 16, 26, 36])
-    assert rounds.round_table(np.square, 1) == [1.0, 1.0]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
     """One pass over a text counts what drafting from every token of it does, for chains of every length."""
@@ -173,26 +154,3 @@ def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
     ):
         assert hsd("plan", "--target", folders.target, "--models", *names) == 2
         assert said in capsys.readouterr().err
-
-
-def test_four_levels_are_decoded_as_they_were_planned(folders, models):
-    """Every level of the stack collects the planned number of tokens, and the printed options build this stack."""
-    params = hsd_jax.load(target=folders.target, precision="exact")
-    load = lambda name: dataclasses.replace(  # noqa: E731
-        hsd_jax.load(target=folders.target, drafter=name, precision="exact"), tokenizer=None
-    )
-    names, way = ["lookup", models[1], models[0], "target"], Hierarchy((0, 1, 2, 3), (2, 1, 3), {1: 1.0}, 1.0)
-    mode = hierarchy.mode_of("deep", way, names, load, params)
-    outer = mode.params.drafter_config
-    assert mode.tree == TreeConfig.chain(6) and (outer.length, outer.inner.length) == (3, 2)
-    row = {"chain": way.chain, "lengths": way.lengths, "tree": mode.tree.name}
-    assert hierarchy.use_of(row, names) == (
-        f"decode with --drafter {models[0]} --stack {models[1]}@3 --stack lookup@2 --nodes 7 --depth 6 --width 1"
-    )
-    call = {"max_new_tokens": 16, "temperature": 0.8, "seed": 3}
-    found = hsd_jax.decode(mode.params, [5, 6, 7, 5, 6], tree=mode.tree, **call)
-    plain = hsd_jax.decode(params, [5, 6, 7, 5, 6], speculate=False, **call)
-    np.testing.assert_array_equal(found.tokens, plain.tokens)
-    counts = found.stats.drafter
-    assert counts["tokens of level 1"] >= 3 * found.stats.num_target_passes
-    assert counts["tokens of level 2"] >= 1 * counts["passes of level 1"]
