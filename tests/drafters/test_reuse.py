@@ -264,7 +264,7 @@ def test_which_rows_read_their_features_does_not_depend_on_the_others():
 
 @pytest.mark.parametrize("text", ["twice", "skip:0"])
 def test_unknown_forms_are_refused(text):
-    with pytest.raises(ValueError, match=f"reuse=.*{text}"):
+    with pytest.raises(ValueError, match="reuse="):
         ReuseConfig.parse(text)
 
 

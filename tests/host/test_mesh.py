@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from support import setups, toy
 from support.meshes import CALL, PROMPTS, assert_same, needs_devices, on, params, wanted
 
@@ -20,7 +20,6 @@ import hsd_jax
 from hsd_jax.config import PARALLEL
 from hsd_jax.host import sharding
 from hsd_jax.models import packing
-from hsd_jax.request import _decoder
 from hsd_jax.train import loop
 
 slow = pytest.mark.slow
@@ -123,19 +122,6 @@ def compiled():
 
 
 @needs_devices
-@slow
-def test_streaming_on_a_mesh(compiled):
-    """The tokens of one device; the state comes back from the loop as it went in, so the loop compiles once."""
-    _decoder.cache_clear()
-    pieces = list(hsd_jax.stream(on("data=2,model=2"), PROMPTS, rounds=2, **CALL))
-    assert len(pieces) > 2 * len(PROMPTS)
-    assert compiled["jit(loop)"] == compiled["jit(prefill)"] == 1
-    for row in range(len(PROMPTS)):
-        tokens = np.concatenate([p.tokens for p in pieces if p.row == row])
-        assert tokens.tolist() == wanted().tokens[row, : wanted().num_tokens[row]].tolist()
-
-
-@needs_devices
 def test_weights_are_in_parts():
     """Vocabulary, heads and MLP over "model", replicated over "data"; each device holds its part alone."""
     placed = on("data=2,model=4")
@@ -207,10 +193,3 @@ def test_meshes_from_text():
 def test_impossible_meshes_are_refused(spec, word):
     with pytest.raises(ValueError, match=word):
         sharding.make_mesh(spec)
-
-
-@needs_devices
-def test_a_mesh_of_other_axes_is_refused():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",), axis_types=(AxisType.Auto,))
-    with pytest.raises(ValueError, match=r"rows.*data"):
-        sharding.make_mesh(mesh)

@@ -193,19 +193,6 @@ def test_the_enumeration_finds_draws_under_another_scheme(rule, drawn, judged_as
     assert our_distance(rule, "three", drawn, judged_as) > 1e-3
 
 
-@pytest.mark.parametrize(("rule", "scheme"), [("recursive", WITHOUT_REPLACEMENT), ("optimal", TOP_THEN_RANDOM)])
-def test_the_enumeration_finds_trees_that_were_pruned_by_their_tokens(rule, scheme):
-    """The first child of the root is left out where it holds the last token. By its place alone it may be."""
-
-    def without_first(trees: Trees, is_cut) -> Trees:
-        return [
-            (tokens, [v and not (n == 1 and is_cut(tokens[1])) for n, v in enumerate(v)], m) for tokens, v, m in trees
-        ]
-
-    by_token = functools.partial(without_first, is_cut=lambda token: token == 3)
-    assert our_distance(rule, "two", scheme, scheme, by_token) > 1e-3
-
-
 def test_the_enumeration_finds_a_residual_that_is_not_normalised(monkeypatch):
     monkeypatch.setattr(accept_lib, "normalised", lambda rest, otherwise: rest)
     assert our_distance("recursive", "fork", INDEPENDENT, INDEPENDENT) > 1e-3

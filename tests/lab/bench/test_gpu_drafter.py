@@ -290,20 +290,6 @@ def test_a_run_is_refused_before_anything_is_written(tmp_path, capsys, options, 
     assert not list(tmp_path.iterdir())
 
 
-def test_own_questions_and_prompts_of_files(tmp_path):
-    words, own, other = answers.Words(Letters(), None, chatml), tmp_path / "q.jsonl", tmp_path / "other.jsonl"
-    own.write_text(json.dumps({"turns": [["User", "A?"], ["Assistant", "B."], ["User", "C?"]]}) + "\n")
-    other.write_text("".join(json.dumps({"prompt": f"P{i}"}) + "\n" for i in range(5)))
-    others, said = answers.prompts_of_files([other], words, 1000, 0), []
-    assert len(others) == 5
-    found = answers.prompts_of(own, others, words, 1000, 0, said.append)
-    assert [p.text for p in found[:1]] == [
-        "[User]\nA?<|end|>\n[Assistant]\nB.<|end|>\n[User]\nC?<|end|>\n[Assistant]\n"
-    ]
-    assert len(found) == 2 and found[1] == others[0]
-    assert len(answers.prompts_of(tmp_path / "none", others, words, 1000, 0, said.append)) == 5
-
-
 def test_too_little_time_is_refused(tmp_path, capsys):
     for minutes in ("0.5", "nan", "-1", "inf"):
         assert call(tmp_path, "--device", "any", minutes=minutes) == 2

@@ -10,7 +10,7 @@ import types
 import pytest
 from support import command_line, toy
 
-from benchmarks import peer_worker, peers
+from benchmarks import peers
 from hsd_jax.lab.bench.prompts import BenchPrompt
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import DEMO
@@ -22,31 +22,6 @@ FOUND = [BenchPrompt("one", "a"), BenchPrompt("two", "b")]
 
 def names(methods: list[dict]) -> list[str]:
     return [m["name"] for m in methods]
-
-
-def test_what_is_asked_of_quantized_weights(tmp_path):
-    """A GGUF file whose matrices have the type serves as it is; of other types one is written beside it."""
-    parse = peers.build_parser().parse_args
-    own, folder = tmp_path / "own.gguf", tmp_path / "files"
-    config = toy.target_config(model_type="llama", hidden_size=32, intermediate_size=64)
-    peers.save_gguf(own, config, toy.make_target(config), "Q4_1")
-    dtypes = ["bfloat16", "Q8_0", "Q4_1"]
-    args = parse(["--target", str(own), "--llama-cpp", "--llama-dtypes", *dtypes, "--llama-lookup", "5"])
-    folder.mkdir()
-    methods = peers.llama_methods(args, str(folder), str(own))
-    assert names(methods) == [f"llama.cpp {k} {d}" for d in dtypes for k in ("plain", "lookup 5")]
-    assert [m["path"] for m in methods[::2]] == [str(folder / "bfloat16.gguf"), str(folder / "Q8_0.gguf"), str(own)]
-    peers.write_gguf(args, str(own), str(folder))
-    assert sorted(path.name for path in folder.iterdir()) == ["Q8_0.gguf", "bfloat16.gguf"]
-    assert peers.stored_type(str(folder / "Q8_0.gguf")) == "Q8_0"
-    assert [m["dtype"] for m in peers.hsd_methods(args, None)] == [None]  # no peer in float32, nor ours
-    ours = [*methods, {"name": "hsd_jax plain bfloat16", "dtype": "bfloat16"}]
-    compared = {name: peers.text_reference_of(name, ours) for name in names(ours)}
-    assert compared["llama.cpp lookup 5 Q8_0"] == "llama.cpp plain Q8_0"
-    assert compared["hsd_jax plain bfloat16"] == compared["llama.cpp lookup 5 bfloat16"] == "llama.cpp plain bfloat16"
-    assert peers.text_reference(ours[2:])["name"] == "hsd_jax plain bfloat16"
-    args = parse(["--target", str(own), "--llama-cpp", "--llama-dtypes", "Q8_0", "--quantize", "int8"])
-    assert [m["dtype"] for m in peers.hsd_methods(args, "drafter")] == [None, None, "int8", "int8"]
 
 
 def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
@@ -70,19 +45,6 @@ def answer(tokens: list[int], seconds: float, decode_seconds: float, skipped: in
         "decode_seconds": decode_seconds,
         "passes": passes,
     }
-
-
-def test_speeds_by_both_clocks_and_their_ratio():
-    """The reference skips the token of its first pass; ours is 4 times faster after the prompt and 2.5 times in all."""
-    reference = [[answer([1] * 5, 3.0, 2.0, skipped=1), answer([1] * 9, 5.0, 4.0, skipped=1)]] * 2
-    ours = [[answer([1] * 5, s, 0.625), answer([1] * 9, s, 1.125)] for s in (1.6, 3.2)]
-    assert (peers.speeds(reference, "decode"), peers.speeds(ours, "decode")) == ([2.0, 2.0], [8.0, 8.0])
-    assert peers.speeds(ours, "whole_call") == [14 / 3.2, 14 / 6.4]
-    found = peers.ratio(ours, reference, "whole_call")
-    assert (found["min"], found["max"], found["low"]) == pytest.approx((1.25, 2.5, None))
-    assert found["value"] == pytest.approx(14 / 4.8 / 1.75)  # each prompt at the median of its passes
-    many = peers.ratio([one * 4 for one in ours], [one * 4 for one in reference], "decode")
-    assert many["low"] == pytest.approx(many["high"]) == pytest.approx(4.0)
 
 
 @pytest.fixture
@@ -175,13 +137,6 @@ def test_a_worker_is_a_process_that_answers_line_by_line():
             started.ask(op="end")
     finally:
         started.close()
-
-
-def test_our_worker_reads_the_weights_that_a_method_names():
-    methods = [{"name": "plain", "drafter": None, "tree": None, "dtype": dtype} for dtype in ("float32", "int8")]
-    worker = peer_worker.HsdJax({"target": str(DEMO / "target"), "methods": methods})
-    assert list(worker.methods) == ["plain float32", "plain int8"]
-    assert [params.dtype for params in worker.loaded.values()] == ["float32", "int8"]
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_runs(folders, tmp_path, capsys, monkeypatch):

@@ -150,15 +150,3 @@ def test_bad_values_end_with_2_and_write_nothing(folders, arguments, word, tmp_p
     monkeypatch.chdir(tmp_path)
     assert hsd("show", *both(folders), *arguments) == 2
     assert word in capsys.readouterr().err.splitlines()[-1] and not list(tmp_path.iterdir())
-
-
-def test_special_tokens_are_spelled(folders):
-    params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
-    [end] = params.eos
-    assert page_lib.label_of(params.tokenizer, [], end) == "</s>"
-    assert page_lib.label_of(None, [], end) == str(end)
-    space = params.tokenizer.encode("the cat")[-1]
-    assert page_lib.label_of(params.tokenizer, params.tokenizer.encode("the"), space).startswith("\u00b7")
-    drafted = make_round(tokens=np.array([end] * 4), emitted=[end], path=[0], next_token=end)
-    [[piece]] = page_lib._pieces(params.tokenizer, params.tokenizer.encode("the"), [drafted])
-    assert (piece.text, piece.mark) == ("", "</s>")
