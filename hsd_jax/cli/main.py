@@ -35,7 +35,7 @@ examples:
 environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
   HSD_CACHE=FOLDER    keep them there
-  HSD_NATIVE_ISA=L    CPU kernels for avx2, avx512, avx512_vnni or avx512_bf16; off: XLA computes products, in float32
+  HSD_NATIVE_ISA=L    CPU kernels: avx2, avx512, avx512_vnni, avx512_bf16, amx; off: XLA computes products, in float32
   HSD_TUNED=off       do not keep records of `hsd tune`, nor follow kept ones
   HSD_TUNED=FOLDER    keep them there, not in ~/.cache/hsd_jax/tuned
   HSD_RATES=off       do not measure this processor; choose draft trees by the shipped rates

@@ -144,14 +144,14 @@ def applies(kernel: Kernel) -> bool:
 
 
 def cpu_isas() -> tuple[str, ...]:
-    """The instruction sets of ISAS that this processor has. A compiler is not required."""
+    """The instruction sets of ISAS that this processor has and Linux grants. A compiler is not required."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
     has = set(line.partition(":")[2].split())
-    return tuple(name for name, isa in ISAS.items() if has.issuperset(isa.needs))
+    return tuple(n for n, isa in ISAS.items() if has.issuperset(isa.needs) and (n != AMX or _grants_tiles()))
 
 
 def selected_isa() -> str:
@@ -202,7 +202,7 @@ def _select_isa(wanted: str) -> str:
     if wanted == OFF:
         return OFF
     here = cpu_isas()
-    if wanted in here and _is_known_to_compiler(wanted) and (wanted != AMX or _grants_tiles()):
+    if wanted in here and _is_known_to_compiler(wanted):
         return wanted
     known = (name for name in reversed(here) if ISAS[name].is_chosen and _is_known_to_compiler(name))
     # A compiler that knows none of them fails to build the kernels, and a warning gives its error.
@@ -356,6 +356,8 @@ def _fault(isa: str) -> str:
     builder = compiler()
     if builder is None:
         return "no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)"
+    if isa == AMX and not _grants_tiles():  # its first tile would end the process
+        return f"Linux does not let this process use the tile unit; set {ISA_VARIABLE} to another level"
     try:
         loaded = _load(builder, isa)
         handlers = {name: getattr(loaded, "Hsd" + name.title().replace("_", "")) for name in KERNELS}

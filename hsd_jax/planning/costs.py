@@ -24,6 +24,9 @@ from hsd_jax.planning.acceptance import expected_tokens, profile_of_slowest
 from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
+FREE = 1.25
+"""Nodes are free if a pass over all takes at most this many times as long as a pass over one."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
@@ -78,6 +81,14 @@ class CostModel:
         return (
             self.product(weights_of_language_model(self.target), positions, self.itemsize, rates.cached_bytes) + small
         )
+
+    def are_free(self, rows: int, nodes: int) -> bool:
+        """Whether a pass over this many nodes of each row takes little longer than over one (FREE).
+
+        False where nodes that are not verified cost as much as others.
+        """
+        one, all_nodes = self.target_pass(rows * np.array([1, nodes]))
+        return self.rates.skips_positions and bool(all_nodes <= FREE * one)
 
     @property
     def windows(self) -> tuple[float, int]:

@@ -36,6 +36,8 @@ PLANNED_CHAINS = range(1, 8)
 """Drafts of the chains that are considered."""
 PLANNED_WIDE = ((6, 3, 2), (8, 4, 2), (16, 7, 3))
 """Nodes, depth and width of the wide trees that are considered."""
+PLANNED_WIDEST = (32, 7, 4)
+"""A further one where this many nodes are free (`CostModel.are_free`)."""
 
 
 @settings.dataclass
@@ -72,7 +74,8 @@ def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan
     def speed(tree: TreeConfig | None) -> float:
         return model.predicted_speed(rows, AVERAGE_FILL * slots, tree, profile, is_sampled)
 
-    trees = [tree for tree in trees_of(model.drafter) if tree.depth <= len(profile)]
+    wide = (*PLANNED_WIDE, *[PLANNED_WIDEST] * model.are_free(rows, PLANNED_WIDEST[0]))
+    trees = [tree for tree in trees_of(model.drafter, wide=wide) if tree.depth <= len(profile)]
     if not trees:
         return Plan(None, reason="this drafter can grow none of the trees that are considered")
     speeds = {tree: speed(tree) for tree in trees}

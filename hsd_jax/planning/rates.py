@@ -79,7 +79,8 @@ class Rates:
 
 
 CPU_RATES = {  # of one core, by instruction set
-    native.AMX: Rates(12e9, 90e9, 3e-6, skips_positions=True, narrow=12.0, integer=4.0, noise_seconds=3.4e-9),
+    # `narrow` was fitted to products of 1 to 32 rows of a prototype (docs/design.md), far below the tile unit's peak.
+    native.AMX: Rates(12e9, 90e9, 3e-6, skips_positions=True, narrow=2.2, integer=4.0, noise_seconds=3.4e-9),
     "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_positions=True, narrow=1.8, integer=4.0, noise_seconds=3.4e-9),
     "avx512_vnni": Rates(24e9, 90e9, 3e-6, skips_positions=True, integer=4.0, noise_seconds=3.4e-9),
     "avx512": Rates(24e9, 90e9, 3e-6, skips_positions=True, integer=1.7, noise_seconds=3.4e-9),

@@ -13,6 +13,9 @@ from hsd_jax.kernels import native, ops
 from hsd_jax.models.placement import Placement
 from hsd_jax.params import describe_arithmetic
 
+PROCESSOR_S = native.cpu_isas
+"""The real function; `asked` puts another in its place."""
+
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
@@ -58,12 +61,22 @@ def test_a_compiler_older_than_an_instruction_set_gets_the_one_below(asked, tmp_
 
 @pytest.mark.parametrize(("grants", "selected"), [(True, "amx"), (False, "avx512_bf16")])
 def test_tiles_are_asked_for_by_name_and_need_the_permission_of_linux(asked, monkeypatch, grants, selected):
-    monkeypatch.setattr(native, "cpu_isas", lambda: tuple(native.ISAS))
+    flags = " ".join(native.ISAS["amx"].needs)
+    monkeypatch.setattr(native.Path, "read_text", lambda path: f"flags : {flags}\n")
+    monkeypatch.setattr(native, "cpu_isas", PROCESSOR_S)
     monkeypatch.setattr(native, "_is_known_to_compiler", lambda isa: True)
     monkeypatch.setattr(native, "_grants_tiles", lambda: grants)
-    assert asked("") == "avx512_bf16"
+    assert asked("") == "avx512_bf16" and ("amx" in native.cpu_isas()) == grants
     with contextlib.nullcontext() if grants else pytest.warns(UserWarning, match="HSD_NATIVE_ISA=amx"):
         assert asked("amx") == selected
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no kernels anyway")
+def test_kernels_for_tiles_are_not_even_built_without_the_permission(asked, monkeypatch):
+    """Also where a caller names the level past `selected_isa`: the first tile would end the process."""
+    monkeypatch.setattr(native, "_grants_tiles", lambda: False)
+    monkeypatch.setattr(native, "_load", None)
+    assert "tile unit" in native._fault.__wrapped__("amx")
 
 
 def test_a_processor_without_vectors_has_no_kernels(asked, monkeypatch):

@@ -44,10 +44,12 @@ static float Number(const uint8_t* at) {
 static void LoadConfig(const void* config) {
   const uint8_t* from = static_cast<const uint8_t*>(config);
   Check(from[0] == 1 && from[1] == 0);
-  for (int t = 0; t < 8; t++) {
+  for (int i = 2; i < 16; i++) Check(from[i] == 0);
+  for (int t = 0; t < 16; t++) {
     uint16_t bytes;
     std::memcpy(&bytes, from + 16 + 2 * t, 2);
-    Check(bytes <= 64 && from[48 + t] <= 16);
+    Check(bytes <= (t < 8 ? 64 : 0) && from[48 + t] <= 16 && (bytes == 0) == (from[48 + t] == 0));
+    if (t >= 8) continue;
     tiles[t] = {};
     tiles[t].bytes = bytes, tiles[t].height = from[48 + t];
   }
@@ -59,6 +61,7 @@ static Tile& At(int t) {
 }
 static void Load(int t, const void* base, int64_t stride) {
   Tile& tile = At(t);
+  Check(tile.height == 1 || stride >= tile.bytes);  // rows that overlap: the shape is that of a larger group
   std::memset(tile.row, 0, sizeof(tile.row));
   for (int i = 0; i < tile.height; i++)
     std::memcpy(tile.row[i], static_cast<const char*>(base) + i * stride, tile.bytes);

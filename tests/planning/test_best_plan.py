@@ -25,8 +25,23 @@ class Predicted:
     def drafter(self):
         return toy.drafter_config(toy.target_config(), num_steps=3, profile=(0.9,) * 3, sampled_profile=(0.9,) * 3)
 
+    def are_free(self, rows, nodes):
+        return False
+
     def predicted_speed(self, rows, filled, tree, profile, is_sampled):
         return 1.0 if tree is None else self.gains[tree.depth - 1] if tree.width == 1 else self.wide
+
+
+@pytest.mark.parametrize(("narrow", "nodes"), [(2.2, 8), (100.0, 32)])
+def test_a_tree_of_32_nodes_is_chosen_where_nodes_are_free_and_drafts_often_fail(narrow, nodes):
+    """Sizes of Llama 3.2 1B. 32 nodes take 2.0 or 1.02 times as long as one."""
+    target = toy.target_config(hidden_size=2048, num_layers=16, intermediate_size=8192, vocab_size=128256)
+    drafter = toy.drafter_config(target, num_steps=7, rank=128, profile=(0.6,) * 7)
+    rates = Rates(2.4e10, 1.8e11, 3e-6, skips_positions=True, narrow=narrow)
+    tree = plan.best_plan(CostModel(target, drafter, rates, 2, 2), 1, 512, False).tree
+    assert tree.nodes == nodes
+    all_cost = dataclasses.replace(rates, skips_positions=False)
+    assert plan.best_plan(CostModel(target, drafter, all_cost, 2, 2), 1, 512, False).tree.nodes <= 16
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ struct Matrix {
 
 #if defined(HSD_TILES)
 constexpr bool kTurns = true;
+static_assert(kRowsAtOnce % kTile == 0, "rows that are turned at once are whole groups");
 #else
 constexpr bool kTurns = false;
 #endif
@@ -317,6 +318,9 @@ class Packed {
 };
 // Rows that one thread packs in a go; fewer than two such pieces are packed by the thread that was called.
 constexpr int64_t kPack = 32;
+#if defined(HSD_TILES)
+static_assert(kPack % kTile == 0, "rows that are turned at once are whole groups");
+#endif
 
 static inline void Pause() {
 #if defined(__x86_64__)
