@@ -297,12 +297,6 @@ def test_quantized_targets_on_a_mesh(folders):
     assert tokens(alone) == tokens(spread)
 
 
-@pytest.mark.parametrize("wrong", ["int4", 8])
-def test_other_quantizations_are_refused(folders, wrong):
-    with pytest.raises(ValueError, match=r"quantize=.*'int8'"):
-        load(folders, quantize=wrong)
-
-
 def test_packed_kernels_keep_their_8_bits(folders):
     """Scales are packed as outputs are; the logits are those of the projections one by one."""
     held = load(folders, quantize="int8", precision="exact")

@@ -23,7 +23,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.small_lm.tree import joined_features
-from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
+from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, save_steering
 from hsd_jax.drafters.steered.steering import STEERING, init_steering, steer
 from hsd_jax.kernels.ops import matmul
@@ -57,11 +57,6 @@ def test_the_bias_is_that_of_plain_numpy():
     for row in range(2):
         for place in range(3):
             np.testing.assert_allclose(found[row, place], steer_of(weights, config, features[row, place]), atol=1e-5)
-
-
-def test_default_layers_are_those_of_the_paper_where_the_target_has_them():
-    assert default_layers(32) == (3, 16, 29) and default_layers(1) == (1,)
-    assert all(default_layers(num)[-1] <= num for num in range(1, 80))
 
 
 # --- drafting ---------------------------------------------------------------------------------------------------------

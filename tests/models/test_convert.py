@@ -476,7 +476,7 @@ NORM, KEY = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(KEY), "'layers.1.self_attn.k_proj.weight'"),
+        (lambda t: t.pop(KEY), "'model.layers.1.self_attn.k_proj.weight'"),
         (lambda t: t.update({KEY: t[KEY].T.copy()}), r"k_proj.*\[32, 16\].*\[16, 32\]"),
         (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[KEY]}), r"layers\.2\.mlp"),
         (lambda t: t.update({KEY: t[KEY].astype(np.int8)}), "k_proj.*I8"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import types
 
 import pytest
@@ -14,7 +12,6 @@ from benchmarks import peers
 from hsd_jax.lab.bench.prompts import BenchPrompt
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import DEMO
-from hsd_jax.models.gguf_file import GgufFile
 
 folders = command_line.folders
 FOUND = [BenchPrompt("one", "a"), BenchPrompt("two", "b")]
@@ -22,18 +19,6 @@ FOUND = [BenchPrompt("one", "a"), BenchPrompt("two", "b")]
 
 def names(methods: list[dict]) -> list[str]:
     return [m["name"] for m in methods]
-
-
-def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
-    """The demo's Mistral is a Llama in the file; its weights are the folder's."""
-    args = peers.build_parser().parse_args(["--demo", "--llama-cpp", "--llama-dtypes", "bfloat16"])
-    target = str(DEMO / "target")
-    peers.write_gguf(args, target, str(tmp_path))
-    [method] = peers.llama_methods(args, str(tmp_path))
-    written, config = GgufFile(method["path"]), convert.read_config(target)
-    assert config.sliding_window == 512 and written.config.sliding_window is None
-    assert (written.config.model_type, written.config.num_layers, written.dtype) == ("llama", 6, "bfloat16")
-    assert written.hash() == convert.stored_hash(target, config, "bfloat16")
 
 
 def answer(tokens: list[int], seconds: float, decode_seconds: float, skipped: int = 0, passes: int = 2) -> dict:
@@ -127,16 +112,6 @@ print(json.dumps({"methods": [json.loads(input())["word"]]}), flush=True)
 for line in sys.stdin:
     print(line, end="", flush=True) if "echo" in line else sys.exit(3)
 """
-
-
-def test_a_worker_is_a_process_that_answers_line_by_line():
-    started = peers.Worker("echo", [sys.executable, "-c", ECHO], {"word": "é"}, dict(os.environ))
-    try:
-        assert started.methods == ["é"] and started.ask(op="echo", value=[1]) == {"op": "echo", "value": [1]}
-        with pytest.raises(ValueError, match=r"echo.*status 3"):
-            started.ask(op="end")
-    finally:
-        started.close()
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_runs(folders, tmp_path, capsys, monkeypatch):
