@@ -54,7 +54,6 @@ def steps(data: Path, out: Path, is_small: bool) -> dict[str, list[str]]:
     held_out = ["--prompts", *prompts, "--half", "report", "--limit", "6" if is_small else "24"]
     for name in TRAINED:
         run = ["python", str(HERE / "papers.py"), str(HERE / f"papers/{name}.yaml"), *texts, *held_out]
-        run += ["--cosines"] if name == "states" else []
         run += ["--small", "--seeds", "1"] if is_small else []
         commands[name] = [*run, "--out", str(out / name)]
     texts_of = ["--prompts", prompts[0], "--half", "report", "--limit", "6" if is_small else "64"]

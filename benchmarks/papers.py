@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import re
 import shlex
 import sys
@@ -23,14 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax import TreeConfig, settings
 from hsd_jax.cli import options
-from hsd_jax.config import DrafterConfig, ModelConfig
-from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
 from hsd_jax.lab.bench.experiment import Experiment
@@ -38,8 +33,6 @@ from hsd_jax.lab.bench.methods import MethodOptions, make_modes
 from hsd_jax.lab.bench.prompts import Workload, read_tasks
 from hsd_jax.lab.bench.tables import Table
 from hsd_jax.models.checkpoint import Checkpoint, find
-from hsd_jax.models.target import forward_sequence
-from hsd_jax.models.trunk import embed_committed, trunk_features
 from hsd_jax.params import Params, load, with_drafter
 from hsd_jax.planning import simulate
 from hsd_jax.planning.measure import bootstrap_ratio
@@ -47,7 +40,6 @@ from hsd_jax.planning.texts import Texts, stored_texts
 from hsd_jax.settings import Count, Flag, Seed
 from hsd_jax.train import run
 from hsd_jax.train.recipe import read_recipe
-from hsd_jax.types import Weights
 
 TEMPERATURES = {"greedy": 0.0, "T = 1": 1.0}
 TARGET = "target"
@@ -213,40 +205,6 @@ def score(drafters: list[Params], texts: Texts, depth: int, temperature: float) 
     return Score(texts.length - texts.prompt_length, np.array(passes), np.array(acceptance), mean)
 
 
-@functools.partial(jax.jit, static_argnames=("target_config", "config"))
-def _cosines(drafter: Weights, target: Weights, target_config: ModelConfig, config: DrafterConfig, tokens, length):
-    """The mean cosine with the target's later state by depth [2, K]: of the forecast, and of a copy of the root's."""
-    training = method_of(config).training
-    assert training is not None
-    output = forward_sequence(target, target_config, tokens, feature_layers=config.feature_layers)
-    count = tokens.shape[1] - 1
-    read = trunk_features(drafter, config, output.hidden[:, :count], tuple(x[:, :count] for x in output.features))
-    anchors = jnp.broadcast_to(jnp.arange(count), (len(tokens), count))
-    embeddings = embed_committed(target, target_config, config, tokens[:, 1:])
-    rest = embeddings, anchors, jnp.zeros((len(tokens), count), jnp.int32)
-    states = training.unroll(drafter, config, read, *rest)
-    positions = anchors[0][:, None] + jnp.arange(1, config.num_steps + 1)
-    later = output.hidden[:, jnp.minimum(positions, tokens.shape[1] - 1)]
-    is_text = (positions[None] < length[:, None, None]).astype(jnp.float32)
-
-    def cosine(x, y):
-        norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
-        return ((x * y).sum(-1) / norms * is_text).sum((0, 1)) / is_text.sum((0, 1))
-
-    return jnp.stack(
-        [cosine(states, later), cosine(jnp.broadcast_to(output.hidden[:, :count, None], later.shape), later)]
-    )
-
-
-def cosines(params: Params, texts: Texts) -> np.ndarray | None:
-    """`_cosines` of a hidden-state drafter on texts; None for drafters of other kinds."""
-    config = params.drafter_config
-    if config is None or config.kind != "hidden":
-        return None
-    rows = jnp.asarray(texts.tokens), jnp.asarray(texts.length)
-    return np.asarray(_cosines(params.drafter, params.target, params.target_config, config, *rows))
-
-
 def table_of(kind: str, scores: dict[str, dict[str, Score]], reference: str) -> Table:
     """The table of one temperature: tau of each task over all seeds, and the ratio to the first arm over all tasks."""
     tasks = list(scores[reference])
@@ -269,18 +227,6 @@ def table_of(kind: str, scores: dict[str, dict[str, Score]], reference: str) -> 
     if all(len(row) > len(heads) for row in rows):
         heads.append("overlap at depth 1")
     return Table(f"{kind}, chains", heads, [row[: len(heads)] for row in rows], [], left=1)
-
-
-def table_of_cosines(drafters: dict[str, list[Params]], texts: Texts) -> Table:
-    """A table of the cosines of the first seed of each arm."""
-    rows = []
-    for name, seeds in drafters.items():
-        values = cosines(seeds[0], texts)
-        if values is not None:
-            rows.append([name, *(" ".join(f"{x:.2f}".lstrip("0") for x in row) for row in values)])
-    return Table(
-        "cosine with the target's later state, by depth", ["arm", "forecast", "copy of the root's"], rows, [], left=1
-    )
 
 
 def pooled(by_task: dict[str, Score]) -> Score:
@@ -318,8 +264,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="use only the first seeds of the file")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="only these arms")
     parser.add_argument("--small", action="store_true", help="train for the few steps that the file names")
-    what = "also the cosine of forecast states with the target's later states, and of a copy of the root's state"
-    parser.add_argument("--cosines", action="store_true", help=what)
     parser.add_argument("--speed", action="store_true", help="also measure speed; leave the machine alone meanwhile")
     parser.add_argument("--repeats", type=int, default=2, help="with --speed: timed passes (default: 2)")
     parser.set_defaults(seed=0, chat_template=True, command_line=shlex.join(sys.argv))
@@ -358,8 +302,6 @@ def main() -> None:
                           "acceptance": s.acceptance.tolist(), "overlap": s.overlap} for task, s in by_task.items()}
             for name, by_task in scores.items()
         }  # fmt: skip
-    if args.cosines:
-        tables.append(table_of_cosines(drafters, texts[tasks[0], "greedy"]))
     foot = [f"claim: {comparison.claim}", f"{args.limit} prompts a task, {args.max_new_tokens} tokens, seeds {seeds}"]
     write_json(args.out / "table.json", record)
     if args.speed:
