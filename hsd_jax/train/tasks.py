@@ -215,7 +215,7 @@ class DrafterTask(TaughtTask):
         if isinstance(config, TrunkConfig):  # other drafters have no attention
             most = config.max_position
             if min(config.window or most, most) > train.length:
-                reach = f"attention is trained that far; contexts may have {most} (a window?)"
+                reach = f"attention further back is not trained, and contexts may have {most} (see model.window)"
                 report(f"rows of {train.length} tokens: {reach}")
         labels, self.hot = rows.tokens[rows.mask], None
         if config.reduced_vocab_size is not None:
