@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
         if args.contexts:
             modes = [dataclasses.replace(mode, eos=()) for mode in modes]
             tasks = prompts.at_contexts(params, tasks, args.contexts, args.max_new_tokens)
-        run = experiment.Experiment(work, modes, tasks, args.temperatures, args.batch, named, args.stages)
-        record = run.run(None if args.out is None else args.out / "bench.json")
+        made = experiment.Experiment(work, modes, tasks, args.temperatures, args.batch, named, args.stages)
+        record = made.run(None if args.out is None else args.out / "bench.json")
         tables, foot = report.tables_of(record), report.footer(record, report.NOTE)
         report.show(tables, foot, args.out and args.out / "bench.md")
         if args.out is not None:

@@ -91,6 +91,10 @@ def mutant_without_root_bias(config, base, table, root):
     return grow(config, base, np.roll(table, 1, axis=0), root)
 
 
+def test_the_comparison_finds_a_mutant():
+    assert find_difference(mutant_without_root_bias, CONFIGS[2], 0) is not None
+
+
 def test_a_beam_is_grown_for_the_temperature_of_its_row():
     """Sharper where the target's draw is surer: each row has the tree of its own scaled logits, temperature 0 of 3."""
     config, temperature = TreeConfig(nodes=7, depth=3, width=3), [0.0, 0.2, 0.5, 1.0, 2.0]

@@ -106,14 +106,6 @@ def test_texts_are_compared_with_the_peers_float32_and_speeds_with_its_fastest()
     assert {name: over["value"] for name, over in found["decode"]["over"].items()} == {"h plain": 2.0}
 
 
-ECHO = """
-import json, sys
-print(json.dumps({"methods": [json.loads(input())["word"]]}), flush=True)
-for line in sys.stdin:
-    print(line, end="", flush=True) if "echo" in line else sys.exit(3)
-"""
-
-
 def test_what_cannot_be_compared_is_refused_before_anything_runs(folders, tmp_path, capsys, monkeypatch):
     """The demo's window is 512; no prompt leaves room for 511 tokens more."""
     monkeypatch.setattr(peers, "start_workers", None)
