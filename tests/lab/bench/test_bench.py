@@ -253,6 +253,7 @@ def test_contexts_are_cut_or_joined(tokenizer):
     assert list(made) == ["context 2", "context 12"]
     assert [[len(p.ids) for p in own] for own in made.values()] == [[2, 2], [12, 12]]
     assert made["context 12"][0].ids[-3:] == tuple(tokenizer.encode("the cat sat"))[-3:]
+    assert made["context 2"][1].ids == tuple(tokenizer.encode("a dog ran to the red house"))[-2:]
     with pytest.raises(ValueError, match="max_len=40"):
         prompts.at_contexts(params, found, [30], 20)
 
