@@ -29,6 +29,8 @@ Tokens = Sequence[int] | np.ndarray
 TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP, "chat_template.jinja", "chat_template.json")
 """The files of a tokenizer that are copied from one folder to another."""
+OLDER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
+"""The files from which transformers makes a tokenizer if there is no TOKENIZER_JSON."""
 Messages = Sequence[Mapping[str, str]]
 """A conversation: a list of messages with the keys `role` and `content`."""
 
@@ -138,7 +140,7 @@ class Tokenizer:
         Only a folder without `tokenizer.json` is read by transformers.
         """
         folder = Path(folder)
-        if not any((folder / name).exists() for name in (TOKENIZER_JSON, "tokenizer.model", "vocab.json")):
+        if not any((folder / name).exists() for name in (TOKENIZER_JSON, *OLDER_FILES)):
             return None
         special = _special_tokens(folder)
         try:
@@ -161,9 +163,9 @@ class Tokenizer:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.special}
         write_json(folder / _SETTINGS, settings | ({} if self.template is None else {"chat_template": self.template}))
 
-    @property
-    def eos_id(self) -> int | None:
-        return self.raw.token_to_id(self.special.get("eos_token", ""))
+    def special_id(self, name: str) -> int | None:
+        """The number of the token of the name "bos" or "eos", None if there is none."""
+        return self.raw.token_to_id(self.special.get(f"{name}_token", ""))
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:

@@ -183,7 +183,7 @@ def test_ids_are_those_of_the_file(tmp_path, tokenizer_class, split, changes):
     raw, start, end = data.read_tokenizer(folder)
     words = raw.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode(text) == (words if start is None else [start, *words])
-    assert (start, end, tokenizer.eos_id) == (0 if changes.get("post_processor") else None, 1, 1)
+    assert (start, end, tokenizer.special_id("eos")) == (0 if changes.get("post_processor") else None, 1, 1)
 
 
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")  # transformers before 5.18
@@ -194,7 +194,7 @@ def test_a_folder_without_the_file_is_read_by_transformers(tmp_path):
     (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
     (folder / "tokenizer.json").unlink()
     tokenizer = Tokenizer.find(folder)
-    assert tokenizer.decode(tokenizer.encode("In 2024 it's")) == "In 2024 it's" and tokenizer.eos_id == 1
+    assert tokenizer.decode(tokenizer.encode("In 2024 it's")) == "In 2024 it's" and tokenizer.special_id("eos") == 1
     assert data.read_tokenizer(folder)[0].encode("1000").ids == tokenizer.encode("1000")
     (tmp_path / "copy").mkdir()
     find(folder).save_tokenizer(tmp_path / "copy")

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
 from hsd_jax.config import NO_REUSE, PARALLEL, ModelConfig, TreeConfig
-from hsd_jax.models.hf_config import read_config
 from hsd_jax.settings import shown
 
 PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
@@ -106,7 +105,7 @@ def read_target(name: str) -> ModelConfig:
     """The configuration of a shipped name, or of a checkpoint (`models/checkpoint.py`)."""
     from hsd_jax.models.checkpoint import find
 
-    return read_config(CONFIGS / name) if (CONFIGS / name).is_dir() else find(name).config
+    return find(CONFIGS / name if (CONFIGS / name).is_dir() else name).config
 
 
 def usual_drafter(config: ModelConfig, depth: int) -> Any:

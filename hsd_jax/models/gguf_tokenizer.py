@@ -51,38 +51,22 @@ _SPLITTINGS = {
 }
 
 
-def bos(header: Header) -> int | None:
-    """The start token, None if the file names none."""
-    return _token(header, _KEY + "bos_token_id")
-
-
-def adds_bos(header: Header) -> bool:
-    """Whether a text begins with the start token, by the file, else by its kind of splitting."""
-    found = header.get(_KEY + "add_bos_token")
-    if found is None:
-        splitting = _SPLITTINGS.get(str(header.get(_KEY + "pre")))
-        found = splitting is not None and splitting.adds_bos
-    return take(bool, found, f"{header.path}: {_KEY}add_bos_token") and bos(header) is not None
-
-
-def eos(header: Header) -> tuple[int, ...]:
-    """The distinct end tokens of a text, of a turn and of a message, in this order."""
-    found = [_token(header, _KEY + "eos_token_id")]
-    more = header.get(_KEY + "eos_token_ids", [])
-    found += [_checked(header, _KEY + "eos_token_ids", x) for x in (more if isinstance(more, list) else [more])]
-    found += [_token(header, f"{_KEY}{name}_token_id") for name in ("eot", "eom")]
+def special_tokens(header: Header, name: str) -> tuple[int, ...]:
+    """The distinct tokens of the name "bos" or "eos". End tokens are those of a text, of a turn and of a message."""
+    found = [_token(header, f"{name}_token_id")]
+    if name == "eos":
+        key = _KEY + "eos_token_ids"
+        more = header.get(key, [])
+        found += [_checked(header, key, token) for token in (more if isinstance(more, list) else [more])]
+        found += [_token(header, "eot_token_id"), _token(header, "eom_token_id")]
     return tuple(dict.fromkeys(token for token in found if token is not None))
-
-
-def chat_template(header: Header) -> str | None:
-    """The text of the template, None if the file has none."""
-    return take(str | None, header.get("tokenizer.chat_template"), f"{header.path}: tokenizer.chat_template")
 
 
 def build(header: Header) -> tokenizers.Tokenizer:
     """The tokenizer of the file, with its control and user-defined tokens as added tokens."""
     splitting, path = _splitting(header), header.path
-    tokens, merges = (_texts(header, _KEY + name) for name in ("tokens", "merges"))
+    lists = {name: header.get(_KEY + name) for name in ("tokens", "merges")}
+    tokens, merges = (take(list[str], found, f"{path}: {_KEY}{name}") for name, found in lists.items())
     kinds = header.get(_KEY + "token_type", [_NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ValueError(f"{path}: {_KEY}token_type: expected {len(tokens)} numbers")
@@ -110,9 +94,9 @@ def build(header: Header) -> tokenizers.Tokenizer:
             added[kind].append(AddedToken(token, special=kind == _CONTROL, normalized=False))
     tokenizer.add_special_tokens(added[_CONTROL])
     tokenizer.add_tokens(added[_USER_DEFINED])
-    if adds_bos(header):
-        start = bos(header)
-        assert start is not None  # adds_bos has checked it
+    adds_bos, start = header.get(_KEY + "add_bos_token"), _token(header, "bos_token_id")
+    adds_bos = take(bool | None, adds_bos, f"{path}: {_KEY}add_bos_token")
+    if start is not None and (splitting.adds_bos if adds_bos is None else adds_bos):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[tokens[start], "$A"],
             pair=[tokens[start], "$A", f"{tokens[start]}:1", "$B:1"],
@@ -123,11 +107,12 @@ def build(header: Header) -> tokenizers.Tokenizer:
 
 def wrapped(header: Header) -> Tokenizer:
     """The tokenizer of the file as a `Tokenizer`. Two are equal if their files hold the same tokenizer."""
-    inner = build(header)
+    inner, template = build(header), header.get("tokenizer.chat_template")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: _token(header, f"{_KEY}{key}_token_id") for name, key in names.items()}
+    ids = {name: _token(header, f"{key}_token_id") for name, key in names.items()}
     special = {f"{name}_token": str(inner.id_to_token(token)) for name, token in ids.items() if token is not None}
-    return Tokenizer(inner, sha256(header.tokenizer_bytes), special, chat_template(header))
+    take(str | None, template, f"{header.path}: tokenizer.chat_template")
+    return Tokenizer(inner, sha256(header.tokenizer_bytes), special, template)
 
 
 def _splitting(header: Header) -> _Splitting:
@@ -140,13 +125,9 @@ def _splitting(header: Header) -> _Splitting:
     return _SPLITTINGS[pre]
 
 
-def _texts(header: Header, key: str) -> list[str]:
-    return take(list[str], header.get(key), f"{header.path}: {key}")
-
-
-def _token(header: Header, key: str) -> int | None:
-    found = header.get(key)
-    return None if found is None else _checked(header, key, found)
+def _token(header: Header, name: str) -> int | None:
+    found = header.get(_KEY + name)
+    return None if found is None else _checked(header, _KEY + name, found)
 
 
 def _checked(header: Header, key: str, token: Any) -> int:

@@ -1,7 +1,8 @@
-"""Checks and reads trees of weights in files, and writes safetensors.
+"""Stores and reads the weights of targets, drafters and what belongs to them, as safetensors beside a JSON file.
 
-Every name and shape is checked before a number is read, and every number before it is used. A tensor goes from its file
-to its devices slice by slice. The subclasses of `StoredTensor` know the kind of file.
+`store` and `read` take a name for the two files, and the function that makes such weights. Every name and shape is
+checked before a number is read, and every number before it is used. A tensor goes from its file to its devices slice by
+slice. The subclasses of `StoredTensor` know the kind of file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import abc
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,9 +22,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hsd_jax.host.files import replacing
+from hsd_jax.host import sharding
+from hsd_jax.host.files import replacing, write_json
 from hsd_jax.models.placement import HERE, Placement, all_finite, assemble
+from hsd_jax.settings import shown
 from hsd_jax.types import Weights
+
+Init = Callable[..., Weights]
+"""`init(key, config)`: the weights of a model, of which only shapes and dtypes are used here."""
+MODEL = "model"
+"""The name of a target's files, which are those of Hugging Face."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes in which weights may be held and stored."""
@@ -77,14 +85,14 @@ class Safetensor(StoredTensor):
         return np.memmap(self.file, _NUMPY[self.dtype], "r", start, size)[::stride]
 
 
-def checked_dtype(dtype: Any) -> np.dtype:
+def checked_dtype(dtype: Any, allowed: tuple[str, ...] = DTYPES) -> np.dtype:
     """The dtype, if weights may be held in it. Else a ValueError names the allowed ones."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or found.name not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
+    if found is None or found.name not in allowed:
+        raise ValueError(f"dtype={shown(dtype)}: allowed are {', '.join(allowed)}")
     return found
 
 
@@ -139,7 +147,7 @@ def _read(
     return out
 
 
-def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
+def _check_finite(is_finite: bool, dtype: np.dtype, where: Any) -> None:
     if not is_finite:
         raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}")
 
@@ -153,104 +161,145 @@ def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
     return {name: 8 + length + facts["data_offsets"][0] for name, facts in header.items() if name != "__metadata__"}
 
 
-def _check_names(found: Iterable[str], expected: Iterable[str], where: str, config: str) -> None:
+def _check_names(found: Iterable[str], expected: Iterable[str], where: Any) -> None:
     found, expected = set(found), set(expected)
     missing, extra = sorted(expected - found), sorted(found - expected)
     if missing or extra:
         fault, names = ("missing", missing) if missing else ("unexpected", extra)
-        raise ValueError(f"{where}: {fault} tensor {names[0]!r} ({len(names)} in all) for the model of {config}")
+        raise ValueError(f"{where}: {fault} tensor {names[0]!r} ({len(names)} in all)")
 
 
-def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: str, config: str) -> None:
+def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: Any) -> None:
     if tuple(found) != expected:
-        raise ValueError(f"{where}: found shape {list(found)}, expected {list(expected)} from {config}")
+        raise ValueError(f"{where}: found shape {list(found)}, expected {list(expected)}")
 
 
-def check_tensors(
-    stored: dict[str, StoredTensor],
-    wanted: dict[str, str],
-    shapes: dict[str, tuple[int, ...]],
-    where: Path,
-    config: str,
-    ids: tuple[str, ...] = (),
-) -> None:
-    """Raises a ValueError unless `stored` has exactly the tensors `wanted`, in the right shapes and dtypes."""
-    _check_names(stored, wanted.values(), str(where), config)
-    for path, name in wanted.items():
-        tensor = stored[name]
-        _check_shape(tensor.shape, shapes[path], str(tensor), config)
-        allowed = (_IDS,) if path in ids else tensor.readable
+@functools.lru_cache(maxsize=16)  # tracing a small model takes longer than reading it
+def specs_of(init: Init, config: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shape and the dtype of each weight of `init(key, config)` by its dotted path. No weight is computed."""
+    tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    return dict(flatten_dict(tree, sep="."))
+
+
+def _is_ids(spec: jax.ShapeDtypeStruct) -> bool:
+    """Whether a weight is token ids, which have one dtype everywhere."""
+    return jnp.issubdtype(spec.dtype, jnp.integer)
+
+
+def matched(
+    stored: Mapping[str, StoredTensor], where: Path, init: Init, config: Any, named: Callable[[str], str] = str
+) -> dict[str, StoredTensor]:
+    """The tensor of each weight by our path. `named` gives the path's name in the files.
+
+    Raises a ValueError unless `stored` has exactly the weights of `init`, in the right shapes and dtypes.
+    """
+    num_layers = getattr(config, "num_layers", 1)
+    if len(stored) < num_layers:  # before every layer is traced to find the missing tensors
+        raise ValueError(f"{where}: {num_layers} layers, but only {len(stored)} tensors")
+    specs = specs_of(init, config)
+    names = {path: named(path) for path in specs}
+    _check_names(stored, names.values(), where)
+    for path, spec in specs.items():
+        tensor = stored[names[path]]
+        _check_shape(tensor.shape, spec.shape, tensor)
+        allowed = (_IDS,) if _is_ids(spec) else tensor.readable
         if tensor.dtype not in allowed:
             raise ValueError(f"{tensor}: found dtype {tensor.dtype}, expected one of {', '.join(allowed)}")
+    return {path: stored[name] for path, name in names.items()}
 
 
 def load_tree(
-    stored: dict[str, StoredTensor],
-    wanted: dict[str, str],
-    shapes: dict[str, tuple[int, ...]],
-    dtype: np.dtype,
-    where: Path,
-    config: str,
-    ids: tuple[str, ...] = (),
-    placement: Placement = HERE,
-    heads: tuple[int, int] = (1, 1),
-    held_shapes: dict[str, tuple[int, ...]] | None = None,
+    tensors: Mapping[str, StoredTensor], where: Path, init: Init, config: Any, dtype: Any, placement: Placement
 ) -> Weights:
-    """Reads tensors as a nested tree. All shapes are checked before any tensor is read.
+    """Reads tensors that `matched` found, rounded to `dtype`, as the tree of `init`.
 
-    Args:
-      stored: the tensors by their names in the files.
-      wanted, shapes: the name in the files and the expected shape for each of our paths.
-      dtype: dtype to which the numbers are rounded.
-      where, config: the file or folder and its configuration, for error messages.
-      ids: paths of token ids, which are int32 for every `dtype`.
-      heads: numbers of query heads and of key/value heads, which a mesh never splits.
-      held_shapes: the shapes of the result. They may have fewer rows than the file, or further rows of zeros.
+    `config` may have another size of the vocabulary than the files. The result then has the first rows of a tensor, or
+    further rows of zeros.
     """
-    check_tensors(stored, wanted, shapes, where, config, ids)
-    held, shapes = placement.held_dtype(dtype), held_shapes or shapes
-    kinds = {path: (jnp.dtype(jnp.int32),) * 2 if path in ids else (dtype, held) for path in wanted}
-    floats = unflatten_dict({path: jax.ShapeDtypeStruct(shapes[path], kinds[path][1]) for path in wanted}, sep=".")
-    placement.check_room(floats, heads, str(where))
-    shardings = placement.shardings(floats, heads)
+    dtype, heads, specs = checked_dtype(dtype), sharding.heads_of(config), specs_of(init, config)
+    held = placement.held_dtype(dtype)
+    floats = {path: spec if _is_ids(spec) else jax.ShapeDtypeStruct(spec.shape, held) for path, spec in specs.items()}
+    tree = unflatten_dict(floats, sep=".")
+    placement.check_room(tree, heads, str(where))
+    shardings = placement.shardings(tree, heads)
     arrays, checks, array = {}, {}, None
     try:
-        for path, name in wanted.items():
-            types = {"dtype": kinds[path][0], "held_dtype": kinds[path][1]}
-            read = functools.partial(_read, stored[name], whole=shapes[path], **types)
-            array = assemble(shapes[path], shardings[path], read)
+        for path, spec in floats.items():
+            rounded = spec.dtype if _is_ids(spec) else dtype
+            read = functools.partial(
+                _read, tensors[path], whole=spec.shape, dtype=rounded, held_dtype=jnp.dtype(spec.dtype)
+            )
+            array = assemble(spec.shape, shardings[path], read)
             checks[path] = all_finite(array)
             arrays[path] = placement.quantized(array)
         for path, is_finite in checks.items():
-            _check_finite(bool(is_finite), dtype, str(stored[wanted[path]]))
+            _check_finite(bool(is_finite), dtype, tensors[path])
     except BaseException:
         arrays, checks, array = {}, {}, None  # frees the memory: Python keeps the frames of the last error
         raise
     return unflatten_dict(arrays, sep=".")
 
 
-def store_tree(
-    path: Path,
+def config_file(folder: str | Path, name: str) -> Path:
+    """The file of a configuration that `store` writes."""
+    return Path(folder) / ("config.json" if name == MODEL else f"{name}_config.json")
+
+
+def weights_file(folder: str | Path, name: str) -> Path:
+    """The file of the weights that `store` writes."""
+    return Path(folder) / f"{name}.safetensors"
+
+
+def is_stored(folder: str | Path, name: str) -> bool:
+    """Whether a folder has one of the two files."""
+    return config_file(folder, name).is_file() or weights_file(folder, name).is_file()
+
+
+def read(
+    folder: str | Path,
+    name: str,
+    init: Init,
+    config: Any,
+    dtype: Any = "float32",
+    placement: Placement = HERE,
+    held: Any = None,
+) -> Weights:
+    """Reads the weights that `store` wrote. `held`: the configuration of the result, as in `load_tree`."""
+    file = weights_file(folder, name)
+    tensors = matched({tensor.name: tensor for tensor in open_all([file])}, file, init, config)
+    return load_tree(tensors, file, init, config if held is None else held, dtype, placement)
+
+
+def store(
+    folder: str | Path,
+    name: str,
+    values: dict[str, Any],
     weights: Weights,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: np.dtype,
-    name: Callable[[str], str],
-    ids: tuple[str, ...] = (),
+    init: Init,
+    config: Any,
+    dtype: Any = "float32",
+    named: Callable[[str], str] = str,
 ) -> None:
-    """Writes a tree to one safetensors file, in which `name` gives each path its name. No file appears half-written."""
+    """Writes weights as NAME.safetensors, and `values`, which describe `config`, as the JSON file of that name.
+
+    The weights must have the names and shapes of `init`. `named` gives each path its name in the file. No file appears
+    half-written.
+    """
+    dtype, file, specs = checked_dtype(dtype), weights_file(folder, name), specs_of(init, config)
     flat, tensors = dict[str, Any](flatten_dict(weights, sep=".")), {}
-    _check_names(flat, shapes, "weights to save", "the configuration")
-    for key, array in flat.items():
-        what = f"weights to save: {key!r}"
-        _check_shape(np.shape(array), shapes[key], what, "the configuration")
+    _check_names(flat, specs, f"weights for {file}")
+    for path, array in flat.items():
+        what = f"weights for {file}: {path!r}"
+        _check_shape(np.shape(array), specs[path].shape, what)
         with np.errstate(over="ignore"):  # an overflow is reported below
-            numbers = np.asarray(array).astype(np.int32 if key in ids else dtype)
-        _check_finite(key in ids or bool(np.isfinite(numbers).all()), dtype, what)
-        tensors[name(key)] = np.ascontiguousarray(numbers)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
+            numbers = np.asarray(array).astype(specs[path].dtype if _is_ids(specs[path]) else dtype)
+        _check_finite(_is_ids(specs[path]) or bool(np.isfinite(numbers).all()), dtype, what)
+        tensors[named(path)] = np.ascontiguousarray(numbers)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})  # transformers refuses files without it
         except SafetensorError as error:  # a full disk, for example
             raise OSError(str(error)) from error
         temporary.chmod(0o644)  # safetensors writes files for the owner only
+    write_json(config_file(folder, name), values)

@@ -162,34 +162,34 @@ def test_kinds_of_tokens(smollm, tmp_path):
 def test_texts_begin_with_the_start_token_where_the_file_says_so(pre, says, starts, smollm, tmp_path):
     changed = smollm | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": says}
     file = write(tmp_path / "t.gguf", changed)
-    assert file.bos == 1
+    assert file.special_tokens("bos") == (1,)
     tokenizer = file.tokenizer()
     assert (tokenizer.encode("the cat")[0] == 1) == starts
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-    raw = file.tokenizer().raw
+    raw = tokenizer.raw
     assert (raw.encode("the", "cat").ids.count(1), raw.encode("the", add_special_tokens=False).ids.count(1)) == (
         2 * starts,
         0,
     )
     without = write(tmp_path / "n.gguf", changed | {"tokenizer.ggml.bos_token_id": None})
-    assert without.bos is None and not without.tokenizer().starts
+    assert without.special_tokens("bos") == () and not without.tokenizer().starts
 
 
 def test_end_tokens_are_those_of_text_turn_and_message(smollm, tmp_path):
     more = {"eot_token_id": 0, "eom_token_id": 2}
     file = write(tmp_path / "t.gguf", smollm | {f"tokenizer.ggml.{key}": value for key, value in more.items()})
-    assert file.eos == (2, 0)
+    assert file.special_tokens("eos") == (2, 0)
     listed = smollm | {"tokenizer.ggml.eos_token_ids": [0, 2, 1]}
-    assert write(tmp_path / "l.gguf", listed).eos == (2, 0, 1)
-    assert write(tmp_path / "n.gguf", smollm | {"tokenizer.ggml.eos_token_id": None}).eos == ()
+    assert write(tmp_path / "l.gguf", listed).special_tokens("eos") == (2, 0, 1)
+    none = smollm | {"tokenizer.ggml.eos_token_id": None}
+    assert write(tmp_path / "n.gguf", none).special_tokens("eos") == ()
 
 
 def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     file = write(tmp_path / "a.gguf", smollm | {"tokenizer.chat_template": template})
-    assert file.has_chat_template
     tokenizer, raw = file.tokenizer(), file.tokenizer().raw
-    assert tokenizer.eos_id == 2
+    assert tokenizer.has_chat_template and tokenizer.special_id("eos") == 2
     for text in TEXTS:
         assert tokenizer.encode(text) == raw.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text)) == raw.decode(raw.encode(text).ids)
@@ -204,7 +204,7 @@ def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
     )
     assert hash(tokenizer) == hash(file.tokenizer())
     other = write(tmp_path / "c.gguf", smollm)
-    assert not other.has_chat_template and other.tokenizer() != tokenizer
+    assert not other.tokenizer().has_chat_template and other.tokenizer() != tokenizer
     assert other.tokenizer().conflict_with(tokenizer) is None
     with pytest.raises(ValueError, match="chat template"):
         other.tokenizer().encode_chat([{"role": "user", "content": "hi"}])
