@@ -170,39 +170,33 @@ def find(
     """
     words = None if tokenizer is None else find(tokenizer, weights=False).words
     if isinstance(source, Checkpoint):
-        _refuse_revision(str(source), revision)
-        return source if words is None else Checkpoint(source.name, source.files, words, source.drafter)
-    if isinstance(source, str) and source in BUNDLED:
         _refuse_revision(source, revision)
+        return source if words is None else Checkpoint(source.name, source.files, words, source.drafter)
+    if not str(source):
+        raise ValueError("an empty name: expected a name, a folder or a file")
+    path, drafter = Path(source).expanduser(), None
+    if isinstance(source, str) and source in BUNDLED:
         path, drafter = BUNDLED[source].target(), BUNDLED[source].default
+    if path.exists():
+        _refuse_revision(source, revision)
     else:
-        path, drafter = path_of(source, revision, weights), None
+        path = _fetched(source, path, revision, weights)
     if not path.is_dir() and path.suffix != ".gguf":
         raise ValueError(f"{path}: expected a Hugging Face folder, or a file that ends in .gguf")
     return Checkpoint(str(source), Folder(path) if path.is_dir() else GgufFile(path), words, drafter)
 
 
-def path_of(source: str | Path, revision: str | None = None, weights: bool = True) -> Path:
-    """The path with this name, or the local folder of the hub's repository with this name, which is fetched."""
-    if not str(source):
-        raise ValueError("an empty name: expected a name, a folder or a file")
-    path = Path(source).expanduser()
-    if path.exists():
-        _refuse_revision(source, revision)
-        return path
-    tried = [f"not one of {', '.join(BUNDLED)}"] if isinstance(source, str) else []
-    tried.append(f"no such path ({path.absolute()})")
+def _fetched(source: str | Path, path: Path, revision: str | None, weights: bool) -> Path:
+    """The local folder of the hub's repository with this name."""
+    tried = [f"{source}: not one of {', '.join(BUNDLED)}; no such path ({path.absolute()})"]
     if isinstance(source, str) and hub.is_repo_name(source):
         try:
             return hub.fetch(source, revision, weights)
-        except ValueError as error:
-            tried.append(f"nor from the hub: {error}")
-            raise FileNotFoundError(f"{source}: {'; '.join(tried)}") from error
-    if isinstance(source, str) and path.suffix != ".gguf":
-        tried.append("nor a name on the hub, which is ORG/NAME")
-    raise FileNotFoundError(f"{source}: {'; '.join(tried)}")
+        except hub.HubError as error:
+            raise FileNotFoundError("; ".join([*tried, f"nor from the hub: {error}"])) from error
+    raise FileNotFoundError("; ".join([*tried, "nor a name on the hub, which is ORG/NAME"]))
 
 
-def _refuse_revision(source: str | Path, revision: str | None) -> None:
+def _refuse_revision(source: Source, revision: str | None) -> None:
     if revision is not None:
         raise ValueError(f"revision={shown(revision)}: only names on the hub have revisions, and {source} is not one")

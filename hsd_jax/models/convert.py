@@ -77,7 +77,7 @@ class Folder:
             stored.setdefault(_EMBEDDING, head)
         found = matched(stored, self.path, init_target, config, lambda path: _hf_name(path, config))
         embedding = stored[_EMBEDDING]
-        if head not in (None, embedding) and not are_equal(embedding, head):
+        if head not in (None, embedding) and (head.dtype not in head.readable or not are_equal(embedding, head)):
             raise ValueError(f"{head}: differs from {embedding.name!r}, though tie_word_embeddings is true")
         return found
 

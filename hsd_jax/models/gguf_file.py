@@ -41,8 +41,6 @@ class GgufTensor(StoredTensor):
 
     readable = tuple(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantize(kind))
 
-    start: int
-    """The position of its first byte in the file."""
     heads: int | None = None
     """The number of heads for `gguf_layout.interleaved_rows`. None: the rows are in our order."""
     added: float = 0.0

@@ -35,8 +35,8 @@ MODEL = "model"
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes in which weights may be held and stored."""
-_NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
 _IDS = "I32"
+_NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, _IDS: np.int32}
 _ROWS_BYTES = 64 << 20
 """The approximate size of a block that is read at once. The host holds one block besides the weights."""
 
@@ -53,6 +53,8 @@ class StoredTensor(abc.ABC):
     shape: tuple[int, ...]
     dtype: str
     """The file's name for the dtype."""
+    start: int
+    """The position of its first byte in the file."""
 
     def __str__(self) -> str:
         return f"{self.file}: tensor {self.name!r}"
@@ -66,23 +68,21 @@ class StoredTensor(abc.ABC):
         """Every `stride`-th number of the tensor in row-major order. It reads little else from the file."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Safetensor(StoredTensor):
     """A tensor of a safetensors file."""
 
-    readable = tuple(_NUMPY)
+    readable = ("F64", "F32", "BF16", "F16")
+
+    def _mapped(self) -> np.ndarray:
+        return np.memmap(self.file, _NUMPY[self.dtype], "r", self.start, self.shape)
 
     def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
-        with safe_open(self.file, framework="np") as handle:  # mapped anew, which releases the pages read before
-            part, (rows, *rest) = handle.get_slice(self.name), index
-            for row in range(rows.start, rows.stop, step):
-                yield part[tuple([slice(row, min(row + step, rows.stop)), *rest])]
+        rows, *rest = index
+        for row in range(rows.start, rows.stop, step):  # mapped anew, which releases the pages read before
+            yield self._mapped()[slice(row, min(row + step, rows.stop)), *rest]
 
     def sample(self, stride: int) -> np.ndarray:
-        about = self.file.stat()
-        start = _starts(self.file, about.st_size, about.st_mtime_ns)[self.name]
-        size = int(np.prod(self.shape))
-        return np.memmap(self.file, _NUMPY[self.dtype], "r", start, size)[::stride]
+        return self._mapped().reshape(-1)[::stride]
 
 
 def checked_dtype(dtype: Any, allowed: tuple[str, ...] = DTYPES) -> np.dtype:
@@ -101,15 +101,18 @@ def open_all(files: list[Path]) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     for file in files:
         size = file.stat().st_size
-        if size == 0:  # an empty file cannot be mapped
-            raise ValueError(f"{file}: empty")
         try:
-            with safe_open(file, framework="np") as handle:
-                for name in handle.keys():  # noqa: SIM118
-                    facts = handle.get_slice(name)
-                    tensors.append(Safetensor(file, name, tuple(facts.get_shape()), facts.get_dtype()))
-        except SafetensorError as error:
+            with safe_open(file, framework="np"):  # checks the header and the length of the file
+                pass
+        except (SafetensorError, OSError) as error:  # an empty file cannot be mapped
             raise ValueError(f"{file}: not a complete safetensors file ({error}; {size} bytes found)") from error
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        for name, facts in header.items():
+            start = 8 + length + facts["data_offsets"][0]
+            tensors.append(Safetensor(file, name, tuple(facts["shape"]), facts["dtype"], start))
     return tensors
 
 
@@ -150,15 +153,6 @@ def _read(
 def _check_finite(is_finite: bool, dtype: np.dtype, where: Any) -> None:
     if not is_finite:
         raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}")
-
-
-@functools.lru_cache(maxsize=64)
-def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
-    """The offset of each tensor's data in a file. A changed file, by `size` and `changed`, is read again."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    return {name: 8 + length + facts["data_offsets"][0] for name, facts in header.items() if name != "__metadata__"}
 
 
 def _check_names(found: Iterable[str], expected: Iterable[str], where: Any) -> None:
