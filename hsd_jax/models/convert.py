@@ -75,7 +75,9 @@ class Folder:
         head = stored.pop(_HEAD, None) if config.tie_embeddings else None
         if head is not None:
             stored.setdefault(_EMBEDDING, head)
-        found = matched(stored, self.path, init_target, config, lambda path: _hf_name(path, config))
+        whole = self.path / WEIGHTS_FILE
+        where = whole if whole.is_file() else self.path / INDEX_FILE
+        found = matched(stored, where, init_target, config, lambda path: _hf_name(path, config))
         embedding = stored[_EMBEDDING]
         if head not in (None, embedding) and (head.dtype not in head.readable or not are_equal(embedding, head)):
             raise ValueError(f"{head}: differs from {embedding.name!r}, though tie_word_embeddings is true")

@@ -100,7 +100,7 @@ class GgufTensor(StoredTensor):
 
 
 class GgufFile:
-    """A GGUF file of a model that this library runs. The constructor reads only the header, in milliseconds."""
+    """A GGUF file of a model that this library runs. The constructor reads only the header."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -109,7 +109,7 @@ class GgufFile:
     @functools.cached_property
     def config(self) -> ModelConfig:
         shapes = {name: place.shape for name, place in self.header.places.items()}
-        return gguf_layout.parse(self.header.get, shapes, self._rope_factors(), str(self.path))
+        return gguf_layout.parse(self.header.values.get, shapes, self._rope_factors(), str(self.path))
 
     @functools.cached_property
     def dtype(self) -> str:

@@ -172,7 +172,7 @@ def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: Any) ->
 def specs_of(init: Init, config: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """The shape and the dtype of each weight of `init(key, config)` by its dotted path. No weight is computed."""
     tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    return dict(flatten_dict(tree, sep="."))
+    return dict[str, Any](flatten_dict(tree, sep="."))
 
 
 def _is_ids(spec: jax.ShapeDtypeStruct) -> bool:
