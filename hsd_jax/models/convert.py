@@ -21,7 +21,16 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.host.files import read_object, sha256
 from hsd_jax.models.hf_config import format_config, read_config
 from hsd_jax.models.target import init_target
-from hsd_jax.models.tensor_files import MODEL, StoredTensor, are_equal, checked_dtype, matched, open_all, store
+from hsd_jax.models.tensor_files import (
+    MODEL,
+    StoredTensor,
+    are_equal,
+    checked_dtype,
+    file_name,
+    matched,
+    open_all,
+    store,
+)
 from hsd_jax.settings import Whole, take
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
@@ -32,6 +41,7 @@ _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """The starts of the names of the text model's tensors, without prefixes. Tensors of a vision tower have other names and
 are left out."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OUTER = {"embedding": _EMBEDDING, "head": _HEAD, "final_norm.weight": "model.norm.weight"}
 _HASH_SAMPLES = 4096
 
 _MODULES = {
@@ -136,19 +146,11 @@ def _open(folder: Path) -> dict[str, StoredTensor]:
 
 def _hf_name(path: str, config: ModelConfig) -> str:
     """`layer_3.attn.q.kernel` -> `model.layers.3.self_attn.q_proj.weight`."""
-    outer = {"embedding": _EMBEDDING, "head": _HEAD, "final_norm.weight": "model.norm.weight"}
-    if path in outer:
-        return outer[path]
-    layer, _, rest = path.partition(".")
-    module, _, leaf = rest.rpartition(".")
-    modules = _MODULES | (_POST_NORMS if config.post_norms else _PLAIN_NORMS)
-    return f"model.layers.{layer.removeprefix('layer_')}.{modules[module]}.{'bias' if leaf == 'bias' else 'weight'}"
+    return file_name(path, _OUTER, "model.layers", _MODULES | (_POST_NORMS if config.post_norms else _PLAIN_NORMS))
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """`model.safetensors`, or the shards that its index names."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder")
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +76,19 @@ class GgufTensor(StoredTensor):
         """The indices of our rows in the file."""
         return rows if self.heads is None else gguf_layout.interleaved_rows(rows, self.shape[0], self.heads)
 
-    def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
-        stored, (rows, *rest) = self._bytes(), index
-        if not rest:
-            yield self._floats(stored)[0][self._theirs(np.arange(rows.start, rows.stop))]
-            return
-        (columns,) = rest
+    def block(self, rows: slice, *columns: slice) -> np.ndarray:
+        theirs = self._theirs(np.arange(rows.start, rows.stop))
+        if not columns:
+            return self._floats(self._bytes())[0][theirs]
         per_block = gguf.GGML_QUANT_SIZES[self._kind][0]
-        first, last = columns.start // per_block, -(-columns.stop // per_block)
-        for row in range(rows.start, rows.stop, step):
-            theirs = self._theirs(np.arange(row, min(row + step, rows.stop)))
-            floats = self._floats(stored[theirs, first:last])
-            yield floats[:, columns.start - first * per_block : columns.stop - first * per_block]
+        first, last = columns[0].start // per_block, -(-columns[0].stop // per_block)
+        floats = self._floats(self._bytes()[theirs, first:last])
+        return floats[:, columns[0].start - first * per_block : columns[0].stop - first * per_block]
 
     def sample(self, stride: int) -> np.ndarray:
         at = np.arange(0, math.prod(self.shape), stride)
         if len(self.shape) == 1:
-            return next(self.blocks((slice(0, *self.shape),), 1))[at]
+            return self.block(slice(0, *self.shape))[at]
         row, column = np.divmod(at, self.shape[-1])
         block, place = np.divmod(column, gguf.GGML_QUANT_SIZES[self._kind][0])
         return self._floats(self._bytes()[self._theirs(row), block][:, None])[np.arange(len(at)), place]
@@ -143,4 +138,4 @@ class GgufFile:
         tensor = self._tensor(gguf_layout.ROPE_FACTORS)
         if tensor.dtype not in tensor.readable or len(tensor.shape) != 1:
             raise ValueError(f"{tensor}: found {tensor.dtype} {list(tensor.shape)}, expected a list of floats")
-        return next(tensor.blocks((slice(0, *tensor.shape),), 1))
+        return tensor.block(slice(0, *tensor.shape))

@@ -11,6 +11,7 @@ import abc
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,9 +60,17 @@ class StoredTensor(abc.ABC):
     def __str__(self) -> str:
         return f"{self.file}: tensor {self.name!r}"
 
+    def rows(self, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]:
+        """Yields a slice of step 1 in blocks of rows of about `_ROWS_BYTES` each."""
+        whole = (*index, *[slice(None)] * len(self.shape))
+        rows, *rest = (slice(*s.indices(n)[:2]) for s, n in zip(whole, self.shape, strict=False))
+        step = max(_ROWS_BYTES // (8 * math.prod(self.shape[1:])), 1)
+        for row in range(rows.start, rows.stop, step):
+            yield self.block(slice(row, min(row + step, rows.stop)), *rest)
+
     @abc.abstractmethod
-    def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
-        """Yields a slice of step 1 in blocks of at most `step` rows. At the end no page of the file stays mapped."""
+    def block(self, rows: slice, *columns: slice) -> np.ndarray:
+        """A slice with given ends. Once it is freed, no page of the file stays mapped."""
 
     @abc.abstractmethod
     def sample(self, stride: int) -> np.ndarray:
@@ -73,13 +82,11 @@ class Safetensor(StoredTensor):
 
     readable = ("F64", "F32", "BF16", "F16")
 
-    def _mapped(self) -> np.ndarray:
+    def _mapped(self) -> np.ndarray:  # anew each time, which releases the pages read before
         return np.memmap(self.file, _NUMPY[self.dtype], "r", self.start, self.shape)
 
-    def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
-        rows, *rest = index
-        for row in range(rows.start, rows.stop, step):  # mapped anew, which releases the pages read before
-            yield self._mapped()[slice(row, min(row + step, rows.stop)), *rest]
+    def block(self, rows: slice, *columns: slice) -> np.ndarray:
+        return self._mapped()[rows, *columns]
 
     def sample(self, stride: int) -> np.ndarray:
         return self._mapped().reshape(-1)[::stride]
@@ -116,17 +123,9 @@ def open_all(files: list[Path]) -> list[StoredTensor]:
     return tensors
 
 
-def _rows(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]:
-    """Yields a slice of a tensor in blocks of rows of about `_ROWS_BYTES` each."""
-    whole = (*index, *[slice(None)] * len(tensor.shape))
-    within = tuple(slice(*s.indices(n)[:2]) for s, n in zip(whole, tensor.shape, strict=False))
-    step = max(_ROWS_BYTES // (8 * int(np.prod(tensor.shape[1:], dtype=np.int64)) or 1), 1)
-    return tensor.blocks(within, step)
-
-
 def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors hold the same numbers."""
-    return one.shape == other.shape and all(np.array_equal(a, b) for a, b in zip(_rows(one), _rows(other), strict=True))
+    return one.shape == other.shape and all(map(np.array_equal, one.rows(), other.rows()))
 
 
 def _read(
@@ -138,11 +137,11 @@ def _read(
     """
     index = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, whole, strict=True))
     shape = [s.stop - s.start for s in index]
-    size = int(np.prod(shape)) * held_dtype.itemsize
+    size = math.prod(shape) * held_dtype.itemsize
     room = np.empty(size + 64, np.uint8)
     start = -room.ctypes.data % 64
     out, at = room[start : start + size].view(held_dtype).reshape(shape), 0
-    for rows in _rows(tensor, index):
+    for rows in tensor.rows(index):
         with np.errstate(over="ignore"):  # the caller checks for infinities
             out[at : at + len(rows)] = rows.astype(dtype, copy=False)
         at += len(rows)
@@ -178,6 +177,15 @@ def specs_of(init: Init, config: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def _is_ids(spec: jax.ShapeDtypeStruct) -> bool:
     """Whether a weight is token ids, which have one dtype everywhere."""
     return jnp.issubdtype(spec.dtype, jnp.integer)
+
+
+def file_name(path: str, outer: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> str:
+    """The name in a file of one of our paths: `layer_3.attn.q.kernel` -> `LAYERS.3.QUERY.weight`."""
+    if path in outer:
+        return outer[path]
+    layer, _, rest = path.partition(".")
+    module, _, leaf = rest.rpartition(".")
+    return f"{layers}.{layer.removeprefix('layer_')}.{modules[module]}.{'bias' if leaf == 'bias' else 'weight'}"
 
 
 def matched(

@@ -31,6 +31,7 @@ def facts_of(source: Source) -> dict[str, Any]:
 
 def _target(checkpoint: Checkpoint) -> dict[str, Any]:
     config, dtype, weights = checkpoint.config, checkpoint.dtype, checkpoint.weights()
+    words = checkpoint.tokenizer
     return {
         "kind": "target",
         "dtype": dtype,
@@ -39,8 +40,8 @@ def _target(checkpoint: Checkpoint) -> dict[str, Any]:
         **dataclasses.asdict(config),
         "parameters": f"{model_record(weights)['parameters']:,}",
         "eos": ", ".join(map(str, checkpoint.eos)) or "none",
-        "tokenizer": "none: token ids only" if checkpoint.tokenizer is None else "yes",
-        "chat template": "yes" if checkpoint.has_chat_template else "none",
+        "tokenizer": "none: token ids only" if words is None else "yes",
+        "chat template": "yes" if words is not None and words.has_chat_template else "none",
         "hash": convert.weights_hash(weights),
     }
 
