@@ -25,7 +25,6 @@ from support.training import random_weights
 from hsd_jax.config import FULL, SLIDING, RopeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.table import init_drafter
 from hsd_jax.kernels import native
 from hsd_jax.models import convert
 from hsd_jax.models.cache import commit, empty_cache
@@ -555,27 +554,6 @@ def test_hash_sees_weights_and_not_their_dtype(weights):
 def test_hash_is_stable_across_versions():
     tree = {"a": {"b": np.arange(10_000, dtype=np.float32).reshape(100, 100)}, "c": np.ones(3, ml_dtypes.bfloat16)}
     assert convert.weights_hash(tree) == "62effc5afa5614dc3ff4a294ef9df66f96c82b8de6a0a0772b9296ba34e3f427"
-
-
-def test_bad_drafter_files(tmp_path):
-    drafter_files.save_drafter(tmp_path, DRAFTER, random_weights(init_drafter, DRAFTER))
-    config, file = tmp_path / "drafter_config.json", tmp_path / "drafter.safetensors"
-    whole, text = file.read_bytes(), config.read_text()
-
-    def expect(message, kind=ValueError):
-        with pytest.raises(kind, match=message):
-            drafter_files.read_drafter(tmp_path)
-        file.write_bytes(whole)
-        config.write_text(text)
-
-    file.write_bytes(whole[:-10])
-    expect(r"drafter\.safetensors")
-    edit_json(config, rank=16)
-    expect(r"injector.*\[61, 8\].*\[61, 16\]")
-    edit_json(config, colour=1)
-    expect("'colour'")
-    file.unlink()
-    expect(r"drafter\.safetensors", FileNotFoundError)
 
 
 def test_drafter_of_another_target():
