@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -10,11 +9,11 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from flax.traverse_util import unflatten_dict
 from support import toy
+from support.checkpoints import split
 
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
@@ -22,7 +21,6 @@ from hsd_jax.host import sharding
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.models import convert, placement, tensor_files
 from hsd_jax.models.checkpoint import find
-from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.packing import pack
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import forward_sequence, init_target
@@ -34,22 +32,13 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
 CALL = {"max_new_tokens": 10, "temperature": [0.0, 1.0, 0.8], "top_k": [None, None, 5], "top_p": 0.9, "seed": 3}
 
 
-def write_checkpoint(folder, config, dtype=np.float32, num_files: int = 1) -> dict[str, np.ndarray]:
-    """Random weights in a Hugging Face folder, in shards if `num_files` says so; returns them by our paths."""
-    folder.mkdir(exist_ok=True)
-    random = np.random.default_rng(0)
-    shapes = {path: spec.shape for path, spec in tensor_files.specs_of(init_target, config).items()}
-    arrays = {path: (random.standard_normal(shape, np.float32) * 0.1).astype(dtype) for path, shape in shapes.items()}
-    stored = {convert._hf_name(path, config): array for path, array in arrays.items()}
-    if num_files == 1:
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    else:
-        names = [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
-        for i, name in enumerate(names):
-            save_file({key: stored[key] for key in list(stored)[i::num_files]}, folder / name)
-        places = {key: names[i % num_files] for i, key in enumerate(stored)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    (folder / "config.json").write_text(json.dumps(format_config(config) | {"eos_token_id": 7}))
+def write_checkpoint(folder, config, dtype="float32", num_files: int = 1) -> dict[str, np.ndarray]:
+    """Random weights in a Hugging Face folder; returns them by our paths."""
+    random, specs = np.random.default_rng(0), tensor_files.specs_of(init_target, config)
+    arrays = {path: random.standard_normal(spec.shape, np.float32).astype(dtype) / 8 for path, spec in specs.items()}
+    convert.save_target(folder, config, unflatten_dict(arrays, sep="."), dtype, eos=(7,))
+    if num_files > 1:
+        split(folder, num_files)
     return arrays
 
 
@@ -137,7 +126,7 @@ def test_the_host_holds_little_besides_the_weights(tmp_path):
         vocab_size=56_000, hidden_size=2048, intermediate_size=4096, num_layers=1, num_heads=16, num_kv_heads=8,
         head_dim=128, tie_embeddings=True, max_position=64,
     )  # fmt: skip
-    arrays = write_checkpoint(tmp_path, config, ml_dtypes.bfloat16)
+    arrays = write_checkpoint(tmp_path, config, jnp.bfloat16)
     total = sum(array.nbytes for array in arrays.values())
     assert total > 290e6 and arrays["embedding"].nbytes > 220e6
     command = [sys.executable, "-c", MEMORY, str(tmp_path), str(total + 120_000_000)]
@@ -159,7 +148,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folders, monkeyp
 def test_the_room_of_a_device_is_for_its_own_slices(folders, monkeypatch):
     """A device that has room for an eighth and the norms is enough of a mesh of eight, and too little alone."""
     specs = tensor_files.specs_of(init_target, find(folders / "target").config)
-    floats = tensor_files.unflatten_dict(specs, sep=".")
+    floats = unflatten_dict(specs, sep=".")
     total = 4 * sum(math.prod(spec.shape) for spec in specs.values())
     device = SimpleNamespace(
         platform="gpu", memory_stats=lambda: {"bytes_limit": total // 4 + 100, "bytes_in_use": 100}

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from support import chat, toy
-from support.checkpoints import edit_json, edit_tensors
+from support.checkpoints import edit_json, edit_tensors, split
 from support.training import random_weights
 
 from hsd_jax.config import FULL, SLIDING, RopeConfig
@@ -221,16 +221,8 @@ def test_saved_target_loads_in_transformers(torch_checkpoint, tmp_path, case):
 
 
 def test_shards_give_the_weights_of_one_file(saved, weights):
-    """Three files and an index, in the order of the names or not."""
-    tensors = load_file(saved / "model.safetensors")
-    (saved / "model.safetensors").unlink()
-    names = {f"model-{i}-of-3.safetensors": sorted(tensors)[i::3] for i in range(3)}
-    for file, part in names.items():
-        save_file({name: tensors[name] for name in part}, saved / file, metadata={"format": "pt"})
-    index = {"weight_map": {name: file for file, part in names.items() for name in part}}
-    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert same_tree(find(saved).weights(), weights)
-    assert find(saved).hash() == convert.weights_hash(weights)
+    split(saved, 3)
+    assert same_tree(find(saved).weights(), weights) and find(saved).hash() == convert.weights_hash(weights)
 
 
 # Configurations
