@@ -29,8 +29,6 @@ def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dt
     """Writes both files. The rows of the target's head that a reduced draft vocabulary needs are left out."""
     if config.reduced_vocab_size is not None:
         weights = {name: part for name, part in weights.items() if name != "head"}
-        if _DRAFT_TO_TARGET in weights:
-            checked_ids(weights[_DRAFT_TO_TARGET], config.vocab_size, f"weights to save: {_DRAFT_TO_TARGET!r}")
     values = {"kind": config.kind, **dataclasses.asdict(config)}
     store(folder, DRAFTER, values, weights, _stored, config, dtype)
 

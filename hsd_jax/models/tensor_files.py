@@ -227,10 +227,8 @@ def load_tree(
     arrays, checks, array = {}, {}, None
     try:
         for path, spec in floats.items():
-            rounded = spec.dtype if _is_ids(spec) else dtype
-            read = functools.partial(
-                _read, tensors[path], whole=spec.shape, dtype=rounded, held_dtype=jnp.dtype(spec.dtype)
-            )
+            kinds = {"dtype": spec.dtype if _is_ids(spec) else dtype, "held_dtype": jnp.dtype(spec.dtype)}
+            read = functools.partial(_read, tensors[path], whole=spec.shape, **kinds)
             array = assemble(spec.shape, shardings[path], read)
             checks[path] = all_finite(array)
             arrays[path] = placement.quantized(array)
@@ -291,11 +289,11 @@ def store(
     flat, tensors = dict[str, Any](flatten_dict(weights, sep=".")), {}
     _check_names(flat, specs, f"weights for {file}")
     for path, array in flat.items():
-        what = f"weights for {file}: {path!r}"
-        _check_shape(np.shape(array), specs[path].shape, what)
+        what, spec = f"weights for {file}: {path!r}", specs[path]
+        _check_shape(np.shape(array), spec.shape, what)
         with np.errstate(over="ignore"):  # an overflow is reported below
-            numbers = np.asarray(array).astype(specs[path].dtype if _is_ids(specs[path]) else dtype)
-        _check_finite(_is_ids(specs[path]) or bool(np.isfinite(numbers).all()), dtype, what)
+            numbers = np.asarray(array).astype(spec.dtype if _is_ids(spec) else dtype)
+        _check_finite(bool(np.isfinite(numbers).all()), dtype, what)
         tensors[named(path)] = np.ascontiguousarray(numbers)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
