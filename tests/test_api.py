@@ -20,6 +20,7 @@ from hsd_jax import params as params_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.models.placement import Placement
 from hsd_jax.request import _decoder, rule_and_scheme
 from hsd_jax.types import NO_TOKEN, DrawScheme
@@ -322,8 +323,7 @@ def test_dtypes_of_weights(folders):
 
 def test_the_dtype_is_that_of_the_checkpoint(folders, tmp_path):
     """Asked for or not; held wider where nothing multiplies bfloat16, the numbers are those of the dtype."""
-    config = convert.read_config(folders / "ids")
-    weights = convert.read_weights(folders / "ids", config)
+    config, weights = find(folders / "ids").config, find(folders / "ids").weights()
     convert.save_target(tmp_path, config, weights, dtype="bfloat16")
     assert hsd_jax.load(target=folders / "ids").dtype == "float32"
     narrow = hsd_jax.load(target=tmp_path)
@@ -405,8 +405,7 @@ def test_bad_loads_are_refused(folders, name):
 
 
 def test_the_drafter_of_other_weights_drafts_with_a_warning(folders, tmp_path):
-    config = convert.read_config(folders / "ids")
-    weights = convert.read_weights(folders / "ids", config)
+    config, weights = find(folders / "ids").config, find(folders / "ids").weights()
     convert.save_target(tmp_path, config, weights | {"head": weights["head"] * 1.5})
     with pytest.raises(ValueError, match=r"other weights"):
         hsd_jax.load(target=tmp_path, drafter=folders / "drafter", strict=True)

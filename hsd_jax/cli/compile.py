@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
 from hsd_jax.config import NO_REUSE, PARALLEL, ModelConfig, TreeConfig
-from hsd_jax.models.hf_config import read_config
 from hsd_jax.settings import shown
 
 PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
@@ -106,7 +105,7 @@ def read_target(name: str) -> ModelConfig:
     """The configuration of a shipped name, or of a checkpoint (`models/checkpoint.py`)."""
     from hsd_jax.models.checkpoint import find
 
-    return read_config(CONFIGS / name) if (CONFIGS / name).is_dir() else find(name).config
+    return find(CONFIGS / name if (CONFIGS / name).is_dir() else name).config
 
 
 def usual_drafter(config: ModelConfig, depth: int) -> Any:
@@ -275,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.drafters.drafted_for import DraftedFor
     from hsd_jax.drafters.files import check_drafter, read_drafter_config
     from hsd_jax.host.sharding import rows_multiple
-    from hsd_jax.models.checkpoint import path_of
+    from hsd_jax.models.checkpoint import find
     from hsd_jax.params import default_tree
     from hsd_jax.planning.measure import parse_tree
     from hsd_jax.request import CAPACITY_UNIT, rows_bucket
@@ -285,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
     tree = parse_tree(args.tree) if args.tree else CHAIN
     drafter = usual_drafter(target, tree.depth)
     if args.drafter is not None:
-        drafter = read_drafter_config(path_of(args.drafter))
+        drafter = read_drafter_config(find(args.drafter).path)
         check_drafter(drafter, DraftedFor(target, drafter.target_hash, None))
         tree = tree if args.tree else default_tree(drafter)
     mesh = make_mesh(devices, args.mesh, is_training=args.what == [TRAIN])
