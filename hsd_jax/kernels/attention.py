@@ -8,8 +8,6 @@ without the CPU kernel (`native.attend`).
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
 import os
 from collections.abc import Callable
@@ -21,7 +19,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.kernels import program, triton
-from hsd_jax.kernels.native import traced_platform
 from hsd_jax.kernels.triton import MASKED, visible
 from hsd_jax.settings import OneOf, take
 
@@ -35,13 +32,6 @@ Seen = tuple[Int[Array, "B N"], Int[Array, "B N"]]
 """For each node, the first slot that it sees, and the slot after the last one."""
 Partial = tuple[Float[Array, "... n E"], Float[Array, "... n"], Float[Array, "... n"]]
 """A softmax over some of the entries: output before normalisation, maximum of the scores, sum of the weights."""
-
-_wanted: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_attention", default=None)
-
-
-def using(backend: str) -> contextlib.AbstractContextManager[None]:
-    """Programs traced inside use this backend for attention: one of BACKENDS, or "auto"."""
-    return program.setting(_wanted, take(Backend, backend, "attention"))
 
 
 def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
@@ -62,7 +52,7 @@ def attend(
     if cached is None or seen is None:
         found = scores(query, new[0], widen(new_mask, query), scale, softcap)
         return _product(jax.nn.softmax(found, -1), new[1], (3, 2))
-    wanted = _wanted.get() or take(Backend, os.environ.get(VARIABLE, "auto"), VARIABLE)
+    wanted = take(Backend, os.environ.get(VARIABLE, "auto"), VARIABLE)
     if wanted == "auto":
         wanted = "triton" if triton.attend_applies(query, cached) else "xla"
     return BACKENDS[wanted](query, new, new_mask, cached, seen, scale, softcap)
@@ -108,7 +98,7 @@ def by_xla(query, new, new_mask, cached, seen, scale, softcap):
     block."""
     first, last = (widen(x[:, :, None], query) for x in seen)
     num_slots: int = cached[0].shape[2]
-    step: int = SLOTS_AT_ONCE.get(traced_platform(), num_slots)
+    step: int = SLOTS_AT_ONCE.get(program.here().platform, num_slots)
     step = math.gcd(step, num_slots)  # capacities and rings are multiples of 256
 
     def add(block, found: Partial) -> Partial:

@@ -10,7 +10,6 @@ they are switched on only while a decode loop is traced.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import functools
 import math
@@ -30,8 +29,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.host.files import home_cache, own_temporary_folder, sha256
+from hsd_jax.kernels import program
 from hsd_jax.kernels.int8 import Kernel, Quantized
-from hsd_jax.kernels.program import setting
+from hsd_jax.kernels.program import OFF
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "gumbel"))
@@ -74,36 +74,22 @@ ISAS = {
 """From the least to the most capable."""
 MOST_BEST = 16
 """The largest k of `top_k`, which keeps a sorted list."""
-OFF = "off"
 XLA_SPEED = "a quarter to half"
 """The speed of SmolLM2 and the bundled pair without the kernels, in parts of that with them (docs/history.md)."""
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
-_isa: contextvars.ContextVar[str] = contextvars.ContextVar("hsd_native", default=OFF)
-_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_platform", default=None)
-_as_they_are: contextvars.ContextVar[bool] = contextvars.ContextVar("hsd_as_they_are", default=False)
-_active: contextvars.ContextVar[Array | None] = contextvars.ContextVar("hsd_active", default=None)
 
+def usable_isa(isa: str | None = None) -> str:
+    """The instruction set (None: `selected_isa`) with which programs traced now can run the kernels, else OFF.
 
-def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Programs traced inside are for this platform ("cpu", "gpu", "tpu"), even if this process runs on another."""
-    return setting(_platform, platform)
-
-
-def traced_platform() -> str:
-    """The platform of the program that is being traced: that of this process, unless `compiled_for` sets another."""
-    return _platform.get() or jax.default_backend()
-
-
-def enabled(on: bool, isa: str | None = None) -> contextlib.AbstractContextManager[None]:
-    """Programs traced inside use the kernels of `isa` (None: `selected_isa`) if `on` is True and they are available.
-
-    If they are wanted and cannot be built, a warning says so once.
+    If the kernels are wanted and cannot be built, a warning says so once.
     """
     isa = selected_isa() if isa is None else isa
-    if on and isa != OFF and traced_platform() == "cpu" and _fault(isa):
+    if available(isa):
+        return isa
+    if isa != OFF and program.here().platform == "cpu":
         _warn_of_xla(_fault(isa))
-    return setting(_isa, isa if on and available(isa) else OFF)
+    return OFF
 
 
 def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> contextlib.AbstractContextManager[None]:
@@ -112,24 +98,24 @@ def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> contextlib.Abs
     This holds for products, noise and draws. XLA's own operations ignore it, so no code may use results of inactive
     rows or nodes. Rows that are inactive outside are also inactive inside. None: the flags that are set outside.
     """
-    outer = _active.get()
+    outer = program.here().active
     if active is None:
         active = outer
     elif outer is not None:
         assert outer.ndim == 1 and len(outer) == len(active), (outer.shape, active.shape)
         active = active & outer.reshape(-1, *[1] * (active.ndim - 1))
-    return setting(_active, active)
+    return program.tracing(active=active)
 
 
 def active_rows() -> Bool[Array, "B"] | None:
     """The rows of the batch to which `only` restricts the kernels now. None: no restriction by rows."""
-    active = _active.get() if is_on() else None
+    active = program.here().active if is_on() else None
     return None if active is None or active.ndim > 1 else active
 
 
 def is_on() -> bool:
     """Whether the program that is being traced uses the kernels."""
-    return _isa.get() != OFF
+    return program.here().isa != OFF
 
 
 def rounds_rows() -> bool:
@@ -215,12 +201,12 @@ def _select_isa(wanted: str) -> str:
 
 
 def _call(name: str, out, **options):
-    return jax.ffi.ffi_call(f"hsd_{_isa.get()}_{name}", out, **options)
+    return jax.ffi.ffi_call(f"hsd_{program.here().isa}_{name}", out, **options)
 
 
 def _flags(num_rows: int) -> Bool[Array, "_"]:
     """One flag per row of a product, or no flag if all rows are active."""
-    active = _active.get()
+    active = program.here().active
     if active is None:
         return jnp.zeros(0, bool)
     if active.size != num_rows:
@@ -328,26 +314,15 @@ def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
     return _call("gumbel", out)(jax.random.key_data(keys), _flags(len(keys)))
 
 
-def as_they_are() -> contextlib.AbstractContextManager[None]:
-    """In programs traced inside, XLA multiplies bfloat16 without widening it, also on a CPU.
-
-    The results then differ in their last bits from those of decoding.
-    """
-    return setting(_as_they_are, True)
-
-
 def is_emulated(dtype) -> bool:
-    """Whether XLA's products in `dtype` are computed in float32: bfloat16 on a CPU, except inside `as_they_are`.
-
-    Otherwise a row's bits would depend on the other rows.
-    """
-    return dtype == jnp.bfloat16 and traced_platform() == "cpu" and not _as_they_are.get()
+    """Whether XLA's products in `dtype` are computed in float32: bfloat16 on a CPU, unless not `Program.widens`."""
+    return dtype == jnp.bfloat16 and program.here().platform == "cpu" and program.here().widens
 
 
 def available(isa: str | None = None) -> bool:
     """Builds and registers the kernels of `isa` (None: `selected_isa`) once. False if that is impossible or OFF."""
     isa = selected_isa() if isa is None else isa
-    return isa != OFF and traced_platform() == "cpu" and not _fault(isa)
+    return isa != OFF and program.here().platform == "cpu" and not _fault(isa)
 
 
 @functools.cache

@@ -216,11 +216,11 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """
     if native.is_on() and x.dtype == jnp.float32:
         return native.argmax(x)
-    if triton.is_on() and program.mesh() is None:  # two launches, not four; a mesh would gather the sharded axis
+    if triton.is_on() and program.here().mesh is None:  # two launches, not four; a mesh would gather the sharded axis
         return lax.argmax(x, x.ndim - 1, jnp.int32)
     vocab_size = x.shape[-1]
     index = jnp.arange(vocab_size, dtype=jnp.int32)
-    if program.mesh() is None:
+    if program.here().mesh is None:
         # In a row with a NaN no element may equal the maximum. It gives the last index; `step.or_invalid` finds it.
         return jnp.min(jnp.where(x == jnp.max(x, -1, keepdims=True), index, vocab_size - 1), -1)
     num_shards = program.shards("model", vocab_size)  # on a mesh a later check as in `step` would cost collectives
@@ -262,7 +262,7 @@ def top_k(
         return native.top_k(x, k)
     num_shards = program.shards("model", x.shape[-1])
     if num_shards == 1:
-        rows = x if native.traced_platform() == "cpu" else x.reshape(-1, x.shape[-1])
+        rows = x if program.here().platform == "cpu" else x.reshape(-1, x.shape[-1])
         best, index = lax.top_k(rows, k)
         total = jax.nn.logsumexp(x, axis=-1, keepdims=True)
         return best.reshape(*x.shape[:-1], k), index.reshape(*x.shape[:-1], k), total

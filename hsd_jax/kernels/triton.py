@@ -3,14 +3,12 @@
 The time of a round of one row depends on launches as much as on bytes: each kernel costs microseconds, and a decoder
 layer takes two dozen. The kernels here replace a dozen of them: a norm with its rounding; rotation and rounding of
 queries, keys and values; attention over slots and nodes; and the merge of its splits. One more kernel writes the caches
-of all layers. They have no gradient, so they are on only while a decode is traced (`enabled`). On a mesh each device
+of all layers. They have no gradient, so they are on only while a decode is traced. On a mesh each device
 runs them on its own heads and rows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +22,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.kernels import program
-from hsd_jax.kernels.native import traced_platform
 
 MASKED = -1e30
 """The score of an entry that is not seen. It is finite, so that a query that sees nothing gives no NaN."""
@@ -36,22 +33,11 @@ MOST_PARTS = 64
 """The largest number of parts that the merge holds in registers: the splits of the slots, and one for the nodes. The
 merge pads their number to a power of two, so `_splits` chooses a power of two."""
 
-_scope: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar("hsd_triton", default=(False, False))
-
-
-def enabled(on: bool, interpret: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Programs for a GPU that are traced inside use these kernels.
-
-    Args:
-      interpret: whether to run them in Pallas's interpreter, on any platform, for tests.
-    """
-    return program.setting(_scope, (on, interpret))
-
 
 def is_on() -> bool:
-    """Whether the program that is being traced may use these kernels."""
-    on, interpret = _scope.get()
-    return on and (interpret or traced_platform() == "gpu")
+    """Whether the program that is being traced uses these kernels."""
+    here = program.here()
+    return here.interprets or (here.has_gpu_kernels and here.platform == "gpu")
 
 
 def _is_tile(width: int) -> bool:
@@ -360,4 +346,4 @@ def _written(buffers, rows, nodes, start, valid, capacity: int):
 
 def _call(kernel: Callable, **options: Any) -> Callable:
     params = plgpu.CompilerParams(num_warps=4, num_stages=2)
-    return pl.pallas_call(kernel, compiler_params=params, interpret=_scope.get()[1], **options)
+    return pl.pallas_call(kernel, compiler_params=params, interpret=program.here().interprets, **options)

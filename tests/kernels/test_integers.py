@@ -9,7 +9,7 @@ import pytest
 from oracles import eight_bits
 from support import setups
 
-from hsd_jax.kernels import int8, native, ops
+from hsd_jax.kernels import int8, native, ops, program
 from hsd_jax.lab.bench.identity import replay_logits
 
 needs_kernels = pytest.mark.skipif(
@@ -31,7 +31,7 @@ def compiled(isa: str, function, active=None):
     assert native.available(isa)
 
     def traced(*args):
-        with native.enabled(True, isa), native.only(active):
+        with program.tracing(isa=isa), native.only(active):
             return function(*args)
 
     return jax.jit(traced)

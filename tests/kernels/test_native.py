@@ -15,7 +15,7 @@ import pytest
 from support import setups
 
 from hsd_jax.config import RopeConfig
-from hsd_jax.kernels import native, ops
+from hsd_jax.kernels import native, ops, program
 from hsd_jax.lab.bench.identity import replay_logits
 from hsd_jax.models import layers
 from hsd_jax.models.cache import empty_cache
@@ -66,7 +66,7 @@ def compiled(function):
     assert native.available()
 
     def traced(active, *args):
-        with native.enabled(True), native.only(active):
+        with program.tracing(isa=native.usable_isa()), native.only(active):
             return function(*args)
 
     return jax.jit(traced)
@@ -166,7 +166,7 @@ def test_a_rows_own_bias_on_the_up_projection(width, dtypes, isa):
 
 def test_an_mlp_goes_to_the_kernel_where_it_can():
     def calls(mlp, weights, num_rows):
-        with native.enabled(True):
+        with program.tracing(isa=native.usable_isa()):
             return str(jax.make_jaxpr(mlp.apply)(weights, jnp.zeros((num_rows, 40)))).count("_gated_mlp")
 
     weights = mlp_weights(40, 64, [jnp.bfloat16] * 3)
@@ -235,7 +235,7 @@ def test_rows_of_a_table_are_those_of_jax(shape):
     index = jnp.asarray(rng.integers(-9, 9, shape), jnp.int32)
 
     def rows(on: bool):
-        with native.enabled(on):
+        with program.tracing(isa=native.usable_isa() if on else native.OFF):
             return jax.jit(lambda table, index: ops.take_rows(table, index))(table, index)
 
     assert rows(True).shape == (*shape, 19) and rows(True).dtype == jnp.float32
@@ -322,7 +322,7 @@ def test_noise_is_that_of_jax_by_logarithms_of_our_own(num):
     uniform = np.maximum((bits >> 9) * 2.0**-23, np.finfo(np.float32).tiny)
     np.testing.assert_allclose(noise, -np.log(-np.log(uniform)), rtol=2e-7, atol=3e-7)
     other = jax.random.split(jax.random.key(3, impl="rbg"), 5)
-    with native.enabled(True):
+    with program.tracing(isa=native.usable_isa()):
         assert native.gumbel_applies(keys) and not native.gumbel_applies(other)
 
 
@@ -354,7 +354,7 @@ def test_noise_is_the_same_on_every_instruction_set():
     keys = jax.random.split(jax.random.key(4), 3)
     found = []
     for isa in native.cpu_isas():
-        with native.enabled(True, isa):
+        with program.tracing(isa=native.usable_isa(isa)):
             found.append(np.asarray(jax.jit(lambda keys: native.gumbel(keys, 5000))(keys)))
     assert all((noise == found[0]).all() for noise in found)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hsd_jax.kernels import native
+from hsd_jax.kernels import native, program
 
 HERE = Path(__file__).parent
 EMULATED = HERE / "tiles_emulated.h"
@@ -114,7 +114,7 @@ def test_whole_kernels_on_emulated_tiles(monkeypatch):
     x = jnp.asarray(numbers(70, k, 9))
 
     def results(isa: str, rows: jax.Array):
-        with native.enabled(True, isa):
+        with program.tracing(isa=isa):
             products = jax.jit(lambda x: native.rows_matmul(x, tuple(weights[:2])))(rows)
             return *products, jax.jit(lambda x: native.gated_mlp(x, *weights, is_gelu=False))(rows)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hsd_jax.host import files
-from hsd_jax.kernels import native
+from hsd_jax.kernels import native, program
 
 LIBRARY = ctypes.CDLL(None)
 
@@ -32,7 +32,7 @@ def builds(monkeypatch, tmp_path):
     def call() -> list[Path]:
         loaded.clear()
         native._fault.cache_clear()
-        with native.enabled(True, "avx2"):
+        with program.tracing(isa=native.usable_isa("avx2")):
             assert native.is_on() == native.available("avx2") == bool(loaded)
         return loaded
 
