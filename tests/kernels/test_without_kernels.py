@@ -13,6 +13,7 @@ import pytest
 
 from hsd_jax.host import files
 from hsd_jax.kernels import native, program
+from hsd_jax.planning.rates import MeasuredRates
 
 LIBRARY = ctypes.CDLL(None)
 
@@ -113,11 +114,11 @@ def test_one_warning_says_what_it_costs_and_what_to_do(builds, monkeypatch, tmp_
 def test_a_read_only_home_is_read_and_new_files_go_elsewhere(builds, monkeypatch, tmp_path):
     home, allowed = tmp_path / "home" / "hsd_jax", os.access
     (home / "rates").mkdir(parents=True)
-    there = files.kept_file("HSD_NOWHERE", "rates", "a")
+    there = files.kept_file("HSD_NOWHERE", "rates", MeasuredRates, "a")
     there.touch()
     monkeypatch.setattr(os, "access", lambda path, mode: path != home and allowed(path, mode))
-    assert there.is_relative_to(home) and files.kept_file("HSD_NOWHERE", "rates", "a") == there
-    for other in (files.user_cache(), files.kept_file("HSD_NOWHERE", "rates", "b")):
+    assert there.is_relative_to(home) and files.kept_file("HSD_NOWHERE", "rates", MeasuredRates, "a") == there
+    for other in (files.user_cache(), files.kept_file("HSD_NOWHERE", "rates", MeasuredRates, "b")):
         assert other.is_relative_to(tmp_path / "tmp")
 
 

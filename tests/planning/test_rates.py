@@ -63,7 +63,7 @@ def test_a_damaged_file_is_named_and_made_again(folder, measured, content):
     path = rates.kept_path(ISA)
     path.write_text(content)
     rates._kept_or_measured.cache_clear()
-    with pytest.warns(UserWarning, match="measured again") as caught:
+    with pytest.warns(UserWarning, match="made again") as caught:
         assert rates.rates_here(True).bytes_per_second == 5e10
     assert str(path) in str(caught[0].message) and len(measured[1]) == 2
     rates._kept_or_measured.cache_clear()
