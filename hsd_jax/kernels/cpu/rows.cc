@@ -74,16 +74,13 @@ static ffi::Error Rope(Floats4 x, Floats3 cosine, Floats3 sine, ffi::ResultBuffe
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope,
                               ffi::Ffi::Bind().Arg<Floats4>().Arg<Floats3>().Arg<Floats3>().Ret<Floats4>());
 
-using Flags = ffi::Buffer<ffi::PRED, 1>;
-
 // The first place of the largest number of each row. In a row of NaNs it is the last place. A row whose flag is false
 // gets 0. Without flags all rows are active.
 static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::S32> best) {
   int64_t rows = best->element_count(), width = rows < 1 ? 0 : x.element_count() / rows;
   if (width < 1 && rows > 0) return ffi::Error::InvalidArgument("first_best: rows of no width");
-  int64_t num_flags = flags.element_count();
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("first_best: one flag per row, or none");
-  const bool* counts = num_flags ? flags.typed_data() : nullptr;
+  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("first_best: one flag per row, or none");
+  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
   auto find = [=, from = x.typed_data(), to = best->typed_data()](int64_t r) {
     if (counts != nullptr && !counts[r]) {
       to[r] = 0;
@@ -123,7 +120,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest,
 
 // How many numbers of a row are compared at once.
 constexpr int64_t kBlock = 4 * kLanes;
-typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
 // The k largest numbers of each row in falling order, their places, and the log-sum-exp of the row. On a tie the lower
 // place comes first. NaN is never among the largest. If a row has fewer than k numbers above -inf, the lowest remaining
@@ -131,10 +127,10 @@ typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::F32> best,
                        ffi::ResultBuffer<ffi::S32> places, ffi::ResultBuffer<ffi::F32> total) {
   int64_t rows = total->element_count(), k = rows < 1 ? 0 : best->element_count() / rows;
-  int64_t width = rows < 1 ? 0 : x.element_count() / rows, num_flags = flags.element_count();
+  int64_t width = rows < 1 ? 0 : x.element_count() / rows;
   if (rows > 0 && (k < 1 || k > width)) return ffi::Error::InvalidArgument("top_k: k must be 1 to the length of a row");
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("top_k: one flag per row, or none");
-  const bool* counts = num_flags ? flags.typed_data() : nullptr;
+  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("top_k: one flag per row, or none");
+  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
   auto find = [=, from = x.typed_data(), values = best->typed_data(), at = places->typed_data(),
                sums = total->typed_data()](int64_t r) {
     const float* in = from + r * width;
@@ -161,7 +157,7 @@ static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flag
     int64_t i = 0;
     for (; i + kBlock <= width; i += kBlock) {
       Vec last = Vec{} + value[k - 1];
-      Ints is_above = Load(in + i) > last;
+      Int is_above = Load(in + i) > last;
       for (int j = 1; j < 4; j++) is_above |= Load(in + i + j * kLanes) > last;
       int32_t any = 0;
       for (int j = 0; j < kLanes; j++) any |= is_above[j];
