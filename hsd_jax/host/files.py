@@ -251,6 +251,15 @@ def kept(kind: type[Record], path: Path | None) -> Record | None:
     return _read_before[path][1]
 
 
+def cpu_lines() -> dict[str, str]:
+    """The lines of /proc/cpuinfo about the first processor, by what stands before the colon. Only Linux has it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    return {line.partition(":")[0].strip(): line for line in text.partition("\n\n")[0].splitlines()}
+
+
 def home_cache() -> Path:
     """The folder in this user's home directory. It may be missing or read-only."""
     try:

@@ -3,7 +3,7 @@
 Every node sees a contiguous range of slots. Only the mask among the nodes depends on the tree. A flash kernel therefore
 computes the slots, and its partial softmax is merged with that of the nodes by maximum and sum. Products are in the
 dtype of the cache and sums in float32, so no cache is converted. `BACKENDS` are the implementations for programs
-without the CPU kernel (`native.attend`).
+without the CPU kernel.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.kernels import program, triton
+from hsd_jax.kernels import native, program, triton
 from hsd_jax.kernels.triton import MASKED, visible
 from hsd_jax.settings import OneOf, take
 
@@ -48,10 +49,23 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` by the backend for this platform. With a cache, queries that see nothing give zeros."""
+    """Attention over committed slots and over the nodes of this pass, in one softmax.
+
+    With a cache, queries that see nothing give zeros. In the CPU kernel a query's result depends only on the entries
+    that it sees and on their order: slots first, then nodes.
+
+    Args:
+      query: grouped by key/value head: n = nodes x (query heads per key/value head).
+      new: keys and values of this pass, [B, G, X, E].
+      new_mask: the entries of this pass that each node sees.
+      cached: keys and values of the cache, [B, G, S, E].
+    """
     if cached is None or seen is None:
         found = scores(query, new[0], widen(new_mask, query), scale, softcap)
         return _product(jax.nn.softmax(found, -1), new[1], (3, 2))
+    if native.is_on() and query.dtype == cached[0].dtype == cached[1].dtype == jnp.float32:
+        numbers = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
+        return native.call("attend", native.floats(*query.shape))(query, *new, new_mask, *cached, *seen, **numbers)
     wanted = take(Backend, os.environ.get(VARIABLE, "auto"), VARIABLE)
     if wanted == "auto":
         wanted = "triton" if triton.attend_applies(query, cached) else "xla"

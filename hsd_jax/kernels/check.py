@@ -68,20 +68,20 @@ def differences(interpret: bool = False) -> dict[str, float]:
 def _differences(inputs: dict[str, Any], interpret: bool) -> dict[str, jax.Array]:
     """What `differences` returns, of its inputs."""
     x, weight, joint, table, cache, rows = (inputs[name] for name in ("x", "weight", "joint", "table", "cache", "rows"))
-    with program.tracing(has_gpu_kernels=True, interprets=interpret):
+    gpu = functools.partial(program.tracing, has_gpu_kernels=True, interprets=interpret)
+    with gpu():
         normed = ops.rms_norm(x, weight, 1e-5)
         query, key, value = triton.rope(joint, table, jnp.bfloat16)
-    with program.tracing(has_gpu_kernels=False, interprets=False):
-        rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
-        heads = rotated.transpose(0, 2, 1, 3, 4)
-        pairs = {
-            "rms_norm": (normed, ops.rms_norm(x, weight, 1e-5)),
-            "rope, queries": (query, heads[:, :, :, :4].reshape(2, 2, 20, 64)),
-            "rope, keys": (key, heads[:, :, :, 4]),
-            "rope, values": (value, joint[:, :, :, 5].transpose(0, 2, 1, 3)),
-        }
+    rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
+    heads = rotated.transpose(0, 2, 1, 3, 4)
+    pairs = {
+        "rms_norm": (normed, ops.rms_norm(x, weight, 1e-5)),
+        "rope, queries": (query, heads[:, :, :, :4].reshape(2, 2, 20, 64)),
+        "rope, keys": (key, heads[:, :, :, 4]),
+        "rope, values": (value, joint[:, :, :, 5].transpose(0, 2, 1, 3)),
+    }
     path, start, wanted = np.array([[0, 3, 4], [0, 1, 2]], np.int32), (61, 7), cache.astype(jnp.float32)
-    with program.tracing(has_gpu_kernels=True, interprets=interpret):
+    with gpu():
         (written,) = triton.write([cache], [rows], jnp.asarray(path), jnp.array(start, jnp.int32), 64, None)
     for row, first in enumerate(start):
         wanted = wanted.at[row, :, first : first + 3].set(rows[row][:, path[row]])
@@ -93,8 +93,7 @@ def _differences(inputs: dict[str, Any], interpret: bool) -> dict[str, jax.Array
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)) & sees[:, None], (2, nodes, nodes))
         seen = jnp.maximum(last - 200, 0), last
         rest = (entries[0], entries[1]), mask, (entries[2], entries[3]), seen, width**-0.5, softcap
-        with program.tracing(has_gpu_kernels=True, interprets=interpret):
+        with gpu():
             attended = attention.by_triton(asked, *rest)
-        with program.tracing(has_gpu_kernels=False, interprets=False):
-            pairs[name] = attended, attention.by_xla(asked.astype(jnp.float32), *rest)
+        pairs[name] = attended, attention.by_xla(asked.astype(jnp.float32), *rest)
     return {name: jnp.max(jnp.abs(a.astype(jnp.float32) - b)) for name, (a, b) in pairs.items()}

@@ -76,12 +76,6 @@ def tracing(**fields: Any) -> Iterator[None]:
         _here.reset(token)
 
 
-def is_training() -> bool:
-    """Whether the mesh is one for training. Its axis "fsdp" splits rows, and also weights along further axes."""
-    mesh = here().mesh
-    return mesh is not None and "fsdp" in mesh.axis_names
-
-
 def shards(axis: str, size: int) -> int:
     """The number of devices along the mesh's `axis` if it divides this size of an array's axis, else 1."""
     mesh = here().mesh

@@ -213,14 +213,14 @@ def _reading(weights: list[Array], iterations: int) -> Callable[[], float]:
             out = ops.matmul(out, weight) * 1e-3
         return out, row
 
-    return loop_timer(through, {"weights": weights}, jnp.ones((1, WIDTH)), iterations, None, True)
+    return loop_timer(through, {"weights": weights}, jnp.ones((1, WIDTH)), iterations)
 
 
 def _computing(kernel: int8.Kernel) -> Callable[[], float]:
     """Times many rows through one matrix that the processor's cache holds."""
     rows = jnp.ones((ROWS, SMALL_WIDTH))
     run = lambda models, rows: (ops.matmul(rows, models["weight"]), rows)  # noqa: E731
-    return loop_timer(run, {"weight": kernel}, rows, 32, None, True)
+    return loop_timer(run, {"weight": kernel}, rows, 32)
 
 
 def kept_path(isa: str) -> Path | None:

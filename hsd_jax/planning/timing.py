@@ -16,7 +16,7 @@ from hsd_jax.infer.decode import program_for
 
 
 def loop_timer(
-    run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None, use_native: bool
+    run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None = None, use_native: bool = True
 ) -> Callable[[], float]:
     """Times `run(models, inputs) -> (outputs, inputs)` in a compiled loop, in seconds per iteration."""
     repeated = jax.jit(program_for(precision, use_native).traced(_repeated(run, iterations)))

@@ -64,7 +64,7 @@ def test_a_compiler_older_than_an_instruction_set_gets_the_one_below(asked, tmp_
 
 @pytest.mark.parametrize(("grants", "selected"), [(True, "amx"), (False, "avx512_bf16")])
 def test_tiles_are_asked_for_by_name_and_need_the_permission_of_linux(asked, monkeypatch, grants, selected):
-    flags = " ".join(native.ISAS["amx"].needs)
+    flags = " ".join(native.ISAS["amx"])
     monkeypatch.setattr(native.Path, "read_text", lambda path: f"flags : {flags}\n")
     monkeypatch.setattr(native, "cpu_isas", PROCESSOR_S)
     monkeypatch.setattr(native, "_is_known_to_compiler", lambda isa: True)
