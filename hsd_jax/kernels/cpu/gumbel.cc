@@ -97,4 +97,4 @@ static ffi::Error Gumbel(ffi::ThreadPool pool, Keys keys, Flags flags, ffi::Resu
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGumbel, Gumbel, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Keys>().Arg<Flags>().Ret<Noise>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGumbel, Gumbel);

@@ -21,6 +21,12 @@
 
 namespace ffi = xla::ffi;
 
+// Handlers are bound to calls by the types of their parameters. XLA knows those of buffers and attributes.
+template <>
+struct ffi::CtxBinding<ffi::ThreadPool> {
+  using Ctx = ffi::ThreadPool;
+};
+
 // A tile of kO outputs, `apart` outputs from one another, by kN rows: y[b * stride + a * apart] = x[b] . w[a * apart].
 // The weights of a step stay in registers beside the sums, and one vector of a row at a time: a pair of bfloat16 is taken
 // apart once for all rows. Inlined, one tile beside another, sums would lie in memory: 8 rows took twice as long.
