@@ -2,15 +2,13 @@
 
 Every node sees a contiguous range of slots. Only the mask among the nodes depends on the tree. A flash kernel therefore
 computes the slots, and its partial softmax is merged with that of the nodes by maximum and sum. Products are in the
-dtype of the cache and sums in float32, so no cache is converted. `BACKENDS` are the implementations for programs
-without the CPU kernel.
+dtype of the cache and sums in float32, so no cache is converted.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -24,7 +22,9 @@ from hsd_jax.kernels.triton import MASKED, visible
 from hsd_jax.settings import OneOf, take
 
 VARIABLE = "HSD_ATTENTION"
-"""Environment variable that names a backend. The default, "auto", takes triton if it applies, else xla."""
+"""Environment variable that names a backend for programs without the CPU kernel. The default, "auto", takes triton if
+it applies, else xla."""
+Backend = Annotated[str, OneOf(("auto", "xla", "triton"))]
 SLOTS_AT_ONCE = {"cpu": 256, "tpu": 512}
 """The number of slots that XLA's attention reads per step, by platform. Steps whose slots no node sees are skipped. On
 a GPU all slots are read in one step, because there each step of a loop waits for the host."""
@@ -67,9 +67,8 @@ def attend(
         numbers = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
         return native.call("attend", native.floats(*query.shape))(query, *new, new_mask, *cached, *seen, **numbers)
     wanted = take(Backend, os.environ.get(VARIABLE, "auto"), VARIABLE)
-    if wanted == "auto":
-        wanted = "triton" if triton.attend_applies(query, cached) else "xla"
-    return BACKENDS[wanted](query, new, new_mask, cached, seen, scale, softcap)
+    is_triton = wanted == "triton" or (wanted == "auto" and triton.attend_applies(query, cached))
+    return (by_triton if is_triton else by_xla)(query, new, new_mask, cached, seen, scale, softcap)
 
 
 def scores(query: Array, keys: Array, mask: Array, scale: float, softcap: float | None) -> Float[Array, "B G n X"]:
@@ -133,7 +132,3 @@ def by_triton(query, new, new_mask, cached, seen, scale, softcap):
     """Attention by the flash kernel of `triton.py`."""
     first, last = (widen(x[:, :, None], query)[:, 0, :, 0] for x in seen)
     return triton.attend(query, new, widen(new_mask, query)[:, 0], cached, (first, last), scale, softcap)
-
-
-BACKENDS: dict[str, Callable[..., Array]] = {"xla": by_xla, "triton": by_triton}
-Backend = Annotated[str, OneOf(("auto", *BACKENDS))]

@@ -112,7 +112,7 @@ def test_whole_kernels_on_emulated_tiles(monkeypatch):
     x = jnp.asarray(numbers(70, k, 9))
 
     def results(isa: str, rows: jax.Array):
-        with program.tracing(isa=isa):
+        with program.tracing(isa=native.usable_isa(isa)):
             products = jax.jit(lambda x: ops.matmuls(x, tuple(weights[:2])))(rows)
             return *products, jax.jit(lambda x: ops.gated_mlp(x, *weights, "silu"))(rows)
 
