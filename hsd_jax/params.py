@@ -29,7 +29,7 @@ from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put
 from hsd_jax.host.files import sha256
 from hsd_jax.host.jax_settings import check_jax_settings
-from hsd_jax.kernels import int8, native
+from hsd_jax.kernels import int8, native, program
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
 from hsd_jax.models.placement import Placement
@@ -96,7 +96,7 @@ def drafter_hash(config: Any, weights: Weights | None) -> str:
 
 def describe_arithmetic(dtype: str, has_kernels: bool = True, precision: str = "fast") -> str:
     """One line that says how this machine computes a target with weights of this dtype. A mesh has no CPU kernels."""
-    if native.traced_platform() != "cpu":
+    if program.here().platform != "cpu":
         products = "products in the dtype of the rest" if dtype in QUANTIZED else "and products"
         return f"{dtype} weights{',' if dtype in QUANTIZED else ''} {products}, float32 sums"
     if has_kernels and native.available():
@@ -401,7 +401,7 @@ def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mes
 
     `frees`: whether the original arrays of weights that change are deleted.
     """
-    packs = native.traced_platform() != "cpu"
+    packs = program.here().platform != "cpu"
     num_shards, of_drafter = (1 if x is None else x.shape.get("model", 1) for x in (mesh, drafter_mesh or mesh))
     target, config = packing.arranged(params.target, params.target_config, num_shards, packs, frees)
     params = dataclasses.replace(params, target=target, target_config=config)

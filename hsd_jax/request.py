@@ -18,12 +18,12 @@ from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import check_mesh
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.host.programs import make_room
-from hsd_jax.infer.decode import GROWTH, Decoder, or_most
+from hsd_jax.infer.decode import GROWTH, Decoder, or_most, program_for
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules import RULES, make_rule
 from hsd_jax.infer.step import make_step
-from hsd_jax.kernels import native
+from hsd_jax.kernels.program import Program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.planning.costs import CostModel
@@ -113,8 +113,8 @@ def make_decoder(
 
 
 @functools.lru_cache(maxsize=64)
-def _decoder(isa: str, *configuration: Any) -> Decoder:
-    """`make_decoder`, called once for each configuration and each instruction set of the CPU kernels (`isa`)."""
+def _decoder(program: Program, *configuration: Any) -> Decoder:
+    """`make_decoder`, called once for each configuration and each `program` that it is traced for."""
     return make_decoder(*configuration)
 
 
@@ -137,7 +137,8 @@ def set_up(
     dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
     pad_rows = asked.pad_rows if drafting is None else 1
     static = params.target_config, drafting, params.matmul_precision, dtype, pad_rows, params.mesh
-    decoder = _decoder(native.selected_isa(), *static)  # first of all, because it refuses what no drafter can grow
+    own = program_for(params.matmul_precision, mesh=params.mesh)
+    decoder = _decoder(own, *static)  # first of all, because it refuses what no drafter can grow
     if plan.tree is not None and plan.is_adaptive:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
         trial = None if plan_rows == num_rows else capacity

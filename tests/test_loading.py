@@ -18,7 +18,7 @@ from support.checkpoints import split
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.host import sharding
-from hsd_jax.kernels import int8, native, ops
+from hsd_jax.kernels import int8, native, ops, program
 from hsd_jax.models import convert, placement, tensor_files
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.packing import pack
@@ -223,7 +223,7 @@ def test_kernels_multiply_8_bits(num_rows):
         return [*ops.matmuls(x, kernels), ops.gated_mlp(x, *mlp, "silu")]
 
     def native_both(x):
-        with native.enabled(True):
+        with program.tracing(isa=native.usable_isa()):
             return both(x)
 
     found, alone = jax.jit(native_both)(x), jax.jit(native_both)(x[:1])
