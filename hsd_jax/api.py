@@ -164,8 +164,8 @@ def decode(
         model also decides if the record has no choice for calls of this size.
       lossy: None switches it off. Else a function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
         functions are "linear", "square" and "exponential". With `accept="recursive"` more drafts are accepted, and
-        sampled text no longer follows the target's distribution. `infer/lossy.py` defines the distribution that it
-        follows. `stats.lossy` reports the setting. An epsilon of 1 changes nothing.
+        sampled text no longer follows the target's distribution. `infer/rules/lossy.py` defines the distribution that
+        it follows. `stats.lossy` reports the setting. An epsilon of 1 changes nothing.
       adaptive: True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small
         language model end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are
         verified. None: drafts that do not pay are left out only if the tree was chosen.

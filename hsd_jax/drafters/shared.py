@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.infer.accept import verdict_of
+from hsd_jax.infer.rules.accept import verdict_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import DRAWN_SCHEMES, Drafter, DrawScheme, ModelOutput
 

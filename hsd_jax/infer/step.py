@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import worth
-from hsd_jax.infer.accept import check_legal, without_bonus
+from hsd_jax.infer.rules.accept import check_legal, without_bonus
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import native, program
 from hsd_jax.models import cache as cache_lib

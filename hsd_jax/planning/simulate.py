@@ -23,7 +23,7 @@ from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import drafter_after
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import on_text
 from hsd_jax.models.target import forward_sequence

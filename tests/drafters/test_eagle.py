@@ -16,8 +16,8 @@ from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import recursive_rule
 from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.rules.accept import recursive_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import sharpness
 from hsd_jax.models.target import causal_mask

@@ -17,8 +17,8 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
-from hsd_jax.infer.accept import recursive_rule
 from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.rules.accept import recursive_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
 from hsd_jax.params import default_tree, with_drafter

@@ -28,7 +28,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import convert

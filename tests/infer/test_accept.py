@@ -13,7 +13,7 @@ from oracles import distribution as distribution_oracle
 from oracles import tree as oracle
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.infer.accept import check_legal, match_path, match_rule
+from hsd_jax.infer.rules.accept import check_legal, match_path, match_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import NO_PARENT, Drafter, DraftTree, DrawScheme, Verdict

@@ -17,9 +17,9 @@ from hsd_jax.config import NO_REUSE, PARALLEL, DrafterConfig, ModelConfig, Reuse
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.rules.accept import match_rule, recursive_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import int8, native
 from hsd_jax.models.target import forward_sequence, init_target

@@ -20,7 +20,7 @@ import hsd_jax
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import chains
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.types import Costs, DrawScheme, RoundInputs, Stop
 

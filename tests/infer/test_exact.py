@@ -16,7 +16,7 @@ from support.rules import drawn_schemes, judges, keyed
 from support.texts import first_difference
 
 from hsd_jax.drafters.table import DRAFTING_METHODS
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.types import NO_TOKEN
 
 OTHER_TARGETS = [

@@ -20,10 +20,10 @@ from support.tiny_pairs import FEW, FEW_SLOTS, ROWS, TINY, tiny_pair
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import recursion
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.lossy import FUNCTIONS, Lossy
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.accept import recursion
+from hsd_jax.infer.rules.lossy import FUNCTIONS, Lossy
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.types import DraftTree, DrawScheme
 

@@ -20,13 +20,13 @@ from support.rules import depths_of
 from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_pair, tiny_small_lm, tiny_texts
 
 from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
-from hsd_jax.infer import accept as accept_lib
-from hsd_jax.infer import kseq as kseq_lib
-from hsd_jax.infer.accept import check_legal, recursion
-from hsd_jax.infer.block import block
-from hsd_jax.infer.kseq import kseq
-from hsd_jax.infer.optimal import chain_and_match
-from hsd_jax.infer.rules import RULES, make_rule
+from hsd_jax.infer.rules import accept as accept_lib
+from hsd_jax.infer.rules import kseq as kseq_lib
+from hsd_jax.infer.rules.accept import check_legal, recursion
+from hsd_jax.infer.rules.block import block
+from hsd_jax.infer.rules.kseq import kseq
+from hsd_jax.infer.rules.optimal import chain_and_match
+from hsd_jax.infer.rules.table import RULES, make_rule
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, SamplingParams
 
 ROOT, EXACT = 0, 1e-12

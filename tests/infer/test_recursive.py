@@ -15,7 +15,7 @@ from support.texts import first_difference
 
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import coins_of, recursive_rule
+from hsd_jax.infer.rules.accept import coins_of, recursive_rule
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import DraftTree, DrawScheme, SamplingParams
 

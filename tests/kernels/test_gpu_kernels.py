@@ -24,8 +24,8 @@ from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host import sharding
 from hsd_jax.infer import decode, draw, sampling
-from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import attention, check, int8, native, ops, program, triton
 from hsd_jax.models import cache as cache_lib

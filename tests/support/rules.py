@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import match_path
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.accept import match_path
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, AcceptRule, DrawScheme
 
 DEPTH = 3

@@ -40,10 +40,10 @@ from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.infer import step
-from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.accept import match_rule
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab

@@ -37,8 +37,8 @@ from hsd_jax.drafters.reading import joined
 from hsd_jax.drafters.shared import check_chain
 from hsd_jax.drafters.small_lm.draft import MAX_PENDING, small_lm_drafter
 from hsd_jax.drafters.small_lm.tree import SmallLMState
-from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.chains import chain_of
+from hsd_jax.infer.rules.accept import verdict_of
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     Drafter,

@@ -35,9 +35,9 @@ from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer import rows
 from hsd_jax.infer import step as step_lib
-from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full, traced_with
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.rules.accept import check_legal
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import (

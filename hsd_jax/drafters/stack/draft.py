@@ -38,8 +38,8 @@ from hsd_jax.drafters.shared import check_chain, check_vocabulary, follow_path
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import step as step_lib
-from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.chains import chain_of
+from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.tree import coupled_sharpness, sharpness
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from hsd_jax.arguments import Prompt, Sampling
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.planning.measure import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer

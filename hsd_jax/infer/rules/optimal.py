@@ -1,6 +1,6 @@
 """The optimal rule for TOP_THEN_RANDOM trees: one child of a node is drawn, the others are the likeliest tokens.
 
-No rule accepts more on these trees. This module computes probabilities only.
+No rule accepts more on these trees.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.infer.siblings import children_of, normalised
-from hsd_jax.types import DraftTree
+from hsd_jax.infer.rules.accept import one_by_one, rule_with_coins
+from hsd_jax.infer.rules.siblings import children_of, normalised
+from hsd_jax.types import AcceptRule, DraftTree, DrawScheme
 
 
 def chain_and_match(
@@ -65,3 +66,9 @@ def chain_and_match(
 
     acceptance, rest = lax.fori_loop(1, max_children, match_child, (acceptance, rest))
     return acceptance, normalised(rest, target)
+
+
+def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
+    """The rule for TOP_THEN_RANDOM trees. It judges the drawn child of a node first."""
+    toss = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
+    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), toss, max_depth)

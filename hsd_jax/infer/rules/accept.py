@@ -1,7 +1,7 @@
 """Acceptance rules: given a tree and the target's logits at its nodes, they choose the accepted path.
 
-A rule lists the draw schemes for which it is lossless. `check_legal` refuses any other pair. This module knows no
-drafter.
+A rule lists the draw schemes for which it is lossless. `check_legal` refuses any other pair. Here are the rules `match`
+and `recursive`, and what the rules of the other files share. No module of this folder knows a drafter.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.block import block
-from hsd_jax.infer.kseq import kseq
-from hsd_jax.infer.lossy import Lossy
-from hsd_jax.infer.optimal import chain_and_match
-from hsd_jax.infer.siblings import children_of, normalised
+from hsd_jax.infer.rules.lossy import Lossy
+from hsd_jax.infer.rules.siblings import children_of, normalised
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import AcceptRule, DraftTree, DrawScheme, SamplingParams, Verdict
@@ -173,8 +169,7 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
 AcceptanceOf = Callable[[DraftTree, Float[Array, "B N V"]], tuple[Float[Array, "B N"], Float[Array, "B I V"]]]
 """`acceptance_of(tree, target_logp) -> (acceptance, residual)`: the acceptance probability of every node after its
 earlier siblings are rejected, 0 for nodes that are no valid child; and for every node with a distribution the
-distribution of the next token after all its children are rejected. `recursion`, `kseq` and `chain_and_match` are
-of this form."""
+distribution of the next token after all its children are rejected."""
 
 
 Toss = Callable[
@@ -249,27 +244,3 @@ def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None
     """
     toss = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
     return rule_with_coins("recursive", RECURSIVE_SCHEMES, toss, max_depth)
-
-
-def kseq_rule(max_depth: int) -> AcceptRule:
-    """K-SEQ of SpecTr (`kseq.py`): any number of INDEPENDENT children per node, all judged with one threshold."""
-    return rule_with_coins("kseq", frozenset({DrawScheme.INDEPENDENT}), one_by_one(kseq), max_depth)
-
-
-def block_rule(tree: TreeConfig) -> AcceptRule:
-    """Block verification (`block.py`): judges the drafts of a drawn chain together."""
-    if tree.width > 1:
-        raise ValueError(f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1)")
-
-    def toss(drafted: DraftTree, target_logp: Array, coins: Array):
-        chance, residual = block(drafted, target_logp)
-        # The deepest accepted draft also accepts all drafts before it.
-        return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
-
-    return rule_with_coins("block_verification", RECURSIVE_SCHEMES, toss, tree.depth, judges_jointly=True)
-
-
-def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
-    """The optimal rule for TOP_THEN_RANDOM trees (`optimal.py`). It judges the drawn child of a node first."""
-    toss = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
-    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), toss, max_depth)
