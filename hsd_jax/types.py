@@ -262,13 +262,12 @@ class RoundInputs:
     keys: jax.Array
     """The keys of the rows. A drafter draws with `sampling.place_keys` and never with these keys directly."""
     sampling: SamplingParams
-    noise: Float[Array, "B M V"] | None = None
-    """The target's own noise at the next positions (`sampling.round_noise`), for COUPLED drafts. `tree.Grower` computes
-    it if it is None."""
+    noise: Float[Array, "B M V"]
+    """The target's own noise at the next positions (`sampling.round_noise`). Only COUPLED drafts may use it."""
+    live: Bool[Array, "B"]
+    """Rows that are not done. Drafts of other rows have no meaning."""
     stop: Stop | None = None
     """None: chains grow to their full depth."""
-    live: Bool[Array, "B"] | None = None
-    """Rows that are not done. Drafts of other rows have no meaning. None: all rows."""
 
 
 class Candidates(NamedTuple):
@@ -314,7 +313,8 @@ class Drafter(NamedTuple):
     draft: Callable[..., tuple[DraftTree, Any]]
     """`draft(models, state, inputs: RoundInputs) -> (tree, state)`."""
     commit: Callable[..., Any]
-    """`commit(models, state, verdict, output, num_committed) -> state`."""
+    """`commit(models, state, verdict, output, num_committed) -> state`. A row that committed no token gets its old
+    state back, also after `follow`."""
     scheme: DrawScheme
     max_depth: int
     feature_layers: tuple[int, ...] = ()
@@ -328,8 +328,8 @@ class Drafter(NamedTuple):
     state is used for drafting and not by further calls of `read`. None: nothing is left to do."""
     follow: Callable[..., Any] | None = None
     """`follow(models, state, verdict, output, num_committed) -> state`, called after up to max_depth + 1 plain passes
-    without drafts. The path of the verdict lists the nodes of these passes in order. Rows that committed no token keep
-    their state. None: the drafter must draft in every round."""
+    without drafts. The path of the verdict lists the nodes of these passes in order. None: the drafter must draft in
+    every round."""
     drafts_ahead: bool = False
     """Whether a round drafts tokens that later rounds verify. Rules that judge jointly cannot judge such drafts."""
     counts: Callable[[Any], dict[str, Int[Array, "B"]]] | None = None
@@ -347,9 +347,8 @@ class AcceptRule(NamedTuple):
     name: str
     schemes: frozenset[DrawScheme]
     judge: Callable[..., Verdict]
-    """`judge(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`. `noise` is that of
-    `sampling.round_noise` for one position more than the depth of the tree. The rule computes it if it needs it and it
-    is None."""
+    """`judge(keys, tree, ancestors, logits, sampling, root_position, noise) -> Verdict`. `noise` is that of
+    `sampling.round_noise` for one position more than the depth of the tree."""
     emits_argmax: bool = False
     """Whether every token it emits comes from `ops.argmax`, which on a mesh itself returns INVALID_TOKEN."""
     judges_jointly: bool = False

@@ -93,8 +93,7 @@ def trunk_drafter(
 
     def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         _, cache = read_pending_features(models, target_config, config, state)
-        after = commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
-        return cache_lib.undo_idle_rows(num_committed, state, after)
+        return commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
 
     options = {"lookahead": most - 1, "follow": follow}
     return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, **options)

@@ -233,13 +233,12 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
         start, plain, end = make_block(config, drafter)
 
         def drafts_pay(carry):
-            return goes_on(*carry) & ~worth.is_waiting(carry[1].control, costs, carry[1].done)
+            return goes_on(*carry) & ~worth.is_waiting(carry[1], costs)
 
         def block_goes_on(carry):
             round_index, state, trail = carry
             assert drafter is not None, "only drafts can fail to pay"
-            is_waiting = worth.is_waiting(state.control, costs, state.done)
-            return goes_on(round_index, state) & is_waiting & (trail.rounds <= drafter.max_depth)
+            return goes_on(round_index, state) & worth.is_waiting(state, costs) & (trail.rounds <= drafter.max_depth)
 
         def plain_round_of(carry):
             round_index, state, trail = carry
@@ -249,10 +248,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
             round_index, state = lax.while_loop(drafts_pay, round_of, carry)
             carry = round_index, state, start(state)
             round_index, state, trail = lax.while_loop(block_goes_on, plain_round_of, carry)
-            state = end(models, state, trail)
-            return round_index, dataclasses.replace(
-                state, control=worth.after_plain_rounds(state.control, trail.rounds)
-            )
+            return round_index, worth.after_plain_rounds(end(models, state, trail), trail.rounds)
 
         return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 

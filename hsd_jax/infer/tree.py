@@ -135,10 +135,7 @@ class Grower(NamedTuple):
         if self.scheme not in DRAWN_SCHEMES:
             scale = sharpness(sampling.temperature)
             if self.scheme is DrawScheme.COUPLED:
-                noise, size = inputs.noise, (self.config.depth, self.vocab_size)
-                if noise is None:
-                    noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
-                named_expand = coupled(named_expand, noise, sampling)
+                named_expand = coupled(named_expand, inputs.noise, sampling)
                 scale = coupled_sharpness(sampling.temperature)
             if inputs.stop is not None and self.config.width == 1:
                 rest = self.config.depth, likeliest_draft(scale), self.scheme, inputs.stop

@@ -26,7 +26,7 @@ from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, toke
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import DrawScheme
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -97,7 +97,7 @@ def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=
 
     @jax.jit
     def grown(models, state):
-        tree, _ = drafter.draft(models, state, RoundInputs(root, position, keys, sampling))
+        tree, _ = drafter.draft(models, state, toy.round_inputs(root, position, keys, sampling))
         above = jnp.take_along_axis(tree.score, jnp.maximum(tree.parents, 0), 1) if tree.score is not None else 0.0
         return tree, None if tree.score is None else tree.score - above
 

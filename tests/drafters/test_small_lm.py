@@ -22,7 +22,7 @@ from hsd_jax.infer.rules.accept import recursive_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
 from hsd_jax.params import default_tree, with_drafter
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import DrawScheme
 
 DEPTH = setups.TREES["chain"].depth
 
@@ -103,10 +103,8 @@ def test_a_tree_has_the_likeliest_children_of_every_node():
     drafter = small_lm_drafter(setup.config, setup.drafter_config, setups.BRANCHING)
     state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
     state = call.resume(setup.decoder, setup.models, state, 2)
-    _, _, keys, _, sampling = call.arrays()
+    tree, _ = setups.draft(setup, state, call.arrays()[-1], drafter)
     length = np.asarray(state.length)
-    root = jnp.asarray(np.asarray(state.tokens)[np.arange(call.batch), length - 1])
-    tree, _ = jax.jit(drafter.draft)(setup.models, state.drafter, RoundInputs(root, state.length - 1, keys, sampling))
     layout = branching_oracle.layout((3, 2, 1))
     texts = np.zeros((len(layout.parents), 60), np.int32)
     row = 3  # sampled: an arbitrary tree reads no noise

@@ -29,10 +29,10 @@ from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.rules.table import make_rule
-from hsd_jax.infer.step import make_step
+from hsd_jax.infer.step import make_step, root_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import convert
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import DrawScheme
 
 # --- enumeration ------------------------------------------------------------------------------------------------------
 
@@ -159,8 +159,7 @@ def find_disagreement(proposer: str, call: calls.Call, state) -> str | None:
     fresh = setup.decoder.prefill(
         setup.models, tokens, state.length, keys, limits, capacity=state.cache.capacity, max_tokens=calls.MAX_TOKENS
     )
-    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
-    inputs = RoundInputs(root, state.length - 1, keys, sampling)
+    inputs = toy.round_inputs(*root_of(state), keys, sampling)
     (chain, below, cache), (chain2, below2, cache2) = (
         jax.tree.map(np.asarray, looking(proposer)(setup.models, one, inputs)) for one in (known, fresh.drafter)
     )

@@ -22,7 +22,7 @@ from hsd_jax.drafters.medusa.draft import static_tree
 from hsd_jax.infer import draw
 from hsd_jax.infer.tree import Grower
 from hsd_jax.planning.measure import parse_tree, parse_trees
-from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, RoundInputs, SamplingParams
+from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, SamplingParams
 
 VOCAB = 7
 VECTORS = [(3, 2), (2, 2), (3, 2, 1), (1, 3, 2), (4,), (1, 1, 1), (VOCAB, 2)]
@@ -63,7 +63,7 @@ def test_names_of_no_tree_are_refused(text):
 @functools.cache
 def jitted(config: TreeConfig, scheme: DrawScheme, has_levels: bool = False):
     def grow(base, table, root, seeds, position, sampling, num_levels):
-        inputs = RoundInputs(root, position, jax.vmap(jax.random.key)(seeds), sampling)
+        inputs = toy.round_inputs(root, position, jax.vmap(jax.random.key)(seeds), sampling, config.depth, VOCAB)
         grower, bias = Grower(config, scheme, base.shape[-1]), toy.of_tokens(lambda tokens: table[tokens])
         return grower.grow_token_free(base, bias, inputs, None, num_levels if has_levels else None)
 

@@ -19,7 +19,7 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.step import or_invalid
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native, ops
-from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV, RoundInputs, SamplingParams
+from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV, SamplingParams
 
 VOCAB = 9
 HOT = np.array([0, 2, 3, 5, 6, 8], np.int32)
@@ -53,14 +53,12 @@ def keys_of(seeds) -> jax.Array:
 
 
 @functools.cache
-def jitted(config: TreeConfig, scheme: DrawScheme, is_hot: bool, is_given: bool = True):
-    """Grows trees with the noise of the round given, or left to the tree."""
+def jitted(config: TreeConfig, scheme: DrawScheme, is_hot: bool):
     draft_to_target = jnp.asarray(HOT) if is_hot else None
 
     def grow(base, table, root, keys, position, sampling):
-        noise = sampling_lib.round_noise(keys, position, config.depth + 1, VOCAB, sampling) if is_given else None
         bias = toy.of_tokens(lambda tokens: table[tokens])
-        inputs = RoundInputs(root, position, keys, sampling, noise)
+        inputs = toy.round_inputs(root, position, keys, sampling, config.depth + 1, VOCAB)
         return Grower(config, scheme, VOCAB).grow_token_free(base, bias, inputs, draft_to_target)
 
     return jax.jit(grow)

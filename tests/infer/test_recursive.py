@@ -66,7 +66,8 @@ def jitted_judge():
     rule = recursive_rule(MAX_DEPTH, MAX_CHILDREN)
 
     def judge(keys, tree, logits, sampling, position):
-        return rule.judge(keys, tree, ancestor_mask(tree, MAX_DEPTH), logits, sampling, position)
+        unread = jnp.zeros((BATCH, MAX_DEPTH + 1, logits.shape[-1]))
+        return rule.judge(keys, tree, ancestor_mask(tree, MAX_DEPTH), logits, sampling, position, unread)
 
     return jax.jit(judge)
 
@@ -118,8 +119,8 @@ def test_twins_keep_their_own_children():
 
     @jax.jit
     def judge(tree):
-        position = jnp.zeros(1, jnp.int32)
-        return rule.judge(keys, tree, ancestor_mask(tree, 2), jnp.zeros((1, 4, 3)), sampling, position)
+        position, unread = jnp.zeros(1, jnp.int32), jnp.zeros((1, 3, 3))
+        return rule.judge(keys, tree, ancestor_mask(tree, 2), jnp.zeros((1, 4, 3)), sampling, position, unread)
 
     verdict = judge(tree)
     assert verdict.path[0, :2].tolist() == [0, 1] and int(verdict.num_accepted[0]) == 1

@@ -18,7 +18,7 @@ from support.trees import assert_well_formed
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
 from hsd_jax.infer.tree import Grower, ancestor_mask
-from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, RoundInputs, SamplingParams
+from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, SamplingParams
 
 VOCAB = 7
 CONFIGS = [
@@ -122,7 +122,7 @@ def jitted_sampled(config: TreeConfig, scheme: DrawScheme):
     def grow(base, table, root, seeds, position, sampling):
         keys = jax.vmap(jax.random.key)(seeds)
         bias = toy.of_tokens(lambda tokens: table[tokens])
-        inputs = RoundInputs(root, position, keys, sampling)
+        inputs = toy.round_inputs(root, position, keys, sampling, config.depth, base.shape[-1])
         return Grower(config, scheme, base.shape[-1]).grow_token_free(base, bias, inputs)
 
     return jax.jit(grow)

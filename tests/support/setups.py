@@ -388,15 +388,17 @@ def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "re
     return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))
 
 
-def draft(one: Setup, state: DecodeState, sampling: SamplingParams) -> tuple[DraftTree, Any]:
-    """What a round drafts, with the noise of the round."""
-    size = one.drafter.max_depth, one.config.vocab_size
+def draft(
+    one: Setup, state: DecodeState, sampling: SamplingParams, drafter: Drafter | None = None, models: Any = None
+) -> tuple[DraftTree, Any]:
+    """What a round drafts, with the noise of the round; `drafter` and `models` stand in for those of the setup."""
+    made = drafter or one.drafter
 
     def drafted(models, state):
-        noise = round_noise(state.keys, state.length - 1, *size, sampling)
-        return step.draft(models, one.drafter, sampling, state, noise)
+        noise = round_noise(state.keys, state.length - 1, made.max_depth, one.config.vocab_size, sampling)
+        return step.draft(models, made, sampling, state, noise)
 
-    return jax.jit(drafted)(one.models, state)
+    return one.decoder.compile(drafted)(models or one.models, state)
 
 
 def params_of(proposer: str, variant: str = "llama", **options: Any) -> Params:

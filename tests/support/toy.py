@@ -13,6 +13,7 @@ from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
+from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
@@ -157,9 +158,15 @@ def of_tokens(bias):
     return lambda tokens, above: (bias(tokens), None)
 
 
+def round_inputs(root, position, keys, sampling: SamplingParams, num: int = 8, vocab: int = VOCAB) -> RoundInputs:
+    """The inputs of a round in which all rows go on, with the target's noise at the next `num` positions."""
+    noise = round_noise(keys, position, num, vocab, sampling)
+    return RoundInputs(root, position, keys, sampling, noise, jnp.ones(root.shape, bool))
+
+
 def grow_beam(base_logits, bias, root, config: TreeConfig, draft_to_target=None, num_levels=None):
     """The beam of a `Grower` at temperature 1, which multiplies no logit; it reads no key and no position."""
     one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
-    inputs = RoundInputs(root, zero, jax.random.key(0), SamplingParams(one, zero, one))
+    inputs = round_inputs(root, zero, jax.vmap(jax.random.key)(zero.astype(jnp.uint32)), SamplingParams(one, zero, one))
     grower = Grower(config, DrawScheme.ARBITRARY, base_logits.shape[-1])
     return grower.grow_token_free(base_logits, of_tokens(bias), inputs, draft_to_target, num_levels)

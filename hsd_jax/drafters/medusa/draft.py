@@ -136,9 +136,7 @@ def medusa_drafter(
         if scheme in DRAWN_SCHEMES:
             return Grower(tree, scheme, config.vocab_size).grow_token_free(logits, None, inputs, draft_to_target), state
         if scheme is DrawScheme.COUPLED:
-            noise = inputs.noise
-            assert noise is not None, "a coupled tree is drafted with the noise of its round"
-            own = lambda: draft_columns(draft_to_target, noise[:, : tree.depth])  # noqa: E731
+            own = lambda: draft_columns(draft_to_target, inputs.noise[:, : tree.depth])  # noqa: E731
             logits = sampling_lib.perturb(own, logits, inputs.sampling)
         guesses = to_tokens(draft_to_target, ops.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
@@ -150,7 +148,6 @@ def medusa_drafter(
     def commit(models, state: MedusaState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
         last = jnp.take_along_axis(verdict.path, jnp.maximum(num_committed - 1, 0)[:, None], 1)
-        feature = cache_lib.take_nodes(features, last, axis=1)[:, 0]
-        return MedusaState(jnp.where((num_committed > 0)[:, None], feature, state.feature))
+        return MedusaState(cache_lib.take_nodes(features, last, axis=1)[:, 0])
 
     return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, follow=commit)

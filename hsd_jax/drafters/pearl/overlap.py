@@ -90,7 +90,7 @@ class Overlapped(Decoder):
             The tip is not known yet. Its node has an older token, which the target does not read.
             """
             noise = round_noise(state.keys, state.length - 1, half.max_depth + 1, config.vocab_size, sampling)
-            tree, _ = both.chained(state.drafter, state.drafter.fresh, *root_of(state))
+            tree, _ = both.chained(state.drafter, state.drafter.fresh, *step_lib.root_of(state))
             return step_lib.target_pass(models, config, half, state, tree)[0], noise
 
         def judge(
@@ -102,7 +102,7 @@ class Overlapped(Decoder):
             noise: Array,
         ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
             """The state after the round and its outcome. The lengths, and whether rows are done, are for `landed`."""
-            tree, phase = both.chained(state.drafter, fresh, *root_of(state))
+            tree, phase = both.chained(state.drafter, fresh, *step_lib.root_of(state))
             judged = dataclasses.replace(state, drafter=phase), tree, output, ancestor_mask(tree, half.max_depth), noise
             after, _, _ = step_lib.judge_and_commit({}, half, rule, sampling, limits, *judged)
             outcome, phase = after.drafter
@@ -284,9 +284,3 @@ def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
         return rows.placed(own)
 
     return read
-
-
-def root_of(state: DecodeState) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """The last committed token of each row, and its position."""
-    position = state.length - 1
-    return jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position

@@ -143,7 +143,7 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
 
     def follow(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
         _, after = root_carry(weights, state)
-        return cache_lib.undo_idle_rows(num_committed, state, tree.all_pending(after, verdict, num_committed))
+        return tree.all_pending(after, verdict, num_committed)
 
     return Scorer(
         init=lambda tokens, length, capacity: tree.empty_state(

@@ -120,8 +120,7 @@ def small_lm_drafter(
         options = {"active": active, "up_bias": bias}
         _, cache = read_on(models["drafter"], config, state.cache, nodes, num_read, **options)
         pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
-        after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
-        return cache_lib.undo_idle_rows(num_committed, state, after)
+        return SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
 
     of_round = (draft, commit) if is_chain else tree_round(config, grower, steered)
     feature_layers, lookahead = () if steered is None else steered.feature_layers, depth + max_pending

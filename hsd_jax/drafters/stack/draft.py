@@ -34,11 +34,12 @@ from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import DraftingMethod
 from hsd_jax.drafters.reading import read_on
-from hsd_jax.drafters.shared import check_chain, check_vocabulary, follow_path
+from hsd_jax.drafters.shared import check_chain, check_vocabulary
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import step as step_lib
 from hsd_jax.infer.chains import chain_of
+from hsd_jax.infer.plain import follow_path
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.tree import coupled_sharpness, sharpness
 from hsd_jax.models import cache as cache_lib
@@ -119,7 +120,6 @@ def stack_of(
     length = min(config.length, max(tree.depth - 1, 1))
     inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
     inner = method.make(config.middle, config.inner, TreeConfig.chain(length), cache_dtype, inner_scheme)
-    assert inner.follow is not None, "without reuse every drafter has `follow`"
     return Stack(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
 
 
@@ -213,7 +213,7 @@ def empty_state(
     )
 
 
-def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
+def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"]) -> StackState:
     """The middle model reads committed tokens that it has not read, if there are any, and the inner drafter follows.
 
     Rows that are not `live` may keep unread tokens.
@@ -221,8 +221,7 @@ def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: B
     inner, num_nodes = stack.inner, stack.depth + 1
 
     def is_unread(state: StackState):
-        is_behind = state.cache.length < state.length - 1
-        return jnp.any(is_behind if live is None else is_behind & live)
+        return jnp.any((state.cache.length < state.length - 1) & live)
 
     def read_rest(state: StackState) -> StackState:
         place, first = jnp.arange(num_nodes), state.cache.length[:, None]
@@ -248,16 +247,16 @@ def write_on(
     """
     inner, num_noisy = stack.inner, stack.inner.max_depth + 1
     keys, sampling, noise = inputs.keys, inputs.sampling, inputs.noise
-    if stack.scheme in DRAWN_SCHEMES:
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
-    elif stack.scheme is DrawScheme.ARBITRARY:  # every level takes its likeliest tokens
-        sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
-    if noise is None:
+    if stack.scheme is not DrawScheme.COUPLED:
+        if stack.scheme in DRAWN_SCHEMES:
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
+        else:  # every level takes its likeliest tokens
+            sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
         vocab_size = stack.middle.vocab_size
         noise = sampling_lib.round_noise(keys, inputs.position, stack.most + 1, vocab_size, sampling)
     before = state.length
     limits = Limits(jnp.full_like(before, LONGEST), jnp.zeros((len(before), 0), jnp.int32))
-    is_done = jnp.zeros(len(before), bool) if inputs.live is None else ~inputs.live
+    is_done = ~inputs.live
 
     def goes_on(carry):
         return jnp.any(~carry[0].done)

@@ -100,10 +100,8 @@ def match_rule(max_depth: int) -> AcceptRule:
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M V"],
     ) -> Verdict:
-        if noise is None:
-            noise = sampling_lib.round_noise(keys, root_position, max_depth + 1, logits.shape[-1], sampling)
         # All nodes of a depth predict the same position.
         chosen = sampling_lib.gumbel_max(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
         return match_path(tree, ancestors, chosen, max_depth)
@@ -199,7 +197,7 @@ def rule_with_coins(
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M V"],
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if judges_jointly else keys

@@ -118,7 +118,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         )
         return count, (tree_, ancestors, output, restored)
 
-    round_inputs = RoundInputs(root, root_position, state.keys, sampling, noise)
+    round_inputs = RoundInputs(root, root_position, state.keys, sampling, noise, ~state.done)
 
     @jax.jit
     def one_round(models, state):
