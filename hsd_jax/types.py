@@ -294,7 +294,7 @@ then drafts only these tokens, and its cost depends on their number. `expand` is
 is traced from 1 on, and the shapes of the carry stay the same.
 """
 ExpandNamed = Callable[[Any, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Candidates, Any]]
-"""An `Expand` that always returns `Candidates` (`tree.named` makes one)."""
+"""An `Expand` that always returns `Candidates`."""
 
 
 class Drafter(NamedTuple):

@@ -11,9 +11,7 @@ def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConf
     config.check_feature_layers(target_config.num_layers)
     check_depth(tree, config.num_steps)
     whole = "vocabulary" if config.reduced_vocab_size is None else "reduced draft vocabulary"
-    check_children(tree, config.draft_vocab_size, whole)
-    if scheme in DRAWN_SCHEMES:
-        tree.level_widths()  # raises here, before anything compiles
+    check_shape(tree, scheme, config.draft_vocab_size, whole)
 
 
 def check_depth(tree: TreeConfig, num_steps: int) -> None:
@@ -22,8 +20,10 @@ def check_depth(tree: TreeConfig, num_steps: int) -> None:
         raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {num_steps} steps")
 
 
-def check_children(tree: TreeConfig, draft_vocab_size: int, whole: str = "vocabulary") -> None:
-    """Raises a ValueError if a node would have more children than there are tokens to draft."""
+def check_shape(tree: TreeConfig, scheme: DrawScheme, draft_vocab_size: int, whole: str = "vocabulary") -> None:
+    """Raises a ValueError for a tree without a layout, or with more children of a node than tokens to draft."""
+    if scheme in DRAWN_SCHEMES:
+        tree.level_widths()  # raises here, before anything compiles
     if tree.width > draft_vocab_size:
         asked = f"width={tree.width}" if tree.branching is None else f"branching={tree.branching}"
         raise ValueError(f"TreeConfig.{asked}: allowed are 1 to {draft_vocab_size}, the size of the {whole}")

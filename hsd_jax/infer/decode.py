@@ -24,7 +24,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import of_first
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer import worth
-from hsd_jax.infer.plain import make_block
+from hsd_jax.infer.plain import make_plain_block
 from hsd_jax.infer.sampling import without_exclusions
 from hsd_jax.infer.step import Step
 from hsd_jax.kernels import native, program, triton
@@ -124,7 +124,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
     begin = make_begin(config, drafter, cache_dtype)
 
     def prefill(
-        given: dict | FlattenedTree,
+        models: dict,
         tokens: Int[Array, "B P"],
         length: Int[Array, "B"],
         keys: jax.Array,
@@ -136,7 +136,6 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
         capacity: int,
         max_tokens: int,
     ) -> DecodeState:
-        models: dict = given.tree() if isinstance(given, FlattenedTree) else given
         num, size = tokens.shape[1], min(tokens.shape[1], chunk)
         assert num % size == 0, "caches have a multiple of CHUNK slots"
         feature_layers = () if drafter is None else drafter.feature_layers
@@ -205,7 +204,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
     """
 
     def loop(
-        given: dict | FlattenedTree,
+        models: dict,
         costs: Costs | None,
         sampling: SamplingParams,
         limits: Limits,
@@ -213,7 +212,6 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
         least_live: Int[Array, ""],
         state: DecodeState,
     ) -> DecodeState:
-        models: dict = given.tree() if isinstance(given, FlattenedTree) else given
         capacity = state.cache.capacity
 
         def goes_on(round_index: Array, state: DecodeState) -> Array:
@@ -230,25 +228,19 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
         begin = jnp.zeros((), jnp.int32), state
         if costs is None or drafter is None or drafter.follow is None:
             return lax.while_loop(lambda carry: goes_on(*carry), round_of, begin)[1]
-        start, plain, end = make_block(config, drafter)
+
+        plain_block = make_plain_block(config, drafter)
 
         def drafts_pay(carry):
             return goes_on(*carry) & ~worth.is_waiting(carry[1], costs)
 
-        def block_goes_on(carry):
-            round_index, state, trail = carry
-            assert drafter is not None, "only drafts can fail to pay"
-            return goes_on(round_index, state) & worth.is_waiting(state, costs) & (trail.rounds <= drafter.max_depth)
-
-        def plain_round_of(carry):
-            round_index, state, trail = carry
-            return round_index + 1, *plain(models, sampling, limits, state, trail)
+        def waits(done_rounds: Array, num: Array, state: DecodeState) -> Array:
+            return goes_on(done_rounds + num, state) & worth.is_waiting(state, costs)
 
         def body(carry):
-            round_index, state = lax.while_loop(drafts_pay, round_of, carry)
-            carry = round_index, state, start(state)
-            round_index, state, trail = lax.while_loop(block_goes_on, plain_round_of, carry)
-            return round_index, worth.after_plain_rounds(end(models, state, trail), trail.rounds)
+            num_done, state = lax.while_loop(drafts_pay, round_of, carry)
+            state, num = plain_block(functools.partial(waits, num_done), models, sampling, limits, state)
+            return num_done + num, worth.after_plain_rounds(state, num)
 
         return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 
@@ -374,7 +366,7 @@ def or_most(capacity: int, most_slots: int) -> int:
 
 
 def traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:
-    """`function`, traced under a matmul precision and with the kernels that apply."""
+    """`function`, traced under a matmul precision and with the kernels that apply, on weights that may be flattened."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
@@ -382,6 +374,6 @@ def traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, func
         on_gpu = use_native and gpu_kernels_agree()
         kernels = native.enabled(use_native and mesh is None), triton.enabled(on_gpu)
         with context, program.on_mesh(mesh), kernels[0], kernels[1]:
-            return function(*args, **kwargs)
+            return function(*(x.tree() if isinstance(x, FlattenedTree) else x for x in args), **kwargs)
 
     return wrapped

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,40 +104,34 @@ def follow_path(
     return lax.fori_loop(0, -(-jnp.max(num_committed) // num), next_piece, state)
 
 
-class Trail(NamedTuple):
-    """The results of a block of at most max_depth + 1 plain rounds, for the drafter."""
+def make_plain_block(config: ModelConfig, drafter: Drafter) -> Callable[..., tuple[DecodeState, Int[Array, ""]]]:
+    """Makes `plain_block(goes_on, models, sampling, limits, state) -> (state, num_rounds)`.
 
-    hidden: Float[Array, "B M H"]
-    features: tuple[Float[Array, "B M H"], ...]
-    emitted: Int[Array, "B M"]
-    count: Int[Array, "B"]
-    rounds: Int[Array, ""]
-
-
-def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callable, Callable]:
-    """Makes the three functions of a block of plain rounds inside a speculative loop.
-
-    `start(state)` begins a block, `step(models, sampling, limits, state, trail)` runs one round, and
-    `end(models, state, trail)` updates the drafter's state.
+    It runs at most max_depth + 1 plain rounds inside a speculative loop, while `goes_on(num_rounds, state)`, and the
+    drafter follows them.
     """
-    num = drafter.max_depth + 1
 
-    def start(state: DecodeState) -> Trail:
-        batch = state.length.shape[0]
+    def plain_block(goes_on, models, sampling, limits, state):
+        batch, num = len(state.length), drafter.max_depth + 1
         hidden, none = jnp.zeros((batch, num, config.hidden_size)), jnp.zeros((batch, num), jnp.int32)
-        return Trail(hidden, (hidden,) * len(drafter.feature_layers), none, none[:, 0], jnp.zeros((), jnp.int32))
+        trail = none, hidden, *(hidden,) * len(drafter.feature_layers)  # what the drafter reads
 
-    def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, trail: Trail):
-        state, output, emitted, count = plain_round(
-            config, models, sampling, limits, state, feature_layers=drafter.feature_layers
-        )
-        put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, trail.rounds, 1)  # noqa: E731
-        features = tuple(put(old, new) for old, new in zip(trail.features, output.features, strict=True))
-        rest = put(trail.emitted, emitted), trail.count + count, trail.rounds + 1
-        return state, Trail(put(trail.hidden, output.hidden), features, *rest)
+        def is_next(carry):
+            num_rounds, state, _, _ = carry
+            return (num_rounds < num) & goes_on(num_rounds, state)
 
-    def end(models: dict, state: DecodeState, trail: Trail) -> DecodeState:
-        known = follow_path(drafter, models, state.drafter, trail.emitted, trail.hidden, trail.features, trail.count)
-        return dataclasses.replace(state, drafter=known)
+        def round_of(carry):
+            num_rounds, state, count, trail = carry
+            state, output, emitted, committed = plain_round(
+                config, models, sampling, limits, state, feature_layers=drafter.feature_layers
+            )
+            put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, num_rounds, 1)  # noqa: E731
+            trail = tuple(map(put, trail, (emitted, output.hidden, *output.features)))
+            return num_rounds + 1, state, count + committed, trail
 
-    return start, step, end
+        begin = jnp.zeros((), jnp.int32), state, none[:, 0], trail
+        num_rounds, state, count, (emitted, hidden, *features) = lax.while_loop(is_next, round_of, begin)
+        known = follow_path(drafter, models, state.drafter, emitted, hidden, tuple(features), count)
+        return dataclasses.replace(state, drafter=known), num_rounds
+
+    return plain_block

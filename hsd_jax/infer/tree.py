@@ -31,7 +31,6 @@ from hsd_jax.types import (
     ExpandNamed,
     Inject,
     RoundInputs,
-    SamplingParams,
 )
 
 SHARPEST = 3.0
@@ -64,31 +63,6 @@ def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
     divides the logits, and with them the drafter's error, so s is smaller at a lower temperature.
     """
     return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
-
-
-def named(expand: Expand, draft_to_target: Int[Array, "C"] | None) -> ExpandNamed:
-    """An `expand` that also names the tokens: those of `draft_to_target` if the drafter names none."""
-
-    def expand_named(level: Any, tokens: Array, parents: Array, carry: Any):
-        said, carry = expand(level, tokens, parents, carry)
-        return said if isinstance(said, Candidates) else Candidates(said, draft_to_target), carry
-
-    return expand_named
-
-
-def coupled(expand: ExpandNamed, noise: Float[Array, "B M V"], sampling: SamplingParams) -> ExpandNamed:
-    """An `expand` that returns log q + g up to a constant per node, with q of the drafter and g the target's noise.
-
-    All nodes of a level predict the same position, so they use the same noise, one number per token. Greedy rows do not
-    change. A filtered or cold token has q = 0 for any noise.
-    """
-
-    def expand_coupled(level: Any, tokens: Array, parents: Array, carry: Any):
-        said, carry = expand(level, tokens, parents, carry)
-        logits = sampling_lib.perturb(lambda: draft_columns(said.tokens, noise[:, level, None]), said.logits, sampling)
-        return said._replace(logits=logits), carry
-
-    return expand_coupled
 
 
 def token_free(base_logits: Float[Array, "B D C"], inject: Inject | None) -> Callable[..., tuple[Array, Any]]:
@@ -124,19 +98,26 @@ class Grower(NamedTuple):
         Without `TreeConfig.branching`, an ARBITRARY or COUPLED tree is a beam over all levels, a WITHOUT_REPLACEMENT
         tree is a stochastic beam (RSD-S), and INDEPENDENT chains branch at the root. With a branching, every node of a
         level has the same number of children under every scheme (`levels.py`). An ARBITRARY tree uses no key, and of
-        the settings only the temperature (`sharpness`). A COUPLED tree uses the logits of `coupled`.
+        the settings only the temperature (`sharpness`). A COUPLED tree uses log q + g up to a constant per node, with q
+        of the drafter and g the target's noise: one number per token for all nodes of a level, because they predict
+        the same position. Greedy rows use none. A filtered or cold token has q = 0 for any noise.
 
         Args:
           draft_to_target: the token of each column of the logits, if `expand` names none. None: column c is token c.
           num_levels: number of levels of each row that have logits. Nodes below are not valid. None: all levels.
         """
-        sampling, scale = inputs.sampling, None
-        named_expand = named(expand, draft_to_target)
+        sampling, scale, is_coupled = inputs.sampling, None, self.scheme is DrawScheme.COUPLED
+
+        def named_expand(level: Any, tokens: Array, parents: Array, carry: Any):
+            said, carry = expand(level, tokens, parents, carry)
+            logits, of_columns = said if isinstance(said, Candidates) else (said, draft_to_target)
+            if is_coupled:
+                own = lambda: draft_columns(of_columns, inputs.noise[:, level, None])  # noqa: E731
+                logits = sampling_lib.perturb(own, logits, sampling)
+            return Candidates(logits, of_columns), carry
+
         if self.scheme not in DRAWN_SCHEMES:
-            scale = sharpness(sampling.temperature)
-            if self.scheme is DrawScheme.COUPLED:
-                named_expand = coupled(named_expand, inputs.noise, sampling)
-                scale = coupled_sharpness(sampling.temperature)
+            scale = (coupled_sharpness if is_coupled else sharpness)(sampling.temperature)
             if inputs.stop is not None and self.config.width == 1:
                 rest = self.config.depth, likeliest_draft(scale), self.scheme, inputs.stop
                 return grow_chain(named_expand, carry, inputs.root, *rest)

@@ -138,7 +138,7 @@ def looking(proposer: str):
     def both(models, state, inputs):
         chain, state = setup.drafter.draft(models, state, inputs)
         own = {"target": models["drafter"]["middle"], "drafter": models["drafter"]["inner"]}
-        below, _ = inner.draft(own, state.inner, dataclasses.replace(inputs, noise=None))
+        below, _ = inner.draft(own, state.inner, inputs)
         return chain, below, state.cache
 
     return jax.jit(both)

@@ -398,7 +398,7 @@ def draft(
         noise = round_noise(state.keys, state.length - 1, made.max_depth, one.config.vocab_size, sampling)
         return step.draft(models, made, sampling, state, noise)
 
-    return one.decoder.compile(drafted)(models or one.models, state)
+    return jax.jit(drafted)(models or one.models, state)
 
 
 def params_of(proposer: str, variant: str = "llama", **options: Any) -> Params:

@@ -140,8 +140,9 @@ def rescored_drafter(
 
     def follow(models, state: RescoredState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         assert base.follow is not None, "without reuse every base can be followed"
-        own = base.follow(models, state.base, verdict, output, num_committed)
-        return RescoredState(own, scorer.follow(models["drafter"]["rescorer"], state.scorer, verdict, num_committed))
+        own, weights = base.follow(models, state.base, verdict, output, num_committed), models["drafter"]["rescorer"]
+        _, remembered = scorer.root_carry(weights, state.scorer)  # as in a round, which has drafted
+        return RescoredState(own, scorer.commit(weights, remembered, verdict, num_committed))
 
     lookahead = max(base.lookahead, tree.depth + 1)
     return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, lookahead=lookahead)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.reading import joined, logits_after, read_on
-from hsd_jax.drafters.shared import check_children, check_vocabulary
+from hsd_jax.drafters.shared import check_shape, check_vocabulary
 from hsd_jax.drafters.small_lm.tree import (
     SmallLMState,
     Steered,
@@ -30,7 +30,6 @@ from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.types import (
-    DRAWN_SCHEMES,
     Drafter,
     DrawScheme,
     KVCache,
@@ -57,9 +56,7 @@ def small_lm_drafter(
     For a chain each pass reads one or two tokens. For a tree the first pass reads the tokens that the last round
     committed, and each other pass reads the nodes of a level. `steered`: how states of the target steer the model.
     """
-    check_children(tree, config.num_tokens)
-    if scheme in DRAWN_SCHEMES:
-        tree.level_widths()  # raises here, before anything compiles
+    check_shape(tree, scheme, config.num_tokens)
     check_vocabulary(config, target_config, "the drafter")
     depth, grower, is_chain = tree.depth, Grower(tree, scheme, config.vocab_size), tree.width == 1
     max_pending = MAX_PENDING if is_chain else depth + 1
