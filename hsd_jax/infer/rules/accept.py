@@ -7,6 +7,7 @@ and `recursive`, and what the rules of the other files share. No module of this 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -170,13 +171,6 @@ earlier siblings are rejected, 0 for nodes that are no valid child; and for ever
 distribution of the next token after all its children are rejected."""
 
 
-Toss = Callable[
-    [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
-]
-"""`toss(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and for
-each node with a distribution the distribution of the next token if the path ends there. `coins` are uniform."""
-
-
 def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -> Float[Array, "B N"]:
     """A uniform number for every node. It depends on the node's absolute position and its index within its level."""
     is_earlier = jnp.tril(jnp.ones((tree.depth.shape[1],) * 2, bool), -1)
@@ -186,9 +180,18 @@ def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -
 
 
 def rule_with_coins(
-    name: str, schemes: frozenset[DrawScheme], toss: Toss, max_depth: int, judges_jointly: bool = False
+    name: str,
+    schemes: frozenset[DrawScheme],
+    max_depth: int,
+    acceptance_of: AcceptanceOf,
+    accepts: Callable[[DraftTree, Bool[Array, "B N"]], Bool[Array, "B N"]] = first_accepted,
+    judges_jointly: bool = False,
 ) -> AcceptRule:
-    """The rule that follows the nodes that `toss` accepts, and then draws the next token."""
+    """The rule that tosses a coin for each node, follows the accepted ones, and then draws the next token.
+
+    `accepts(tree, is_below)` are the accepted nodes, at most one among siblings, given the nodes whose coin is below
+    their probability. By default siblings are judged in their order.
+    """
 
     def judge(
         keys: jax.Array,
@@ -201,7 +204,8 @@ def rule_with_coins(
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if judges_jointly else keys
-        is_accepted, residual = toss(tree, target_logp, coins_of(of_round, tree, root_position))
+        chance, residual = acceptance_of(tree, target_logp)
+        is_accepted = accepts(tree, coins_of(of_round, tree, root_position) < chance)
         path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
 
         # The next token follows the residual of the rejected children, or the target's distribution at a leaf. No
@@ -221,16 +225,6 @@ def rule_with_coins(
     return AcceptRule(name, schemes, judge, judges_jointly=judges_jointly)
 
 
-def one_by_one(acceptance_of: AcceptanceOf) -> Toss:
-    """Judges siblings in their order, each with its own coin, after all earlier ones were rejected."""
-
-    def toss(tree: DraftTree, target_logp: Array, coins: Array):
-        acceptance, residual = acceptance_of(tree, target_logp)
-        return first_accepted(tree, coins < acceptance), residual
-
-    return toss
-
-
 def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None) -> AcceptRule:
     """Recursive rejection sampling: judges siblings in draw order against the residual of the target's distribution.
 
@@ -240,5 +234,5 @@ def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None
     standard speculative sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0
     the target's distribution is a point mass, and the text is greedy for every tree.
     """
-    toss = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
-    return rule_with_coins("recursive", RECURSIVE_SCHEMES, toss, max_depth)
+    acceptance_of = functools.partial(recursion, max_children=max_children, lossy=lossy)
+    return rule_with_coins("recursive", RECURSIVE_SCHEMES, max_depth, acceptance_of)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer.rules.accept import RECURSIVE_SCHEMES, rule_with_coins
@@ -59,9 +59,8 @@ def block_rule(tree: TreeConfig) -> AcceptRule:
     if tree.width > 1:
         raise ValueError(f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1)")
 
-    def toss(drafted: DraftTree, target_logp: Array, coins: Array):
-        chance, residual = block(drafted, target_logp)
-        # The deepest accepted draft also accepts all drafts before it.
-        return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
+    def deepest(tree: DraftTree, is_below: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+        """The deepest accepted draft also accepts all drafts before it."""
+        return lax.cummax(is_below.astype(jnp.int32), axis=1, reverse=True) > 0
 
-    return rule_with_coins("block_verification", RECURSIVE_SCHEMES, toss, tree.depth, judges_jointly=True)
+    return rule_with_coins("block_verification", RECURSIVE_SCHEMES, tree.depth, block, deepest, judges_jointly=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.infer.rules.accept import one_by_one, rule_with_coins
+from hsd_jax.infer.rules.accept import rule_with_coins
 from hsd_jax.infer.rules.siblings import children_of, normalised
 from hsd_jax.types import AcceptRule, DraftTree, DrawScheme
 
@@ -77,4 +77,4 @@ def kseq(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Arr
 
 def kseq_rule(max_depth: int) -> AcceptRule:
     """The rule for any number of INDEPENDENT children per node."""
-    return rule_with_coins("kseq", frozenset({DrawScheme.INDEPENDENT}), one_by_one(kseq), max_depth)
+    return rule_with_coins("kseq", frozenset({DrawScheme.INDEPENDENT}), max_depth, kseq)

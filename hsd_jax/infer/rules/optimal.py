@@ -5,12 +5,14 @@ No rule accepts more on these trees.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.infer.rules.accept import one_by_one, rule_with_coins
+from hsd_jax.infer.rules.accept import rule_with_coins
 from hsd_jax.infer.rules.siblings import children_of, normalised
 from hsd_jax.types import AcceptRule, DraftTree, DrawScheme
 
@@ -70,5 +72,5 @@ def chain_and_match(
 
 def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
     """The rule for TOP_THEN_RANDOM trees. It judges the drawn child of a node first."""
-    toss = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
-    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), toss, max_depth)
+    acceptance_of = functools.partial(chain_and_match, max_children=max_children)
+    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), max_depth, acceptance_of)
