@@ -335,7 +335,7 @@ def test_a_row_that_enters_a_greedy_program_for_a_gpu_keeps_its_settings():
     assert (first.all_greedy, first.unfiltered, new.all_greedy, new.unfiltered) == (True, True, False, False)
     limits = Limits(jnp.full(1, 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32))
     one = jnp.ones(1, jnp.int32)
-    begin = decode.make_begin(toy.target_config(), None)
+    begin = decode.make_begin(toy.target_config(), decode.NO_DRAFTER)
     state = begin(one[:, None], one, sampling.row_keys([(0, 0)]), limits, capacity=16, max_tokens=17)
     _, found, _ = decode.insert(
         (state, jax.device_put(first), limits), (state, jax.device_put(new), limits), jnp.array(0)

@@ -127,18 +127,7 @@ class Overlapped(Decoder):
         base = self.read_ahead(*first, np.int32(0), None, capacity=sizes["capacity"])
         return self._joined(self.here.begin(tokens, length, keys, limits, **sizes), base)
 
-    def prefill(
-        self,
-        models: dict,
-        tokens: Array,
-        length: Int[Array, "B"],
-        keys,
-        limits: Limits,
-        num_chunks: Any = UNBOUNDED,
-        state: DecodeState | None = None,
-        costs: None = None,
-        **sizes,
-    ) -> DecodeState:
+    def prefill(self, models, tokens, length, keys, limits, num_chunks=UNBOUNDED, state=None, costs=None, **sizes):
         """Both models read the prompts, each on its own devices."""
         small, target = ({name: models[name]} for name in ("drafter", "target"))
         before, base = (None, None) if state is None else self._apart(state)
@@ -174,18 +163,11 @@ class Overlapped(Decoder):
         """Copies small arrays to each of the small model's devices."""
         return jax.device_put(tree, NamedSharding(self.drafter_mesh, PartitionSpec()))
 
-    hold = staticmethod(dict)  # each program takes one of the two models, so they stay a dict
+    def hold(self, models: dict) -> dict:
+        """Each program takes one of the two models, so they stay a dict."""
+        return models
 
-    def loop(
-        self,
-        models: dict,
-        costs: None,
-        sampling: SamplingParams,
-        limits: Limits,
-        num_rounds: Any,
-        least_live: Any,
-        state: DecodeState,
-    ) -> DecodeState:
+    def loop(self, models, costs, sampling, limits, num_rounds, least_live, state: DecodeState) -> DecodeState:
         """Replaces the compiled loop. Rounds that were in flight when the last row ended still run."""
         rounds, longest, num = OverlappedDecode(self, models, sampling, limits, state), fetch(limits.max_length), 0
         seen, flying = Seen(0, fetch(state.length), fetch(state.done)), deque()
