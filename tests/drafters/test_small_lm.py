@@ -11,18 +11,14 @@ from oracles import branching as branching_oracle
 from oracles import chain as oracle
 from scipy import stats
 from support import calls, setups, toy
-from support.tiny_pairs import FEW, FEW_SLOTS
+from support.tiny_pairs import FEW_SLOTS, decoder_of, many_rows
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
-from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.rules.accept import recursive_rule
-from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
 from hsd_jax.params import default_tree, with_drafter
-from hsd_jax.types import DrawScheme
 
 DEPTH = setups.TREES["chain"].depth
 
@@ -81,22 +77,6 @@ def rolled(distribution: np.ndarray) -> np.ndarray:
     return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
 
 
-def markov_decoder(target: np.ndarray, draft: np.ndarray):
-    """The decoder of two Markov models with these logits, whose chains are drawn, and their weights."""
-    config, weights = toy.markov_target(target)
-    _, small = toy.markov_target(draft)
-    tree = TreeConfig(DEPTH + 1, DEPTH, 1)
-    drafter = small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
-    step = make_step(config, drafter, recursive_rule(DEPTH, 1))
-    decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
-    return decoder, {"target": weights, "drafter": small}
-
-
-def call_of(temperature: float, rows: int) -> calls.Call:
-    prompts = [np.array([row % VOCAB, (row // VOCAB) % VOCAB], np.int32) for row in range(rows)]
-    return calls.Call(prompts, [20] * rows, [temperature] * rows, [0] * rows, [1.0] * rows, list(range(rows)), **FEW)
-
-
 def test_a_tree_has_the_likeliest_children_of_every_node():
     """Of a model that attends: behind each path, what one causal pass over the text and that path says."""
     setup, call = setups.setup("llama", "small_lm_branching"), calls.mixed_call()
@@ -127,8 +107,9 @@ def test_acceptance_is_that_of_speculative_sampling():
     Three chi-squares, each of which fires falsely once in 10^6.
     """
     p, q = np.random.default_rng(1).dirichlet(np.ones(VOCAB), 2)
-    decoder, models = markov_decoder(np.log(rolled(p)), np.log(rolled(q)))
-    call = call_of(1.0, ROWS)
+    (config, target), (_, small) = (toy.markov_target(np.log(rolled(x))) for x in (p, q))
+    decoder = decoder_of(config, SmallLMConfig(**vars(config)), TreeConfig.chain(DEPTH))
+    models, call = {"target": target, "drafter": small}, many_rows(rows=ROWS, new_tokens=20)
     distribution = oracle.accepted_distribution(p, q, DEPTH)
     state, before = call.start(decoder, models, FEW_SLOTS), 0
     for _ in range(3):

@@ -19,7 +19,7 @@ from oracles import hierarchy as oracle
 from scipy import stats
 from support import calls, setups, toy
 from support.cases import cases
-from support.tiny_pairs import FALSE_ALARM, FEW, FEW_SLOTS
+from support.tiny_pairs import FALSE_ALARM, FEW_SLOTS, decoder_of, many_rows
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -28,8 +28,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.rules.table import make_rule
-from hsd_jax.infer.step import make_step, root_of
+from hsd_jax.infer.step import root_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import convert
 from hsd_jax.types import DrawScheme
@@ -95,18 +94,8 @@ def three_models(inner: str):
 def least_p_value(inner: str) -> float:
     """Of the first two tokens of the texts, and of two after a few rounds."""
     config, drafter_config, models = three_models(inner)
-    drafter = make_drafter(config, drafter_config, CHAIN, scheme=DrawScheme.WITHOUT_REPLACEMENT)
-    step = make_step(config, drafter, make_rule("recursive", CHAIN))
-    call = calls.Call(
-        prompts=[np.array([0], np.int32)] * ROWS,
-        new_tokens=[8] * ROWS,
-        temperature=[1.0] * ROWS,
-        top_k=[0] * ROWS,
-        top_p=[1.0] * ROWS,
-        seeds=list(range(ROWS)),
-        **FEW,
-    )
-    state = call.run(Decoder(config, step, drafter, precision="highest", use_native=False), models, FEW_SLOTS)
+    decoder = decoder_of(config, drafter_config, CHAIN)
+    state = many_rows(rows=ROWS, new_tokens=8, first=0).run(decoder, models, FEW_SLOTS)
     assert (np.asarray(state.stats.accepted_histogram).sum(0) > 0).all()
     assert (np.asarray(state.drafter.stats.accepted_histogram).sum(0) > 0).all()
     found, table = np.asarray(state.tokens), rolled(TARGET)
