@@ -24,6 +24,7 @@ from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
 from hsd_jax.drafters.table import init_drafter
+from hsd_jax.infer.step import root_of
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
 from hsd_jax.types import DrawScheme
@@ -71,10 +72,9 @@ def test_the_recurrence_is_that_of_plain_loops():
 @functools.cache
 def mid_state(proposer: str = "path"):
     """Models and the decode state of six rows after three rounds, the roots, and base logits of four depths."""
-    setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
-    position = state.length - 1
-    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+    setup = setups.setup("llama", proposer)
+    state = setup.after(3)
+    root, position = root_of(state)
     config = setup.drafter_config
 
     @jax.jit

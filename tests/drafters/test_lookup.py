@@ -41,10 +41,7 @@ def test_drafts_are_those_of_plain_loops(max_ngram, min_ngram):
 
 def test_the_copy_of_the_context_is_the_text():
     """After every round, from caches so small that they grow on the way."""
-    setup, call = setups.setup("llama", "lookup"), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
-    while not bool(state.done.all()):
-        state = call.resume(setup.decoder, setup.models, state, 3)
+    for state in setups.setup("llama", "lookup").rounds(calls.OUTGROWN):
         length, copied, tokens = map(np.asarray, (state.length, state.drafter.tokens, state.tokens))
         np.testing.assert_array_equal(state.drafter.length, length)
         for row in np.flatnonzero(~np.asarray(state.done)):

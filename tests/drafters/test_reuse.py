@@ -213,7 +213,7 @@ def test_ahead_drafts_from_what_was_known_a_round_before():
 def skipping(proposer: str = "block_skip"):
     """A state of four rounds, and the jitted draft from any spares: (setup, state, draft(spares) -> tree, state)."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 4)
+    state = setup.after(4)
     inputs = toy.round_inputs(*root_of(state), state.keys, call.arrays()[-1])
 
     @setup.decoder.compile

@@ -34,11 +34,8 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     fresh = toy.causal_pass(setup.models["drafter"], setup.config, np.maximum(state.tokens, 0)).new_kv
     fresh = jax.tree.map(np.asarray, fresh)
     for row, cached in enumerate(drafter.cache.length):
-        for found, wanted in zip(
-            (*drafter.cache.keys, *drafter.cache.values), (*fresh.keys, *fresh.values), strict=True
-        ):
-            if not np.allclose(found[row, :, :cached], wanted[row, :, :cached], rtol=1e-4, atol=1e-5):
-                return f"cache, row {row}"
+        if not setups.is_cached(drafter.cache, row, fresh):
+            return f"cache, row {row}"
         count = int(drafter.num_pending[row])
         if drafter.pending[row, :count].tolist() != state.tokens[row, cached : length[row]].tolist():
             return f"pending tokens, row {row}"
@@ -54,12 +51,8 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
 )
 def test_the_cache_is_consistent_after_every_round(proposer, wanted):
     """Whatever was refused, through growing buckets, and for finished rows that are carried along."""
-    setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
-    assert find_stale_slot(setup, state) is None
-    pending = set()
-    while not bool(state.done.all()):
-        state = call.resume(setup.decoder, setup.models, state, 1)
+    setup, pending = setups.setup("llama", proposer), set()
+    for state in setup.rounds(calls.OUTGROWN):
         assert find_stale_slot(setup, state) is None
         pending |= set(np.asarray(state.drafter.num_pending).tolist())
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
@@ -81,8 +74,7 @@ def test_a_tree_has_the_likeliest_children_of_every_node():
     """Of a model that attends: behind each path, what one causal pass over the text and that path says."""
     setup, call = setups.setup("llama", "small_lm_branching"), calls.mixed_call()
     drafter = small_lm_drafter(setup.config, setup.drafter_config, setups.BRANCHING)
-    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
-    state = call.resume(setup.decoder, setup.models, state, 2)
+    state = setup.after(2, calls.OUTGROWN)
     tree, _ = setups.draft(setup, state, call.arrays()[-1], drafter)
     length = np.asarray(state.length)
     layout = branching_oracle.layout((3, 2, 1))

@@ -12,11 +12,9 @@ import pytest
 from oracles import distribution as distribution_oracle
 from oracles import tree as oracle
 
-from hsd_jax.config import ModelConfig
-from hsd_jax.infer.rules.accept import check_legal, match_path, match_rule
-from hsd_jax.infer.step import make_step
+from hsd_jax.infer.rules.accept import match_path
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.types import NO_PARENT, Drafter, DraftTree, DrawScheme, Verdict
+from hsd_jax.types import NO_PARENT, DraftTree, Verdict
 
 NUM, MAX_DEPTH, BATCH, VOCAB = 9, 4, 256, 3
 
@@ -145,17 +143,3 @@ def test_match_emits_exactly_the_distribution_of_the_target(name):
 
 def test_enumeration_finds_a_wrong_rule():
     assert variation("siblings", judge_likeliest_child) > 0.01
-
-
-# --- legality ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_rule_refuses_schemes_it_is_not_exact_for():
-    nothing = match_rule(1)._replace(name="chain", schemes=frozenset())
-    with pytest.raises(ValueError, match=r"accept='chain'.*draw='arbitrary'"):
-        check_legal(nothing, DrawScheme.ARBITRARY)
-    drafter = Drafter(*[lambda *_: None] * 4, DrawScheme.ARBITRARY, 2, 1)
-    with pytest.raises(ValueError, match="arbitrary"):
-        make_step(ModelConfig(4, 8, 1, 1, 1, 8, 8), drafter, nothing)
-    for scheme in DrawScheme:
-        check_legal(match_rule(1), scheme)

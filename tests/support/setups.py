@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
@@ -49,8 +50,8 @@ from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
 from hsd_jax.params import Params
 from hsd_jax.train.ngram import make_ngram
-from hsd_jax.types import DecodeState, Drafter, DraftTree, DrawScheme, SamplingParams
-from support.calls import Call, cut, generated, mixed_call
+from hsd_jax.types import DecodeState, Drafter, DraftTree, DrawScheme, KVCache, NewKV, SamplingParams
+from support.calls import CAPACITY, Call, cut, generated, mixed_call
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
 from support.toy import VOCAB, drafter_config, make_drafter, make_small_lm, make_target, target_config
 
@@ -327,6 +328,20 @@ class Setup:
     models: dict[str, Any]
     decoder: Decoder
 
+    def rounds(self, capacity: int = CAPACITY) -> Iterator[DecodeState]:
+        """The state of `mixed_call` after its prompts, and after every round until all rows are done."""
+        call = mixed_call()
+        state = call.start(self.decoder, self.models, capacity)
+        yield state
+        while not bool(state.done.all()):
+            state = call.resume(self.decoder, self.models, state, 1)
+            yield state
+
+    def after(self, num_rounds: int, capacity: int = CAPACITY) -> DecodeState:
+        """The state of `mixed_call` after some rounds."""
+        call = mixed_call()
+        return call.resume(self.decoder, self.models, call.start(self.decoder, self.models, capacity), num_rounds)
+
     def decoder_with(self, rule=None) -> Decoder:
         """Another decoder of the same pair; `rule` in place of the match rule."""
         if self.drafter is None:
@@ -386,6 +401,13 @@ def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "re
     drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
     found = dataclasses.replace(beam, drafter=drafter)
     return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))
+
+
+def is_cached(cache: KVCache, row: int, fresh: NewKV, rtol: float = 1e-4, atol: float = 1e-5) -> bool:
+    """Whether the valid slots of a row hold the keys and values of a fresh pass."""
+    num = int(cache.length[row])
+    pairs = zip((*cache.keys, *cache.values), (*fresh.keys, *fresh.values), strict=True)
+    return all(np.allclose(one[row, :, :num], other[row, :, :num], rtol=rtol, atol=atol) for one, other in pairs)
 
 
 def draft(
