@@ -347,7 +347,7 @@ class AcceptRule(NamedTuple):
     name: str
     schemes: frozenset[DrawScheme]
     judge: Callable[..., Verdict]
-    """`judge(keys, tree, ancestors, logits, sampling, root_position, noise) -> Verdict`. `noise` is that of
+    """`judge(keys, tree, logits, sampling, root_position, noise) -> Verdict`. `noise` is that of
     `sampling.round_noise` for one position more than the depth of the tree."""
     emits_argmax: bool = False
     """Whether every token it emits comes from `ops.argmax`, which on a mesh itself returns INVALID_TOKEN."""

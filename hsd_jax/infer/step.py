@@ -70,10 +70,8 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             with jax.named_scope("worth"):
                 tree = dataclasses.replace(tree, valid=worth.select_nodes(tree, state, costs))
 
-        output, ancestors = target_pass(models, config, drafter, state, tree)
-        state, verdict, count = judge_and_commit(
-            models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise
-        )
+        output = target_pass(models, config, drafter, state, tree)
+        state, verdict, count = judge_and_commit(models, drafter, rule, sampling, limits, state, tree, output, noise)
         state = dataclasses.replace(state, drafter=cache_lib.undo_idle_rows(count, before.drafter, state.drafter))
         if costs is None:
             return state
@@ -111,15 +109,13 @@ def draft(
 
 def target_pass(
     models: dict, config: ModelConfig, drafter: Drafter, state: DecodeState, tree: DraftTree
-) -> tuple[ModelOutput, Bool[Array, "B N N"]]:
-    """The target's pass over the nodes of a tree, and the ancestor mask."""
+) -> ModelOutput:
+    """The target's pass over the nodes of a tree, which see the text and their ancestors."""
     with jax.named_scope("target"):
-        ancestors = ancestor_mask(tree, drafter.max_depth)
-        nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestors
+        nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestor_mask(tree, drafter.max_depth)
         active = tree.valid & ~state.done[:, None] & (True if tree.tip is None else ~tree.tip)
-        return forward(
-            models["target"], config, *nodes, state.cache, feature_layers=drafter.feature_layers, active=active
-        ), ancestors
+        layers = drafter.feature_layers
+        return forward(models["target"], config, *nodes, state.cache, feature_layers=layers, active=active)
 
 
 def judge_and_commit(
@@ -131,13 +127,12 @@ def judge_and_commit(
     state: DecodeState,
     tree: DraftTree,
     output: ModelOutput,
-    ancestors: Bool[Array, "B N N"],
     noise: Float[Array, "B M V"],
 ) -> tuple[DecodeState, Verdict, Int[Array, "B"]]:
     """The state after a tree is judged and its path committed, the verdict, and the number of tokens per row."""
     live = ~state.done
     with jax.named_scope("judge"), native.only(live):
-        verdict = rule.judge(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
+        verdict = rule.judge(state.keys, tree, output.logits, sampling, state.length - 1, noise)
         verdict = without_bonus(verdict, tree)
         emitted = or_invalid(verdict.emitted, verdict.path, output, rule.emits_argmax)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)

@@ -13,7 +13,6 @@ from oracles import distribution as distribution_oracle
 from oracles import tree as oracle
 
 from hsd_jax.infer.rules.accept import match_path
-from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import NO_PARENT, DraftTree, Verdict
 
 NUM, MAX_DEPTH, BATCH, VOCAB = 9, 4, 256, 3
@@ -57,7 +56,7 @@ def batch_of_trees(seed: int):
 
 @functools.partial(jax.jit, static_argnums=2)
 def jitted_match(tree: DraftTree, draws: jax.Array, match_fn) -> Verdict:
-    return match_fn(tree, ancestor_mask(tree, MAX_DEPTH), draws, MAX_DEPTH)
+    return match_fn(tree, draws, MAX_DEPTH)
 
 
 def has_twins(tokens, parents, valid) -> bool:
@@ -88,12 +87,12 @@ def test_walk_is_that_of_the_oracle():
     assert find_difference(match_path) is None
 
 
-def walk_to_likeliest_child(tree, ancestors, draws, max_depth):
+def walk_to_likeliest_child(tree, draws, max_depth):
     """Follows the first child whatever was drawn."""
     first = jnp.argmax((tree.parents[:, None, :] == jnp.arange(NUM)[:, None]) & tree.valid[:, None, :], -1)
     has_child = jnp.any((tree.parents[:, None, :] == jnp.arange(NUM)[:, None]) & tree.valid[:, None, :], -1)
     child_token = jnp.take_along_axis(tree.tokens, first, 1)
-    return match_path(tree, ancestors, jnp.where(has_child, child_token, draws), max_depth)
+    return match_path(tree, jnp.where(has_child, child_token, draws), max_depth)
 
 
 def test_the_comparison_finds_a_wrong_walk():

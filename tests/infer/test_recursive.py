@@ -16,7 +16,6 @@ from support.texts import first_difference
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.rules.accept import coins_of, recursive_rule
-from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import DraftTree, DrawScheme, SamplingParams
 
 SCHEMES = {x: DrawScheme(x) for x in (oracle.INDEPENDENT, oracle.WITHOUT_REPLACEMENT)}
@@ -67,7 +66,7 @@ def jitted_judge():
 
     def judge(keys, tree, logits, sampling, position):
         unread = jnp.zeros((BATCH, MAX_DEPTH + 1, logits.shape[-1]))
-        return rule.judge(keys, tree, ancestor_mask(tree, MAX_DEPTH), logits, sampling, position, unread)
+        return rule.judge(keys, tree, logits, sampling, position, unread)
 
     return jax.jit(judge)
 
@@ -120,7 +119,7 @@ def test_twins_keep_their_own_children():
     @jax.jit
     def judge(tree):
         position, unread = jnp.zeros(1, jnp.int32), jnp.zeros((1, 3, 3))
-        return rule.judge(keys, tree, ancestor_mask(tree, 2), jnp.zeros((1, 4, 3)), sampling, position, unread)
+        return rule.judge(keys, tree, jnp.zeros((1, 4, 3)), sampling, position, unread)
 
     verdict = judge(tree)
     assert verdict.path[0, :2].tolist() == [0, 1] and int(verdict.num_accepted[0]) == 1

@@ -37,8 +37,8 @@ def depths_of(parents: list[int]) -> list[int]:
 def keyed(predicted, max_depth: int = DEPTH) -> AcceptRule:
     """The match rule with noise taken at `predicted(root_position [B, 1], depth [B, N])`."""
 
-    def judge(keys, tree, ancestors, logits, sampling, root_position, noise):
+    def judge(keys, tree, logits, sampling, root_position, noise):
         positions = predicted(root_position[:, None], tree.depth)
-        return match_path(tree, ancestors, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
+        return match_path(tree, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
 
     return AcceptRule("keyed", frozenset(DrawScheme), judge)

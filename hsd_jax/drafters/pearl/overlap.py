@@ -39,7 +39,6 @@ from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full, trace
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules.accept import check_legal
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import (
     AcceptRule,
     DecodeState,
@@ -91,7 +90,7 @@ class Overlapped(Decoder):
             """
             noise = round_noise(state.keys, state.length - 1, half.max_depth + 1, config.vocab_size, sampling)
             tree, _ = both.chained(state.drafter, state.drafter.fresh, *step_lib.root_of(state))
-            return step_lib.target_pass(models, config, half, state, tree)[0], noise
+            return step_lib.target_pass(models, config, half, state, tree), noise
 
         def judge(
             sampling: SamplingParams,
@@ -103,7 +102,7 @@ class Overlapped(Decoder):
         ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
             """The state after the round and its outcome. The lengths, and whether rows are done, are for `landed`."""
             tree, phase = both.chained(state.drafter, fresh, *step_lib.root_of(state))
-            judged = dataclasses.replace(state, drafter=phase), tree, output, ancestor_mask(tree, half.max_depth), noise
+            judged = dataclasses.replace(state, drafter=phase), tree, output, noise
             after, _, _ = step_lib.judge_and_commit({}, half, rule, sampling, limits, *judged)
             outcome, phase = after.drafter
             after = rows.placed(dataclasses.replace(after, drafter=phase))

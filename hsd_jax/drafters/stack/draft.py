@@ -267,9 +267,8 @@ def write_on(
         of_round = cache_lib.take_nodes(noise, num[:, None] + jnp.arange(num_noisy), axis=1)
         tree, known = step_lib.draft(models, inner, sampling, now, of_round)
         now = dataclasses.replace(now, drafter=known)
-        output, ancestors = step_lib.target_pass(models, stack.middle, inner, now, tree)
-        output = sane(output)
-        judged = now, tree, output, ancestors, of_round
+        output = sane(step_lib.target_pass(models, stack.middle, inner, now, tree))
+        judged = now, tree, output, of_round
         now, verdict, _ = step_lib.judge_and_commit(models, inner, stack.rule, sampling, limits, *judged)
         now = dataclasses.replace(now, done=is_done | (now.length - before >= stack.enough))
         along = lambda x: cache_lib.take_nodes(x, verdict.path, axis=1)  # noqa: E731

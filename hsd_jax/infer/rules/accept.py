@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.rules.lossy import Lossy
 from hsd_jax.infer.rules.siblings import children_of, normalised
+from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import AcceptRule, DraftTree, DrawScheme, SamplingParams, Verdict
@@ -56,13 +57,14 @@ def without_bonus(verdict: Verdict, tree: DraftTree) -> Verdict:
 
 
 def accepted_path(
-    tree: DraftTree, ancestors: Bool[Array, "B N N"], is_accepted: Bool[Array, "B N"], max_depth: int
+    tree: DraftTree, is_accepted: Bool[Array, "B N"], max_depth: int
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
     """The path from the root through chosen nodes, its number of edges and its last node.
 
     It needs no loop: a node survives if it and all its ancestors are chosen, and the deepest survivor ends the path.
     The entries of the path after its end are the root.
     """
+    ancestors = ancestor_mask(tree, max_depth)
     chosen = ((tree.depth == 0) | is_accepted) & tree.valid
     survives = jnp.all(chosen[:, None, :] | ~ancestors, -1) & tree.valid
     deepest = jnp.argmax(jnp.where(survives, tree.depth, -1), -1)
@@ -73,13 +75,13 @@ def accepted_path(
     return path, jnp.take_along_axis(tree.depth, deepest[:, None], 1)[:, 0], deepest
 
 
-def match_path(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
+def match_path(tree: DraftTree, draws: Int[Array, "B N"], max_depth: int) -> Verdict:
     """Starts at the root and moves to the child that holds the node's own draw, until no child does.
 
     Siblings with the same token have the same draw, so both emit the same text. The deeper path is taken.
     """
     parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)
-    path, num_accepted, end = accepted_path(tree, ancestors, tree.tokens == parent_draw, max_depth)
+    path, num_accepted, end = accepted_path(tree, tree.tokens == parent_draw, max_depth)
     emitted = jnp.take_along_axis(draws, path, 1)
     next_token = jnp.take_along_axis(draws, end[:, None], 1)[:, 0]
     return Verdict(path, num_accepted, next_token, emitted)
@@ -97,7 +99,6 @@ def match_rule(max_depth: int) -> AcceptRule:
     def judge(
         keys: jax.Array,
         tree: DraftTree,
-        ancestors: Bool[Array, "B N N"],
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
@@ -105,7 +106,7 @@ def match_rule(max_depth: int) -> AcceptRule:
     ) -> Verdict:
         # All nodes of a depth predict the same position.
         chosen = sampling_lib.gumbel_max(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
-        return match_path(tree, ancestors, chosen, max_depth)
+        return match_path(tree, chosen, max_depth)
 
     return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True)
 
@@ -196,7 +197,6 @@ def rule_with_coins(
     def judge(
         keys: jax.Array,
         tree: DraftTree,
-        ancestors: Bool[Array, "B N N"],
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
@@ -206,7 +206,7 @@ def rule_with_coins(
         of_round = sampling_lib.round_row_keys(keys, root_position) if judges_jointly else keys
         chance, residual = acceptance_of(tree, target_logp)
         is_accepted = accepts(tree, coins_of(of_round, tree, root_position) < chance)
-        path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
+        path, num_accepted, end = accepted_path(tree, is_accepted, max_depth)
 
         # The next token follows the residual of the rejected children, or the target's distribution at a leaf. No
         # other round draws at this position, so the target's own noise is still unused.
