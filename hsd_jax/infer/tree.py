@@ -122,8 +122,8 @@ class Grower(NamedTuple):
                 rest = self.config.depth, likeliest_draft(scale), self.scheme, inputs.stop
                 return grow_chain(named_expand, carry, inputs.root, *rest)
             if self.config.branching is None or self.config.width == 1:
-                beam = _chain if self.config.width == 1 else _beam
-                return beam(named_expand, carry, inputs.root, self.config, scale, num_levels, self.scheme)
+                beam = self._chain if self.config.width == 1 else self._beam
+                return beam(named_expand, carry, inputs.root, scale, num_levels)
         rest = num_levels, self.vocab_size
         return levels.grow(named_expand, carry, inputs, self.config, self.scheme, scale, *rest)
 
@@ -138,6 +138,59 @@ class Grower(NamedTuple):
         """The tree of `grow` for states that do not read drafted tokens."""
         return self.grow(token_free(base_logits, inject), None, inputs, draft_to_target, num_levels)[0]
 
+    def _chain(
+        self, expand: ExpandNamed, carry: Any, root: Int[Array, "B"], scale: Float[Array, "B"], num_levels: Any
+    ) -> tuple[DraftTree, Any]:
+        """The tree of `_beam` for width 1, where no nodes compete. (XLA removes the scores if they are not used.)"""
+        token, drafts = root[:, None], []
+        scores, pick = [jnp.zeros(token.shape)], likeliest_draft(scale)
+        for level in range(self.config.depth):
+            said, carry = expand(level, token, jnp.zeros_like(token), carry)
+            token, log_confidence, _ = pick(level, said)
+            scores.append(scores[-1] + jnp.fmin(log_confidence, 0.0))
+            drafts.append(token)
+        num, score = self.config.depth if num_levels is None else num_levels, jnp.concatenate(scores, 1)
+        return chain_of(root, jnp.concatenate(drafts, 1), num, scheme=self.scheme, score=score), carry
+
+    def _beam(
+        self, expand: ExpandNamed, carry: Any, root: Int[Array, "B"], scale: Float[Array, "B"], num_levels: Any
+    ) -> tuple[DraftTree, Any]:
+        """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
+
+        At every level the `width` best nodes are expanded, each into its `width` likeliest candidates under the
+        log-softmax of `scale` times the logits of `expand`. Scores fall along a path, and the shallower node wins a
+        tie. The kept nodes therefore include all their ancestors, and the order of scores puts parents first. Nodes
+        below a row's levels come last.
+        """
+        batch, width = root.shape[0], self.config.width
+        frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
+        frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is not a candidate
+        frontier_parents = jnp.zeros((batch, 1), jnp.int32)
+        scores, tokens, parents = [], [], []
+        for level in range(self.config.depth):
+            said, carry = expand(level, frontier_tokens, frontier_parents, carry)
+            count = min(width, said.logits.shape[-1])
+            top, children, total = ops.top_k(said.logits * scale[:, None, None], count)
+            # A NaN score, or one above the parent's, would separate a node from its parent, so no drafter is trusted.
+            logp = jnp.fmin(top - total, 0.0)
+            level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
+            if num_levels is not None:
+                level_scores = jnp.where(level < num_levels[:, None], level_scores, -jnp.inf)
+            level_tokens = to_tokens(said.tokens, children).reshape(batch, -1)
+            first_id = sum(s.shape[1] for s in scores)
+            scores.append(level_scores)
+            tokens.append(level_tokens)
+            parents.append(jnp.repeat(frontier_ids, count, axis=1))
+            frontier_scores, best = lax.top_k(level_scores, min(width, level_scores.shape[1]))
+            frontier_tokens = jnp.take_along_axis(level_tokens, best, 1)
+            frontier_ids = first_id + best
+            frontier_parents = best // count
+        candidate_depth = np.repeat(np.arange(1, self.config.depth + 1), [x.shape[1] for x in scores])
+        scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
+        more = {"scheme": self.scheme, "may_lack": num_levels is not None}
+        depths = jnp.broadcast_to(jnp.asarray(candidate_depth, jnp.int32), tokens.shape)
+        return best_tree(root, tokens, parents, depths, scores, self.config.nodes, **more), carry
+
 
 def likeliest_draft(scale: Float[Array, "B"]) -> Pick:
     """The `Pick` of the likeliest child. Its confidence is the log-softmax of `scale` times the logits."""
@@ -149,73 +202,6 @@ def likeliest_draft(scale: Float[Array, "B"]) -> Pick:
         return Draft(to_tokens(said.tokens, best)[:, :, 0], top - jax.nn.logsumexp(scaled, axis=-1))
 
     return pick
-
-
-def _chain(
-    expand: ExpandNamed,
-    carry: Any,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    scale: Float[Array, "B"],
-    num_levels: Int[Array, "B"] | None,
-    scheme: DrawScheme,
-) -> tuple[DraftTree, Any]:
-    """The tree of `_beam` for width 1, where no nodes compete. (XLA removes the scores if they are not used.)"""
-    token, drafts = root[:, None], []
-    scores, pick = [jnp.zeros(token.shape)], likeliest_draft(scale)
-    for level in range(config.depth):
-        said, carry = expand(level, token, jnp.zeros_like(token), carry)
-        token, log_confidence, _ = pick(level, said)
-        scores.append(scores[-1] + jnp.fmin(log_confidence, 0.0))
-        drafts.append(token)
-    num, score = config.depth if num_levels is None else num_levels, jnp.concatenate(scores, 1)
-    return chain_of(root, jnp.concatenate(drafts, 1), num, scheme=scheme, score=score), carry
-
-
-def _beam(
-    expand: ExpandNamed,
-    carry: Any,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    scale: Float[Array, "B"],
-    num_levels: Int[Array, "B"] | None,
-    scheme: DrawScheme,
-) -> tuple[DraftTree, Any]:
-    """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
-
-    At every level the `width` best nodes are expanded, each into its `width` likeliest candidates under the log-softmax
-    of `scale` times the logits of `expand`. Scores fall along a path, and the shallower node wins a tie. The kept nodes
-    therefore include all their ancestors, and the order of scores puts parents first. `scheme` is ARBITRARY, or COUPLED
-    if the logits of `expand` include the target's noise. Nodes below a row's levels come last.
-    """
-    batch, width = root.shape[0], config.width
-    frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
-    frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is not a candidate
-    frontier_parents = jnp.zeros((batch, 1), jnp.int32)
-    scores, tokens, parents = [], [], []
-    for level in range(config.depth):
-        said, carry = expand(level, frontier_tokens, frontier_parents, carry)
-        count = min(width, said.logits.shape[-1])
-        top, children, total = ops.top_k(said.logits * scale[:, None, None], count)
-        # A NaN score, or one above the parent's, would separate a node from its parent, so no drafter is trusted.
-        logp = jnp.fmin(top - total, 0.0)
-        level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
-        if num_levels is not None:
-            level_scores = jnp.where(level < num_levels[:, None], level_scores, -jnp.inf)
-        level_tokens = to_tokens(said.tokens, children).reshape(batch, -1)
-        first_id = sum(s.shape[1] for s in scores)
-        scores.append(level_scores)
-        tokens.append(level_tokens)
-        parents.append(jnp.repeat(frontier_ids, count, axis=1))
-        frontier_scores, best = lax.top_k(level_scores, min(width, level_scores.shape[1]))
-        frontier_tokens = jnp.take_along_axis(level_tokens, best, 1)
-        frontier_ids = first_id + best
-        frontier_parents = best // count
-    candidate_depth = np.repeat(np.arange(1, config.depth + 1), [x.shape[1] for x in scores])
-    scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
-    more = {"scheme": scheme, "may_lack": num_levels is not None}
-    depths = jnp.broadcast_to(jnp.asarray(candidate_depth, jnp.int32), tokens.shape)
-    return best_tree(root, tokens, parents, depths, scores, config.nodes, **more), carry
 
 
 def best_tree(
