@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.axes import CACHE, ROWS, SLOTS, named
@@ -127,8 +128,11 @@ class Verdict:
 
     path: Int[Array, "B D+1"]
     num_accepted: Int[Array, "B"]
-    next_token: Int[Array, "B"]
     emitted: Int[Array, "B D+1"]
+
+    @property
+    def next_token(self) -> Int[Array, "B"]:
+        return jnp.take_along_axis(self.emitted, self.num_accepted[:, None], 1)[:, 0]
 
 
 @flax.struct.dataclass

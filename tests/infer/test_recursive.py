@@ -100,7 +100,6 @@ def test_verdicts_are_those_of_plain_loops(draws):
         found = int(verdict.num_accepted[row])
         assert verdict.path[row, : found + 1].tolist() == path
         assert verdict.emitted[row, : found + 1].tolist() == [*(tokens[n] for n in path[1:]), next_token]
-        assert int(verdict.next_token[row]) == next_token
         seen.add((found, not oracle.children_of(parents, valid, path[-1])))
     assert {(0, False), (1, False), (2, False), (1, True), (2, True), (3, True)} <= seen
 

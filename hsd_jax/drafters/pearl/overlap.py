@@ -53,6 +53,23 @@ EVERY = 2
 """The number of rounds between two reads of the rows' lengths by the host. As many rounds are in flight."""
 
 
+class Seen(NamedTuple):
+    """The state of the rows after `num` rounds, on the host."""
+
+    num: int
+    length: np.ndarray
+    done: np.ndarray
+
+
+class Flight(NamedTuple):
+    """The states of both halves in a decode, as arrays that may not be computed yet."""
+
+    state: DecodeState
+    """That of the target's half, whose drafter's state is the `Phase`."""
+    base: SmallLMState
+    outcome: RoundOutcome
+
+
 class Overlapped(Decoder):
     """The compiled functions of PEARL on the meshes of the two models, with the interface of a `Decoder`."""
 
@@ -100,7 +117,7 @@ class Overlapped(Decoder):
             output: ModelOutput,
             noise: Array,
         ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
-            """The state after the round and its outcome. The lengths, and whether rows are done, are for `landed`."""
+            """The state after the round and its outcome. The last result is for the host."""
             tree, phase = both.chained(state.drafter, fresh, *step_lib.root_of(state))
             judged = dataclasses.replace(state, drafter=phase), tree, output, noise
             after, _, _ = step_lib.judge_and_commit({}, half, rule, sampling, limits, *judged)
@@ -166,22 +183,40 @@ class Overlapped(Decoder):
         """Each program takes one of the two models, so they stay a dict."""
         return models
 
+    def flight(self, state: DecodeState) -> Flight:
+        """The state of both halves, apart, for `dispatch`."""
+        own: PearlState = state.drafter
+        return Flight(dataclasses.replace(state, drafter=own.phase), own.base, own.outcome)
+
+    def dispatch(self, models, there, sampling, limits, flight: Flight) -> tuple[Flight, jax.Array]:
+        """Dispatches a round without waiting for it. Returns also the future lengths, and whether rows are done."""
+        fresh, base = self.propose({"drafter": models["drafter"]}, flight.base, flight.outcome, *there)
+        output, noise = self.look({"target": models["target"]}, sampling, flight.state)
+        fresh = jax.device_put(fresh, NamedSharding(self.mesh, PartitionSpec()))
+        state, outcome, where = self.judge(sampling, limits, flight.state, fresh, output, noise)
+        outcome = self._across(outcome)
+        where.copy_to_host_async()
+        return Flight(state, base, outcome), where
+
     def loop(self, models, costs, sampling, limits, num_rounds, least_live, state: DecodeState) -> DecodeState:
         """Replaces the compiled loop. Rounds that were in flight when the last row ended still run."""
-        rounds, longest, num = OverlappedDecode(self, models, sampling, limits, state), fetch(limits.max_length), 0
-        seen, flying = Seen(0, fetch(state.length), fetch(state.done)), deque()
-        capacity = state.cache.capacity
+        longest, there, capacity = fetch(limits.max_length), self._across((state.keys, sampling)), state.cache.capacity
+        seen, flying, num = Seen(0, fetch(state.length), fetch(state.done)), deque(), 0
+        flight = self.flight(state)
         while True:
             if num < num_rounds and self._is_next(num, seen, longest, capacity, int(least_live)):
-                where, num = rounds.dispatch(), num + 1
+                (flight, where), num = self.dispatch(models, there, sampling, limits, flight), num + 1
                 if num % EVERY == 0:
                     flying.append((num, where))
-                    seen = landed(*flying.popleft()) if len(flying) > 1 else seen
+                    if len(flying) > 1:
+                        landed, (length, done) = flying[0][0], fetch(flying.popleft()[1])
+                        seen = Seen(landed, length, done.astype(bool))
             elif seen.num < num:  # as far as the host knows, no round is needed, or one might not fit: it reads again
-                seen = Seen(num, fetch(rounds.state.length), fetch(rounds.state.done))
+                seen = Seen(num, fetch(flight.state.length), fetch(flight.state.done))
                 flying.clear()
             else:
-                return rounds.joined()
+                state = dataclasses.replace(flight.state, drafter=(flight.outcome, flight.state.drafter))
+                return self._joined(state, flight.base)
 
     def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int, least_live: int) -> bool:
         """Whether a further round may be needed by enough rows, and certainly fits into the caches.
@@ -192,49 +227,6 @@ class Overlapped(Decoder):
         may_go_on = ~seen.done & (seen.length + since < longest)
         most = np.minimum(seen.length + since * self.max_depth, longest)
         return bool(may_go_on.sum() >= max(least_live, 1)) and not is_full(most, ~may_go_on, capacity, self.lookahead)
-
-
-class Seen(NamedTuple):
-    """The state of the rows after `num` rounds, on the host."""
-
-    num: int
-    length: np.ndarray
-    done: np.ndarray
-
-
-def landed(num: int, where: jax.Array) -> Seen:
-    """Waits for the result of `OverlappedDecode.dispatch` for round `num`."""
-    length, done = fetch(where)
-    return Seen(num, length, done.astype(bool))
-
-
-class OverlappedDecode:
-    """A decode in flight: the states of both halves, as arrays that may not be computed yet."""
-
-    def __init__(self, decoder: Overlapped, models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
-        self.decoder, self.settings = decoder, (sampling, limits)
-        self.target, self.small = ({name: models[name]} for name in ("target", "drafter"))
-        own: PearlState = state.drafter
-        self.base, self.outcome = own.base, own.outcome
-        self.state = dataclasses.replace(state, drafter=own.phase)
-        self.there = decoder._across((state.keys, sampling))
-
-    def dispatch(self) -> jax.Array:
-        """Dispatches a round without waiting for it. Returns the future state of the rows, for `landed`."""
-        sampling, _ = self.settings
-        one, across = self.decoder, NamedSharding(self.decoder.mesh, PartitionSpec())
-        fresh, self.base = one.propose(self.small, self.base, self.outcome, *self.there)
-        output, noise = one.look(self.target, sampling, self.state)
-        fresh = jax.device_put(fresh, across)
-        self.state, outcome, where = one.judge(*self.settings, self.state, fresh, output, noise)
-        self.outcome = one._across(outcome)
-        where.copy_to_host_async()
-        return where
-
-    def joined(self) -> DecodeState:
-        """The state of both halves."""
-        drafter = PearlState(self.base, self.outcome, self.state.drafter, is_overlapped=True)
-        return dataclasses.replace(self.state, drafter=drafter)
 
 
 def make_read(config: SmallLMConfig, base: Drafter) -> Callable:

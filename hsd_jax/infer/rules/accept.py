@@ -38,22 +38,16 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
 def verdict_of(emitted: Int[Array, "B M"], count: Int[Array, "B"]) -> Verdict:
     """The verdict for `count` tokens that were committed without a tree, as if it had accepted `count` - 1 drafts."""
     path = jnp.broadcast_to(jnp.arange(emitted.shape[1], dtype=jnp.int32), emitted.shape)
-    last = jnp.maximum(count - 1, 0)
-    return Verdict(path, last, jnp.take_along_axis(emitted, last[:, None], 1)[:, 0], emitted)
+    return Verdict(path, jnp.maximum(count - 1, 0), emitted)
 
 
 def without_bonus(verdict: Verdict, tree: DraftTree) -> Verdict:
-    """The verdict, where a path that ends at a tip emits no token after it: the tip replaces the target's token."""
+    """The verdict, where a path that ends at a tip emits no token after it: the tip is the next token."""
     if tree.tip is None:
         return verdict
     end = jnp.take_along_axis(verdict.path, verdict.num_accepted[:, None], 1)
     is_tip = jnp.take_along_axis(tree.tip, end, 1)[:, 0]
-    token = jnp.take_along_axis(tree.tokens, end, 1)[:, 0]
-    return dataclasses.replace(
-        verdict,
-        num_accepted=verdict.num_accepted - is_tip.astype(jnp.int32),
-        next_token=jnp.where(is_tip, token, verdict.next_token),
-    )
+    return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_tip.astype(jnp.int32))
 
 
 def accepted_path(
@@ -81,10 +75,8 @@ def match_path(tree: DraftTree, draws: Int[Array, "B N"], max_depth: int) -> Ver
     Siblings with the same token have the same draw, so both emit the same text. The deeper path is taken.
     """
     parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)
-    path, num_accepted, end = accepted_path(tree, tree.tokens == parent_draw, max_depth)
-    emitted = jnp.take_along_axis(draws, path, 1)
-    next_token = jnp.take_along_axis(draws, end[:, None], 1)[:, 0]
-    return Verdict(path, num_accepted, next_token, emitted)
+    path, num_accepted, _ = accepted_path(tree, tree.tokens == parent_draw, max_depth)
+    return Verdict(path, num_accepted, jnp.take_along_axis(draws, path, 1))
 
 
 def match_rule(max_depth: int) -> AcceptRule:
@@ -220,7 +212,7 @@ def rule_with_coins(
         drafted = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, 1), 1)
         is_next = jnp.arange(max_depth + 1) == num_accepted[:, None]
         emitted = jnp.where(is_next, next_token[:, None], drafted)
-        return Verdict(path, num_accepted, next_token, emitted)
+        return Verdict(path, num_accepted, emitted)
 
     return AcceptRule(name, schemes, judge, judges_jointly=judges_jointly)
 
