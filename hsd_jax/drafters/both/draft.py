@@ -22,7 +22,7 @@ from hsd_jax.axes import ROWS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.both.config import LONGEST, BothConfig
 from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_drafter
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import method_of
 from hsd_jax.infer import worth
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
@@ -217,20 +217,19 @@ def learned_of_copied(
 
 
 def both_drafter(
-    method: DraftingMethod,
     target_config: ModelConfig,
     config: BothConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose trees have the best nodes of `config.base`, whose `method` is given, and of lookup.
+    """A `Drafter` whose trees have the best nodes of `config.base` and of lookup.
 
     For chains each round takes the chain of one of the two, the likelier one.
     """
     if scheme in DRAWN_SCHEMES:
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled")
-    depth = tree.depth
+    depth, method = tree.depth, method_of(config.base)
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
     lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth))
     assert base.ready is None and base.follow is not None and base.counts is None, "true of every base without reuse"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.scorers import Scorer, make_scorer
 from hsd_jax.infer import sampling as sampling_lib
@@ -102,14 +102,14 @@ def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
 
 
 def rescored_drafter(
-    method: DraftingMethod,
     target_config: ModelConfig,
     config: RescoredConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """The drafter `config.base`, whose `method` is given, with trees that `config.scorer` rescores."""
+    """The drafter `config.base` with trees that `config.scorer` rescores."""
+    method = method_of(config.base)
     if tree.width > config.arcs:
         raise ValueError(f"TreeConfig.width={tree.width}: a lattice of {config.arcs} arcs allows 1 to {config.arcs}")
     assert method.lattice is not None, "drafters without it were refused"

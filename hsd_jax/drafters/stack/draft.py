@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.reading import read_on
 from hsd_jax.drafters.shared import check_chain, check_vocabulary
 from hsd_jax.drafters.stack.config import StackConfig
@@ -113,31 +113,29 @@ class Stack(NamedTuple):
         return self.most + self.inner.max_depth + 1
 
 
-def stack_of(
-    method: DraftingMethod, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
-) -> Stack:
+def stack_of(config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme) -> Stack:
     """The levels below the target. Raises as the inner drafter."""
     length = min(config.length, max(tree.depth - 1, 1))
     inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
-    inner = method.make(config.middle, config.inner, TreeConfig.chain(length), cache_dtype, inner_scheme)
+    method, chain = method_of(config.inner), TreeConfig.chain(length)
+    inner = method.make(config.middle, config.inner, chain, cache_dtype, inner_scheme)
     return Stack(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
 
 
 def stack_drafter(
-    method: DraftingMethod,
     target_config: ModelConfig,
     config: StackConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose chains are text of the middle model. `method` is that of the inner drafter.
+    """A `Drafter` whose chains are text of the middle model.
 
     `models["drafter"]` has the weights of both levels, "middle" and "inner".
     """
     check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
-    stack = stack_of(method, config, tree, cache_dtype, scheme)
+    stack = stack_of(config, tree, cache_dtype, scheme)
     middle, inner = stack.middle, stack.inner
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
