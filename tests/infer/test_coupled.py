@@ -19,7 +19,7 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.step import or_invalid
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native, ops
-from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV, SamplingParams
+from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV
 
 VOCAB = 9
 HOT = np.array([0, 2, 3, 5, 6, 8], np.int32)
@@ -34,15 +34,6 @@ SETTINGS = [
     (0.0, 3, 0.5),
     (1e-3, None, None),
 ]
-
-
-def settings_of(rows) -> SamplingParams:
-    temperature, top_k, top_p = zip(*rows, strict=True)
-    return SamplingParams(
-        jnp.asarray(temperature, jnp.float32),
-        jnp.asarray([k or 0 for k in top_k], jnp.int32),
-        jnp.asarray([p or 1.0 for p in top_p], jnp.float32),
-    )
 
 
 def keys_of(seeds) -> jax.Array:
@@ -71,7 +62,7 @@ def inputs(config: TreeConfig, seed: int, is_hot: bool, rows=SETTINGS):
     table = rng.normal(0, 1.5, (VOCAB, columns)).astype(np.float32)
     root = jnp.asarray(rng.integers(0, VOCAB, len(rows)), jnp.int32)
     keys, position = keys_of(rng.integers(0, 2**32, len(rows))), jnp.asarray(rng.integers(0, 50, len(rows)), jnp.int32)
-    return base, table, root, keys, position, settings_of(rows)
+    return base, table, root, keys, position, toy.sampling_of(rows)
 
 
 def find_difference(
@@ -121,7 +112,7 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
     if is_native and not native.available():
         pytest.skip("needs the compiled kernels")
     keys, root, depth = keys_of([3, 9]), jnp.array([17, 40], jnp.int32), 7
-    sampling = settings_of([(1.0, None, None), (0.7, None, None)])
+    sampling = toy.sampling_of([(1.0, None, None), (0.7, None, None)])
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def noise(root, num, rows):

@@ -158,6 +158,16 @@ def of_tokens(bias):
     return lambda tokens, above: (bias(tokens), None)
 
 
+def sampling_of(rows) -> SamplingParams:
+    """Of one (temperature, top_k, top_p) a row; None switches a filter off."""
+    temperature, top_k, top_p = zip(*rows, strict=True)
+    return SamplingParams(
+        jnp.asarray(temperature, jnp.float32),
+        jnp.asarray([k or 0 for k in top_k], jnp.int32),
+        jnp.asarray([1.0 if p is None else p for p in top_p], jnp.float32),
+    )
+
+
 def round_inputs(root, position, keys, sampling: SamplingParams, num: int = 8, vocab: int = VOCAB) -> RoundInputs:
     """The inputs of a round in which all rows go on, with the target's noise at the next `num` positions."""
     noise = round_noise(keys, position, num, vocab, sampling)
