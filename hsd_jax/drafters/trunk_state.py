@@ -48,8 +48,8 @@ def trunk_drafter(
     config: TrunkConfig,
     tree: TreeConfig,
     draft: Callable[..., Any],
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    cache_dtype: Any,
+    scheme: DrawScheme,
     max_pending: int | None = None,
 ) -> Drafter:
     """A `Drafter` whose state is a `TrunkState`, and whose trunk runs in every round.

@@ -92,11 +92,7 @@ def grow(
 
 
 def drawn_draft(
-    config: TreeConfig,
-    scheme: DrawScheme,
-    noise: Float[Array, "B D V"],
-    vocab_size: int,
-    sampling: SamplingParams,
+    config: TreeConfig, scheme: DrawScheme, noise: Float[Array, "B D V"], vocab_size: int, sampling: SamplingParams
 ) -> Pick:
     """The `Pick` that draws the next node of a chain, as `grow` does with this noise.
 

@@ -205,10 +205,7 @@ STATES = {RECURRENT: recurrent_states, PARALLEL: parallel_states}
 
 
 def trunk_features(
-    weights: Weights,
-    config: DrafterConfig,
-    hidden: Float[Array, "... H"],
-    features: tuple[Float[Array, "... H"], ...],
+    weights: Weights, config: DrafterConfig, hidden: Float[Array, "... H"], features: tuple[Float[Array, "... H"], ...]
 ) -> Float[Array, "... H"]:
     """The trunk's input from a pass of the target: final hidden states, or fused residual streams of several layers.
 

@@ -196,11 +196,7 @@ def _recurrence(
 
 
 def _all_slots(
-    weights: Weights,
-    config: TrunkConfig,
-    last: Float[Array, "B A H"],
-    context: _Context,
-    committed: list[KV],
+    weights: Weights, config: TrunkConfig, last: Float[Array, "B A H"], context: _Context, committed: list[KV]
 ) -> Float[Array, "B A later H"]:
     """g_2..g_K of every anchor, in one pass over K - 1 slots per anchor. `last` is the trunk's input at the anchors."""
     (batch, num), num_slots = context.at_anchors.shape, config.num_steps - 1

@@ -20,10 +20,9 @@ from support import calls, setups, toy
 from hsd_jax.config import DrafterConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
-from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
-from hsd_jax.drafters.table import init_drafter
+from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.step import root_of
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
@@ -88,7 +87,7 @@ def mid_state(proposer: str = "path"):
 def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=None):
     """The trees that these drafters draw at temperature 1, one greedily so, and the logs of their nodes' scores."""
     setup, state, root, position, _ = mid_state()
-    drafter = hidden_drafter(setup.config, config, tree, scheme=scheme)
+    drafter = make_drafter(setup.config, config, tree, scheme=scheme)
     models = setup.models
     if injector is not None:
         models = models | {"drafter": models["drafter"] | {"injector": injector}}

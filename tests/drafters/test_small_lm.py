@@ -16,7 +16,7 @@ from support.tiny_pairs import FEW_SLOTS, decoder_of, many_rows
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.small_lm.draft import small_lm_drafter
+from hsd_jax.drafters.table import make_drafter
 from hsd_jax.models import convert
 from hsd_jax.params import default_tree, with_drafter
 
@@ -42,13 +42,7 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("proposer", "wanted"),
-    [
-        ("small_lm", {1, 2}),
-        ("small_lm_branching", {1, 2, 3, 4}),
-    ],
-)
+@pytest.mark.parametrize(("proposer", "wanted"), [("small_lm", {1, 2}), ("small_lm_branching", {1, 2, 3, 4})])
 def test_the_cache_is_consistent_after_every_round(proposer, wanted):
     """Whatever was refused, through growing buckets, and for finished rows that are carried along."""
     setup, pending = setups.setup("llama", proposer), set()
@@ -73,7 +67,7 @@ def rolled(distribution: np.ndarray) -> np.ndarray:
 def test_a_tree_has_the_likeliest_children_of_every_node():
     """Of a model that attends: behind each path, what one causal pass over the text and that path says."""
     setup, call = setups.setup("llama", "small_lm_branching"), calls.mixed_call()
-    drafter = small_lm_drafter(setup.config, setup.drafter_config, setups.BRANCHING)
+    drafter = make_drafter(setup.config, setup.drafter_config, setups.BRANCHING)
     state = setup.after(2, calls.OUTGROWN)
     tree, _ = setups.draft(setup, state, call.arrays()[-1], drafter)
     length = np.asarray(state.length)

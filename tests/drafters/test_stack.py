@@ -179,8 +179,7 @@ def first_disagreement(proposer: str, decoder: Decoder) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "proposer",
-    cases(["stack_lookup", "stack_hidden", "stack_stack"], slow=["stack_hidden", "stack_stack"]),
+    "proposer", cases(["stack_lookup", "stack_hidden", "stack_stack"], slow=["stack_hidden", "stack_stack"])
 )
 def test_the_levels_agree_on_the_committed_prefix_after_every_round(proposer):
     """With what a fresh read of the prefix gives, whatever was refused, also in rows that are finished."""

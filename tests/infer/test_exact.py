@@ -41,11 +41,7 @@ def test_every_kind_of_drafter_is_in_the_table():
     assert not lacking, f"no proposer of tests/support/setups.py drafts with {sorted(lacking)} in a fast test: add one"
 
 
-TREES = {
-    "beam": setups.DRAWN_BEAM,
-    "branching": setups.BRANCHING,
-    "chain": setups.CHAIN_OF_4,
-}
+TREES = {"beam": setups.DRAWN_BEAM, "branching": setups.BRANCHING, "chain": setups.CHAIN_OF_4}
 JUDGED = [
     (rule, scheme, tree)
     for rule in RULES

@@ -159,8 +159,7 @@ def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
 
 
 @pytest.mark.parametrize(
-    "proposer",
-    cases([*FOLLOWING, "path_chain"], slow=[x for x in setups.LEFT_TO_SLOW if x in FOLLOWING]),
+    "proposer", cases([*FOLLOWING, "path_chain"], slow=[x for x in setups.LEFT_TO_SLOW if x in FOLLOWING])
 )
 def test_a_drafter_follows_plain_rounds(proposer):
     """Behind them it drafts what it drafts behind a prompt of the same tokens."""

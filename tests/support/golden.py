@@ -20,9 +20,9 @@ import numpy as np
 import hsd_jax
 from hsd_jax.arguments import Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.lab.bench import prompts
 from hsd_jax.models.checkpoint import DEMO
@@ -97,7 +97,7 @@ def _drafted(models, state, root, noise, *rest):
     vocab, draft_to_target = p.target_config.vocab_size, weights.get("draft_to_target")
     inputs = toy.round_inputs(root, *rest, vocab=vocab)
     if noise is None:
-        drafter = hidden_drafter(p.target_config, p.drafter_config, p.tree)
+        drafter = make_drafter(p.target_config, p.drafter_config, p.tree)
         tree, _ = drafter.draft(models, state, inputs)
     else:
         added_by = functools.partial(inject, weights, p.drafter_config)

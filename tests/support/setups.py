@@ -230,17 +230,7 @@ _STACKS = [
         ("stack", _stacked(SMALL_LM), True),
     )
 ]
-_LISTED = (
-    *_READING,
-    *_STEERED,
-    *_OTHER,
-    *_AHEAD,
-    *_STEERED_BY_STATES,
-    *_SMALL_LM_TREES,
-    *_RESCORED,
-    *_BOTH,
-    *_STACKS,
-)
+_LISTED = (*_READING, *_STEERED, *_OTHER, *_AHEAD, *_STEERED_BY_STATES, *_SMALL_LM_TREES, *_RESCORED, *_BOTH, *_STACKS)
 
 
 def _unlisted() -> list[Proposer]:

@@ -26,15 +26,7 @@ from hsd_jax.drafters.method import method_of
 from hsd_jax.infer import worth
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
-from hsd_jax.types import (
-    DRAWN_SCHEMES,
-    Drafter,
-    DraftTree,
-    DrawScheme,
-    ModelOutput,
-    RoundInputs,
-    Verdict,
-)
+from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
 SHARED, LEAVES, BEYOND = range(3)
 """The place of a copied token: on a node of the base's tree, where the chain leaves that tree, or after that. Where the
@@ -193,11 +185,7 @@ def learned_of_tree(
 
 
 def learned_of_copied(
-    record: Record,
-    found: Copied,
-    is_shared: Bool[Array, "B D"],
-    text: Int[Array, "B M"],
-    num_known: Int[Array, "B"],
+    record: Record, found: Copied, is_shared: Bool[Array, "B D"], text: Int[Array, "B M"], num_known: Int[Array, "B"]
 ) -> Record:
     """The record after a copied chain was compared with a text. Tokens up to the first wrong one count."""
     depth = found.tokens.shape[1]
@@ -217,11 +205,7 @@ def learned_of_copied(
 
 
 def both_drafter(
-    target_config: ModelConfig,
-    config: BothConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: BothConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """A `Drafter` whose trees have the best nodes of `config.base` and of lookup.
 
@@ -231,7 +215,7 @@ def both_drafter(
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled")
     depth, method = tree.depth, method_of(config.base)
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
-    lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth))
+    lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth), cache_dtype, scheme)
     assert base.ready is None and base.follow is not None and base.counts is None, "true of every base without reuse"
     follow_base = base.follow
 

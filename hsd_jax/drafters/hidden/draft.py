@@ -31,8 +31,8 @@ def hidden_drafter(
     target_config: ModelConfig,
     config: HiddenConfig,
     tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    cache_dtype: Any,
+    scheme: DrawScheme,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
     """The `Drafter`. Without reuse all functions except `draft` are those of `trunk_drafter`.

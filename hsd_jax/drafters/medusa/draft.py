@@ -29,16 +29,7 @@ from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
 from hsd_jax.models.trunk import base_logits, trunk_features
-from hsd_jax.types import (
-    DRAWN_SCHEMES,
-    NO_PARENT,
-    Drafter,
-    DraftTree,
-    DrawScheme,
-    ModelOutput,
-    RoundInputs,
-    Verdict,
-)
+from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
 FIRST_RANK, NEXT_RANK = 0.6, 0.3
 """A prior that only decides the shape of the tree: the probability that a head's likeliest token is right, and the
@@ -112,11 +103,7 @@ def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig) 
 
 
 def medusa_drafter(
-    target_config: ModelConfig,
-    config: MedusaConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads."""
     check_tree(target_config, config, tree, scheme)

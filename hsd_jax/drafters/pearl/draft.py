@@ -177,11 +177,7 @@ def after_first(drafts: DraftChain) -> DraftChain:
 
 
 def halves(
-    target_config: ModelConfig,
-    config: PearlConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: PearlConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Halves:
     """The two halves of rounds. gamma is the depth of `tree`."""
     check_chain(tree, "PEARL drafts")
@@ -190,11 +186,7 @@ def halves(
 
 
 def pearl_drafter(
-    target_config: ModelConfig,
-    config: PearlConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: PearlConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """A `Drafter` of chains, with both halves in one program; raises as `halves`."""
     both = halves(target_config, config, tree, cache_dtype, scheme)

@@ -39,15 +39,7 @@ from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full, trace
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules.accept import check_legal
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.types import (
-    AcceptRule,
-    DecodeState,
-    Drafter,
-    DrawScheme,
-    Limits,
-    ModelOutput,
-    SamplingParams,
-)
+from hsd_jax.types import AcceptRule, DecodeState, Drafter, DrawScheme, Limits, ModelOutput, SamplingParams
 
 EVERY = 2
 """The number of rounds between two reads of the rows' lengths by the host. As many rounds are in flight."""

@@ -24,17 +24,7 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
-from hsd_jax.types import (
-    Candidates,
-    Drafter,
-    DrawScheme,
-    Expand,
-    Inject,
-    ModelOutput,
-    RoundInputs,
-    Verdict,
-    Weights,
-)
+from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict, Weights
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -102,11 +92,7 @@ def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
 
 
 def rescored_drafter(
-    target_config: ModelConfig,
-    config: RescoredConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: RescoredConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """The drafter `config.base` with trees that `config.scorer` rescores."""
     method = method_of(config.base)

@@ -29,14 +29,7 @@ from hsd_jax.drafters.small_lm.tree import (
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import (
-    Drafter,
-    DrawScheme,
-    KVCache,
-    ModelOutput,
-    RoundInputs,
-    Verdict,
-)
+from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, RoundInputs, Verdict
 
 MAX_PENDING = 2
 """The largest number of pending tokens for a chain: the root, and the last draft before it if the whole chain was
@@ -47,8 +40,8 @@ def small_lm_drafter(
     target_config: ModelConfig,
     config: ModelConfig,
     tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    cache_dtype: Any,
+    scheme: DrawScheme,
     steered: Steered | None = None,
 ) -> Drafter:
     """The `Drafter`. A round costs `tree.depth` passes of the small model.

@@ -123,11 +123,7 @@ def stack_of(config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: Dr
 
 
 def stack_drafter(
-    target_config: ModelConfig,
-    config: StackConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """A `Drafter` whose chains are text of the middle model.
 
