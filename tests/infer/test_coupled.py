@@ -17,7 +17,6 @@ from support import calls, setups, toy
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.step import or_invalid
-from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native, ops
 from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV
 
@@ -36,23 +35,7 @@ SETTINGS = [
 ]
 
 
-def keys_of(seeds) -> jax.Array:
-    return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
-
-
 # --- trees ------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def jitted(config: TreeConfig, scheme: DrawScheme, is_hot: bool):
-    draft_to_target = jnp.asarray(HOT) if is_hot else None
-
-    def grow(base, table, root, keys, position, sampling):
-        bias = toy.of_tokens(lambda tokens: table[tokens])
-        inputs = toy.round_inputs(root, position, keys, sampling, config.depth + 1, VOCAB)
-        return Grower(config, scheme, VOCAB).grow_token_free(base, bias, inputs, draft_to_target)
-
-    return jax.jit(grow)
 
 
 def inputs(config: TreeConfig, seed: int, is_hot: bool, rows=SETTINGS):
@@ -61,7 +44,10 @@ def inputs(config: TreeConfig, seed: int, is_hot: bool, rows=SETTINGS):
     base = rng.normal(0, 1.5, (len(rows), config.depth, columns)).astype(np.float32)
     table = rng.normal(0, 1.5, (VOCAB, columns)).astype(np.float32)
     root = jnp.asarray(rng.integers(0, VOCAB, len(rows)), jnp.int32)
-    keys, position = keys_of(rng.integers(0, 2**32, len(rows))), jnp.asarray(rng.integers(0, 50, len(rows)), jnp.int32)
+    keys, position = (
+        toy.keys_of(rng.integers(0, 2**32, len(rows))),
+        jnp.asarray(rng.integers(0, 50, len(rows)), jnp.int32),
+    )
     return base, table, root, keys, position, toy.sampling_of(rows)
 
 
@@ -70,7 +56,9 @@ def find_difference(
 ) -> str | None:
     """Where a tree and the oracle's differ, or None."""
     base, table, root, keys, position, sampling = inputs(config, seed, is_hot, rows)
-    tree = jax.tree.map(np.asarray, jitted(config, scheme, is_hot)(base, table, root, keys, position, sampling))
+    hot = jnp.asarray(HOT) if is_hot else None
+    grown = toy.grow_tree(config, scheme, base, table, root, keys, position, sampling, None, hot)
+    tree = jax.tree.map(np.asarray, grown)
     predicted = np.asarray(position)[:, None] + 1 + np.arange(config.depth, dtype=np.int32)
     noise = np.asarray(sampling_lib.position_noise(keys, jnp.asarray(predicted), VOCAB), np.float64)
     for row, setting in enumerate(rows):
@@ -111,7 +99,7 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
     """[B, 1, V] as plain decoding draws it, alone and fused with its argmax, and [B, D + 1, V] of a round."""
     if is_native and not native.available():
         pytest.skip("needs the compiled kernels")
-    keys, root, depth = keys_of([3, 9]), jnp.array([17, 40], jnp.int32), 7
+    keys, root, depth = toy.keys_of([3, 9]), jnp.array([17, 40], jnp.int32), 7
     sampling = toy.sampling_of([(1.0, None, None), (0.7, None, None)])
 
     @functools.partial(jax.jit, static_argnums=(1, 2))

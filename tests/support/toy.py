@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -172,6 +173,18 @@ def round_inputs(root, position, keys, sampling: SamplingParams, num: int = 8, v
     """The inputs of a round in which all rows go on, with the target's noise at the next `num` positions."""
     noise = round_noise(keys, position, num, vocab, sampling)
     return RoundInputs(root, position, keys, sampling, noise, jnp.ones(root.shape, bool))
+
+
+def keys_of(seeds) -> jax.Array:
+    return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def grow_tree(config, scheme, base, table, root, keys, position, sampling, num_levels=None, draft_to_target=None):
+    """Trees of states [B, D, C] that read no token; token a adds `table[a]` to the logits behind it."""
+    inputs = round_inputs(root, position, keys, sampling, config.depth + 1, len(table))
+    bias = of_tokens(lambda tokens: table[tokens])
+    return Grower(config, scheme, len(table)).grow_token_free(base, bias, inputs, draft_to_target, num_levels)
 
 
 def grow_beam(base_logits, bias, root, config: TreeConfig, draft_to_target=None, num_levels=None):
