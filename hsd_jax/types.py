@@ -73,7 +73,7 @@ class KVCache:
 
     keys: tuple[Float[Array, "B G S E"], ...] = flax.struct.field(metadata=named(*CACHE))
     values: tuple[Float[Array, "B G S E"], ...] = flax.struct.field(metadata=named(*CACHE))
-    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    length: Int[Array, "B"]
     """The number of valid slots of each row. In the decode loop it is always the number of committed tokens - 1."""
     capacity: int = flax.struct.field(pytree_node=False, default=0)
     """The largest number of tokens of a row. Layers with fewer slots are rings (`models/cache.py`)."""
@@ -248,8 +248,6 @@ class Stop:
 
     log_trust: Float[Array, "B"]
     """The log of the acceptance probability of a draft of which the drafter is certain."""
-    live: Bool[Array, "B"]
-    """Rows that are not done."""
     price: Float[Array, ""]
     """The price of a further level, a number of tokens: its seconds times the tokens per second so far. The level must
     promise as many accepted drafts, over all rows."""

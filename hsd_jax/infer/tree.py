@@ -119,8 +119,8 @@ class Grower(NamedTuple):
         if self.scheme not in DRAWN_SCHEMES:
             scale = (coupled_sharpness if is_coupled else sharpness)(sampling.temperature)
             if inputs.stop is not None and self.config.width == 1:
-                rest = self.config.depth, likeliest_draft(scale), self.scheme, inputs.stop
-                return grow_chain(named_expand, carry, inputs.root, *rest)
+                rest = self.config.depth, likeliest_draft(scale), self.scheme
+                return grow_chain(named_expand, carry, inputs, inputs.stop, *rest)
             if self.config.branching is None or self.config.width == 1:
                 beam = self._chain if self.config.width == 1 else self._beam
                 return beam(named_expand, carry, inputs.root, scale, num_levels)

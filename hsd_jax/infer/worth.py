@@ -128,7 +128,7 @@ def stop_rule(state: DecodeState, costs: Costs) -> Stop | None:
     all_of_them = costs.pass_seconds[some * num_nodes] - costs.pass_seconds[some]
     node = all_of_them / (_num_live(state.done) * (num_nodes - 1)) * num_live.astype(jnp.float32)
     price = speed_so_far(state, costs) * (costs.level_seconds[num_live] + node)
-    return Stop(log_trust(_control(state), costs), live, price)
+    return Stop(log_trust(_control(state), costs), price)
 
 
 def speed_so_far(state: DecodeState, costs: Costs) -> Float[Array, ""]:

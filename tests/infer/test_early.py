@@ -76,8 +76,8 @@ def test_a_chain_that_ends_early_is_the_top_of_the_whole_one(scheme):
     setup, call, price = setup_of(scheme), calls.mixed_call(), 0.05
     state = call.start(setup.decoder, setup.models)
     live = jnp.arange(call.batch) != 2
-    stop = Stop(jnp.log(jnp.linspace(0.5, 0.9, call.batch)), live, jnp.asarray(price, jnp.float32))
-    inputs = toy.round_inputs(*root_of(state), state.keys, call.arrays()[-1])
+    stop = Stop(jnp.log(jnp.linspace(0.5, 0.9, call.batch)), jnp.asarray(price, jnp.float32))
+    inputs = dataclasses.replace(toy.round_inputs(*root_of(state), state.keys, call.arrays()[-1]), live=live)
     draft = jitted_draft(scheme)
     whole, _ = draft(setup.models, state.drafter, inputs)
     free, _ = draft(setup.models, state.drafter, dataclasses.replace(inputs, stop=stop.replace(price=jnp.zeros(()))))
@@ -103,10 +103,11 @@ def test_drafting_really_stops():
     def pick(level, logits):
         return chains.Draft(jnp.argmax(logits, -1), jnp.full((1, 1), jnp.log(0.5)))
 
+    greedy = toy.sampling_of([(0.0, None, None)])
     for price, wanted in ((0.0, 6), (0.2, 2), (0.25, 2), (0.26, 1), (jnp.nan, 1)):
-        stop = Stop(jnp.zeros(1), jnp.ones(1, bool), jnp.asarray(price))
-        args = expand, jnp.zeros((), jnp.int32), jnp.ones(1, jnp.int32), 6, pick, DrawScheme.ARBITRARY, stop
-        tree, count = chains.grow_chain(*args)
+        inputs = toy.round_inputs(jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), toy.keys_of([0]), greedy, 6, 4)
+        args = inputs, Stop(jnp.zeros(1), jnp.asarray(price)), 6, pick, DrawScheme.ARBITRARY
+        tree, count = chains.grow_chain(expand, jnp.zeros((), jnp.int32), *args)
         assert int(count) == int(tree.valid.sum()) - 1 == wanted
 
 

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.axes import ROWS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.both.config import LONGEST, BothConfig
 from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_drafter
@@ -48,13 +47,13 @@ FIRST_SHARE = np.array(
 class Record:
     """Acceptance of both drafts in the rounds of each row so far. The sums decay as those of `worth.py`."""
 
-    accepted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    accepted: Float[Array, "B"]
     """The number of drafts of the base that the text contains."""
-    predicted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    predicted: Float[Array, "B"]
     """The number of accepted drafts that the base expected."""
-    copied: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
+    copied: Float[Array, "B 3 R"]
     """The number of correct copied tokens, by place and after repetitions of 1, 2, ... R = LONGEST tokens."""
-    tried: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
+    tried: Float[Array, "B 3 R"]
     """The number of correct copied tokens and of the first wrong token of each chain."""
 
 

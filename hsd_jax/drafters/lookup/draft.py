@@ -28,7 +28,7 @@ class LookupState:
     """The committed tokens of each row. Tokens after `length` are meaningless."""
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
-    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    length: Int[Array, "B"]
 
 
 class Copied(NamedTuple):

@@ -76,7 +76,7 @@ class StackState:
     """
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
-    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    length: Int[Array, "B"]
     cache: KVCache
     inner: Any
     stats: DecodeStats
