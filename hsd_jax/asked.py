@@ -27,7 +27,7 @@ NEW_TOKENS = 128
 """The default of `max_new_tokens`."""
 MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
-Rule = Annotated[str, OneOf.of("infer.rules", lambda module: (AUTO, *module.RULES))]
+Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES))]
 Scheme = Annotated[str, OneOf.of("types", lambda module: tuple(scheme.value for scheme in module.DrawScheme))]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -88,8 +88,8 @@ class SpeculationSettings(TypedDict, total=False):
     lossy: Annotated[tuple[str, float] | list[Any] | str | None, Default(None)]
     """None switches it off. Else a function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
     functions are "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled
-    text no longer follows the target's distribution. `infer/lossy.py` defines the one that it follows. `stats.lossy`
-    reports the setting. An epsilon of 1 changes nothing."""
+    text no longer follows the target's distribution. `infer/rules/lossy.py` defines the one that it follows.
+    `stats.lossy` reports the setting. An epsilon of 1 changes nothing."""
     adaptive: Annotated[Flag | None, Default(None)]
     """True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small language model
     end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts

@@ -33,8 +33,7 @@ LAYERS = [
     "cli",
 ]
 INFER_LAYERS = [
-    "sampling draw chains levels tree siblings kseq block optimal lossy",
-    "accept",
+    "sampling draw chains levels tree",
     "rules",
     "worth",
     "step",

@@ -137,7 +137,7 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
 
     from hsd_jax.drafters.table import init_drafter
     from hsd_jax.host import sharding
-    from hsd_jax.infer.rules import RULES
+    from hsd_jax.infer.rules.table import RULES
     from hsd_jax.infer.sampling import row_keys
     from hsd_jax.kernels import program
     from hsd_jax.models.cache import cache_dtype

@@ -15,9 +15,9 @@ import numpy as np
 from hsd_jax import api
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import check_legal
-from hsd_jax.infer.lossy import Lossy
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.accept import check_legal
+from hsd_jax.infer.rules.lossy import Lossy
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.planning.plan import check_adaptive
 from hsd_jax.planning.tuned import Choice, Conditions, Tuned
 from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, Speculation, first_capacity, rule_and_scheme

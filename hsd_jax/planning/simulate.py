@@ -23,7 +23,7 @@ from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import drafter_after
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import on_text
 from hsd_jax.models.target import forward_sequence
@@ -86,8 +86,9 @@ def accepted_from_roots(
             begin = lambda root: drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 
+        inputs = RoundInputs(text[roots], roots, own_keys, as_drawn, noise, jnp.ones(num_roots, bool))
+
         def counted(drafter: Drafter) -> Array:
-            inputs = RoundInputs(text[roots], roots, own_keys, as_drawn, noise)
             tree, _ = drafter.draft(models, state_of(drafter), inputs)
             return accepted_nodes(tree, texts, roots, ends, drafter.max_depth)
 
@@ -95,9 +96,8 @@ def accepted_from_roots(
         if method.training is None:
             return found, None
         one_draw = make_drafter(target_config, config, TreeConfig.chain(1), scheme=DrawScheme.INDEPENDENT)
-        drawn, _ = one_draw.draft(
-            models, state_of(one_draw), RoundInputs(text[roots], roots, own_keys, at_temperature_1)
-        )
+        warm = dataclasses.replace(inputs, sampling=at_temperature_1)
+        drawn, _ = one_draw.draft(models, state_of(one_draw), warm)
         assert drawn.draft_logp is not None
         common = jnp.minimum(drawn.draft_logp[:, 0], jax.nn.log_softmax(output.logits[0, roots], -1))
         return found, jnp.exp(common).sum(-1)

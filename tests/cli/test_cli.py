@@ -207,7 +207,7 @@ def test_generate_by_lookup(folders, capsys):
 
 
 def test_the_rules_of_the_command_line_are_those_of_the_library():
-    from hsd_jax.infer.rules import RULES
+    from hsd_jax.infer.rules.table import RULES
     from hsd_jax.request import AUTO
     from hsd_jax.types import DrawScheme
 

@@ -18,7 +18,7 @@ from hsd_jax.arguments import Prompt
 from hsd_jax.asked import Sampling
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.planning.measure import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
@@ -110,23 +110,22 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         return step.target_pass(models, config, drafter, own, tree_), tree_
 
     def commit(models, inputs):
-        tree_, ancestors, output, before = inputs
-        given = before, tree_, output, ancestors, noise
-        after, _, count = step.judge_and_commit(models, drafter, rule, sampling, limits, *given)
+        tree_, output, before = inputs
+        after, _, count = step.judge_and_commit(models, drafter, rule, sampling, limits, before, tree_, output, noise)
         cache, own = at_length(after.cache, before.cache.length), with_counts_of(after.drafter, before.drafter)
         restored = dataclasses.replace(
             after, length=before.length, done=before.done, cache=cache, drafter=own, stats=before.stats
         )
-        return count, (tree_, ancestors, output, restored)
+        return count, (tree_, output, restored)
 
-    round_inputs = RoundInputs(root, root_position, state.keys, sampling, noise)
+    round_inputs = RoundInputs(root, root_position, state.keys, sampling, noise, ~state.done)
 
     @jax.jit
     def one_round(models, state):
         drafted, _ = draft(models, state.drafter)
         return drafted, verify(models | {"cache": state.cache}, drafted)[0]
 
-    drafted, (output, ancestors) = one_round(models, state)
+    drafted, output = one_round(models, state)
     drafting = {"trunk": (draft, state.drafter)}
     parts = method_of(drafter_config).parts
     if parts is not None:
@@ -141,7 +140,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
     return {
         **drafting,
         "verify": (verify, drafted),
-        "commit": (commit, (drafted, ancestors, output, state)),
+        "commit": (commit, (drafted, output, state)),
     }
 
 

@@ -84,8 +84,8 @@ def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, see: C
             drafted.append(tree)
             return tree, drafter_state
 
-        def judge(keys, tree, ancestors, logits, *rest):
-            verdict = rule.judge(keys, tree, ancestors, logits, *rest)
+        def judge(keys, tree, logits, *rest):
+            verdict = rule.judge(keys, tree, logits, *rest)
             judged.append((tree, logits, verdict))
             return verdict
 
