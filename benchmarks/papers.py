@@ -5,7 +5,7 @@
 
 An arm is one training, or a drafter that exists. Every arm is trained with every seed. A seed decides the first weights
 and the anchors, and the order of the text unless the file fixes data.seed. tau is simulated on texts that
-the target wrote, greedy and at temperature 1 with coupled drafts (`planning/simulate.py`), so a busy machine does not
+the target wrote, greedy and at temperature 1 with coupled drafts (`measure/simulate.py`), so a busy machine does not
 change it. `--speed` then decodes by the first seed of each arm in turns with plain decoding.
 A complete training is not repeated: the same command continues, and arms can be added to the file. `--small` trains for
 the few steps that the file names. Choose recipes on the `tune` half; the `report` half is for what was chosen.
@@ -32,11 +32,11 @@ from hsd_jax.lab.bench.experiment import Experiment
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
 from hsd_jax.lab.bench.prompts import Workload, read_tasks
 from hsd_jax.lab.bench.tables import Table
+from hsd_jax.measure import simulate
+from hsd_jax.measure.speeds import bootstrap_ratio
+from hsd_jax.measure.texts import Texts, stored_texts
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.params import Params, load, with_drafter
-from hsd_jax.planning import simulate
-from hsd_jax.planning.measure import bootstrap_ratio
-from hsd_jax.planning.texts import Texts, stored_texts
 from hsd_jax.settings import Count, Flag, Seed
 from hsd_jax.train import run
 from hsd_jax.train.recipe import read_recipe

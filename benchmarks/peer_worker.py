@@ -267,7 +267,7 @@ class HsdJax:
 
         import hsd_jax
         from hsd_jax import params as params_lib
-        from hsd_jax.planning.measure import parse_tree
+        from hsd_jax.measure.speeds import parse_tree
 
         self.config, self.methods, self.loaded = config, {}, {}
         for method in config["methods"]:

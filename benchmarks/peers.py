@@ -67,10 +67,9 @@ from hsd_jax.lab.bench import tables
 from hsd_jax.lab.bench.experiment import repeated_ngram_share
 from hsd_jax.lab.bench.identity import first_difference
 from hsd_jax.lab.bench.prompts import BenchPrompt, short_enough, spec_bench
+from hsd_jax.measure.speeds import FEWEST_BATCHES, bootstrap_ratio, parse_trees, spread
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.gguf_header import Header
-from hsd_jax.planning import measure
-from hsd_jax.planning.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.tokenizer import Tokenizer
 
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -204,7 +203,7 @@ def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str,
 
     For a tree of "chosen" `decode` chooses the tree. None is the default tree of the kind of drafter.
     """
-    trees = [t.name for t in measure.parse_trees(args.trees)] if args.trees else []
+    trees = [t.name for t in parse_trees(args.trees)] if args.trees else []
     methods = []
     peer_dtypes = args.llama_dtypes if args.llama_cpp else args.torch_dtypes
     dtypes = [*(["float32"] if "float32" in peer_dtypes else []), None, *([args.quantize] if args.quantize else [])]

@@ -3,7 +3,7 @@
     python benchmarks/rescore.py --target demo --scorers 4-gram=runs/ngram --prompts dev.jsonl --trees 8x7x1,16x6x4
 
 Only the target decodes, to write the texts. Under `match` these texts are known beforehand, so tau is a count on them
-(`planning/simulate.py`) and equals that of decoding. alpha is chosen on the `tune` half of the prompts. The table is of
+(`measure/simulate.py`) and equals that of decoding. alpha is chosen on the `tune` half of the prompts. The table is of
 the `report` half: the drafter's own trees, the same without scores between tokens (0-gram), and each scorer.
 """
 
@@ -21,10 +21,10 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
 from hsd_jax.lab.bench.prompts import HALVES, Workload
 from hsd_jax.lab.bench.tables import Table, print_table, say
+from hsd_jax.measure.simulate import accepted_lengths
+from hsd_jax.measure.speeds import parse_trees
+from hsd_jax.measure.texts import Texts, write_texts
 from hsd_jax.params import Params, rescore
-from hsd_jax.planning.measure import parse_trees
-from hsd_jax.planning.simulate import accepted_lengths
-from hsd_jax.planning.texts import Texts, write_texts
 
 
 def own_texts(params: Params, work: Workload, temperature: float) -> Texts:

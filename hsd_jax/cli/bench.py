@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures the methods in turns with plain decoding."""
     from hsd_jax.host import lock
     from hsd_jax.lab.bench import experiment, methods, prompts, report
-    from hsd_jax.planning.measure import parse_trees
+    from hsd_jax.measure.speeds import parse_trees
 
     if args.spec_bench is not None:
         given = "--spec-bench, whose tasks are read whole and through the chat template"

@@ -22,7 +22,7 @@ from hsd_jax.lab.bench.methods import PLAIN, MethodOptions
 from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.planning.measure import Mode, Runs, call_record, mode_record, speedup, time_modes
+from hsd_jax.measure.speeds import Mode, Runs, call_record, mode_record, speedup, time_modes
 from hsd_jax.request import keeps_text
 
 

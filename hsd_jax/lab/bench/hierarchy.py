@@ -25,12 +25,12 @@ from hsd_jax.lab.bench import rounds
 from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import make_console, make_table, say
+from hsd_jax.measure.pearl import as_target
+from hsd_jax.measure.speeds import Mode, mode_record, time_modes
+from hsd_jax.measure.texts import write_texts
 from hsd_jax.params import Params, stack
 from hsd_jax.planning.acceptance import mean
 from hsd_jax.planning.hierarchy import Hierarchy, RoundParts, all_hierarchies
-from hsd_jax.planning.measure import Mode, mode_record, time_modes
-from hsd_jax.planning.pearl import as_target
-from hsd_jax.planning.texts import write_texts
 from hsd_jax.request import Speculation
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"

@@ -19,7 +19,7 @@ from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.planning.measure import Mode
+from hsd_jax.measure.speeds import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare

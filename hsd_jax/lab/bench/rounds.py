@@ -20,12 +20,12 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.sampling import draw, row_keys
+from hsd_jax.measure.simulate import accepted_along, accepted_lengths
+from hsd_jax.measure.speeds import Mode, mode_record, time_modes
+from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import Distribution
-from hsd_jax.planning.measure import Mode, mode_record, time_modes
-from hsd_jax.planning.simulate import accepted_along, accepted_lengths
-from hsd_jax.planning.texts import Texts
 from hsd_jax.request import Speculation
 from hsd_jax.types import SamplingParams
 

@@ -16,8 +16,8 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.lab.bench import experiment, methods, profile, prompts, report
 from hsd_jax.lab.bench.presets import PRESETS
+from hsd_jax.measure import speeds
 from hsd_jax.params import Params
-from hsd_jax.planning import measure
 from hsd_jax.request import Speculation
 from hsd_jax.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ def test_repeated_ngram_share(tokens, share):
 def test_the_interval_of_a_constant_ratio_is_that_ratio():
     seconds = np.array([1.0, 2.0, 3.0, 4.0])
     tokens = np.array([10.0, 20.0, 5.0, 7.0])
-    assert measure.bootstrap_ratio(np.stack([tokens, tokens]), np.stack([seconds / 3, seconds])) == pytest.approx(
+    assert speeds.bootstrap_ratio(np.stack([tokens, tokens]), np.stack([seconds / 3, seconds])) == pytest.approx(
         (3.0, 3.0)
     )
 
@@ -62,12 +62,12 @@ def test_the_interval_covers_the_true_ratio_as_often_as_it_says():
     tokens = np.full((2, 40), 10.0)
     for _ in range(200):
         seconds = rng.gamma(20.0, 1.0, (2, 40)) * np.array([[0.5], [1.0]])
-        low, high = measure.bootstrap_ratio(tokens, seconds)
+        low, high = speeds.bootstrap_ratio(tokens, seconds)
         covered += low < 2.0 < high
     assert 176 <= covered < 200
 
 
-def fake_runs(num: int = 2, **rates: list[float]) -> measure.Runs:
+def fake_runs(num: int = 2, **rates: list[float]) -> speeds.Runs:
     """`num` batches of 10 and 30 tokens a mode, at the rate of each repeat."""
 
     def result(count: int):
@@ -75,16 +75,16 @@ def fake_runs(num: int = 2, **rates: list[float]) -> measure.Runs:
 
     counts = [10, 30] * (num // 2)
     seconds = {name: [[count / rate for count in counts] for rate in repeats] for name, repeats in rates.items()}
-    return measure.Runs({name: [result(count) for count in counts] for name in rates}, seconds, seconds)
+    return speeds.Runs({name: [result(count) for count in counts] for name in rates}, seconds, seconds)
 
 
 def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
     runs = fake_runs(fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0])
-    found = measure.speedup("fast", "slow", runs)
+    found = speeds.speedup("fast", "slow", runs)
     assert (found["min"], found["median"], found["max"]) == pytest.approx((2.0, 2.5, 3.0))
     assert found["value"] == pytest.approx(3.0)  # both batches: 30 over 10, the medians
     assert found["low"] is found["high"] is None  # of two batches nothing can be said
-    many = measure.speedup("fast", "slow", fake_runs(8, fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0]))
+    many = speeds.speedup("fast", "slow", fake_runs(8, fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0]))
     assert many["low"] == pytest.approx(many["high"]) == pytest.approx(many["value"])
 
 
@@ -139,7 +139,7 @@ def test_the_stages_of_a_round_sum_to_it():
     config = toy.target_config()
     weights, drafter_config = toy.make_target(config), toy.drafter_config(config)
     params = Params(weights, toy.make_drafter(drafter_config, config, weights), config, drafter_config)
-    mode = measure.Mode("tree", params, Speculation(TreeConfig(nodes=5, depth=3, width=2)))
+    mode = speeds.Mode("tree", params, Speculation(TreeConfig(nodes=5, depth=3, width=2)))
     found = profile.profile_mode(mode, [3, 1, 4, 1, 5], 40, 0.0, iterations=3, repeats=2)
     seconds = found["seconds"]
     assert all(seconds[name] > 0 for name in ("whole", "trunk", "head", "tree", "verify", "commit"))
@@ -389,7 +389,7 @@ def test_one_prompt_of_each_size_is_decoded_before():
     """Caches of 512 slots, of 2,048, and two that may grow from there: each of these is a program of its own."""
     prompts = [[1] * length for length in (20, 30, 600, 700, 2000, 2100, 10)]
     batches = [range(i, i + 1) for i in range(len(prompts))]
-    assert [rows.start for rows in measure.one_of_each_size(8192, prompts, batches, 128)] == [1, 3, 4, 5]
+    assert [rows.start for rows in speeds.one_of_each_size(8192, prompts, batches, 128)] == [1, 3, 4, 5]
 
 
 def test_nothing_compiles_while_it_is_timed():
@@ -397,7 +397,7 @@ def test_nothing_compiles_while_it_is_timed():
     weights, drafter_config = toy.make_target(config), toy.drafter_config(config)
     drafter, compiled = toy.make_drafter(drafter_config, config, weights), []
     pair = hsd_jax.Params(weights, drafter, config, drafter_config, max_len=2048)
-    modes = [measure.Mode("plain", pair), measure.Mode("chosen", pair, Speculation())]
+    modes = [speeds.Mode("plain", pair), speeds.Mode("chosen", pair, Speculation())]
     is_timed = []
 
     def listen(event: str, *_: object, **__: object) -> None:
@@ -410,7 +410,7 @@ def test_nothing_compiles_while_it_is_timed():
     prompts = [[5] * length for length in (20, 600, 30, 700)]
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        runs = measure.time_modes(
+        runs = speeds.time_modes(
             modes, prompts, max_new_tokens=4, temperature=0.0, repeats=1, progress=progress, warms_all=False
         )
     finally:

@@ -14,8 +14,8 @@ import hsd_jax
 from benchmarks import pearl as benchmark
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench import methods
-from hsd_jax.planning import pearl
-from hsd_jax.planning.measure import time_modes
+from hsd_jax.measure import pearl
+from hsd_jax.measure.speeds import time_modes
 
 pytestmark = needs_devices
 GAMMA = 2

@@ -18,12 +18,12 @@ from hsd_jax.arguments import Prompt, check_length, encode
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding
+from hsd_jax.measure.simulate import accepted_lengths
+from hsd_jax.measure.speeds import Mode, Runs, fastest, mode_record, speedup, time_modes
+from hsd_jax.measure.texts import Texts
 from hsd_jax.params import Params
 from hsd_jax.planning.costs import round_seconds
-from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.plan import plan_for, trees_of
-from hsd_jax.planning.simulate import accepted_lengths
-from hsd_jax.planning.texts import Texts
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
 from hsd_jax.settings import Count, Temperature, take

@@ -15,10 +15,10 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.lab.bench import hierarchy, methods, rounds
+from hsd_jax.measure.simulate import accepted_lengths
+from hsd_jax.measure.texts import write_texts
 from hsd_jax.models import convert
 from hsd_jax.planning.acceptance import mean
-from hsd_jax.planning.simulate import accepted_lengths
-from hsd_jax.planning.texts import write_texts
 from hsd_jax.train.target import grown, layer_sources
 
 folders, own_cache = command_line.folders, command_line.own_cache

@@ -26,9 +26,9 @@ from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.rules import RULES
 from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import on_text
+from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.planning.acceptance import Distribution
-from hsd_jax.planning.texts import Texts
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 
 

@@ -14,9 +14,10 @@ from support import command_line, setups, toy
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
+from hsd_jax.measure import speeds
+from hsd_jax.measure import tune as tuning
 from hsd_jax.params import Params
-from hsd_jax.planning import measure, plan, tuned
-from hsd_jax.planning import tune as tuning
+from hsd_jax.planning import plan, tuned
 from hsd_jax.request import Speculation, set_up
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
@@ -48,14 +49,14 @@ class Clock:
         options = {"max_new_tokens": NEW_TOKENS, "speculate": False}
         self.results = [hsd_jax.decode(params, [prompt], **options) for prompt in PROMPTS]
 
-    def __call__(self, modes, prompts, *, repeats, **settings) -> measure.Runs:
+    def __call__(self, modes, prompts, *, repeats, **settings) -> speeds.Runs:
         assert [list(map(int, p)) for p in prompts] == [p.tolist() for p in PROMPTS]
         rates = self.rates[min(len(self.calls), len(self.rates) - 1)]
         rates = {mode.name: rates.get(mode.name, UNNAMED) for mode in modes}
         self.calls.append([mode.name for mode in modes])
         tokens = [int(result.num_tokens[0]) for result in self.results]
         seconds = {mode.name: [[n / rates[mode.name] for n in tokens]] * repeats for mode in modes}
-        return measure.Runs({mode.name: self.results for mode in modes}, seconds, seconds)
+        return speeds.Runs({mode.name: self.results for mode in modes}, seconds, seconds)
 
 
 def tuned_by(monkeypatch, params: Params, clock: Clock, **changes) -> hsd_jax.Tuned:
