@@ -196,8 +196,7 @@ def score(drafters: list[Params], texts: Texts, depth: int, temperature: float) 
     """Simulates the drafters of an arm, one for each seed, by a chain of `depth` drafts."""
     passes, acceptance, overlaps = [], [], []
     for one in drafters:
-        models = one.drafter, one.drafter_config, one.target, one.target_config
-        (found,), overlap = simulate.accepted_lengths(*models, texts, [TreeConfig.chain(depth)], temperature)
+        (found,), overlap = simulate.accepted_lengths(one, texts, [TreeConfig.chain(depth)], temperature)
         passes.append(list(found.rounds))
         acceptance.append(found.acceptance)
         overlaps.append(overlap)

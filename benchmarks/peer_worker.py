@@ -293,7 +293,7 @@ class HsdJax:
 
     def about(self) -> dict:
         """The machine, as every benchmark records it, and the methods with their dtypes."""
-        from hsd_jax.lab.bench.machine import hardware
+        from hsd_jax.lab.bench.facts import hardware
 
         return hardware() | {"methods": [{"name": n, "dtype": dtype} for n, (dtype, *_) in self.methods.items()]}
 

@@ -127,7 +127,7 @@ def parse_trees(text: str) -> list[TreeConfig]:
 
 def time_modes(
     modes: Sequence[Mode],
-    prompts: Sequence[Any],
+    prompts: Sequence[Sequence[int]],
     *,
     batch: int = 1,
     max_new_tokens: int,
@@ -135,7 +135,6 @@ def time_modes(
     seed: int = 0,
     repeats: int,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
-    warms_all: bool = True,
 ) -> Runs:
     """Decodes all prompts in all modes `repeats` times, after decodes that compile. Prefill is timed separately.
 
@@ -144,11 +143,9 @@ def time_modes(
     `seed` + i.
 
     Args:
-      prompts: texts or token ids.
+      prompts: token ids. To compile, one batch for each program is decoded first.
       batch: rows decoded at once. The last batch may be smaller.
       progress: called as `progress(what, done, of)` before each batch.
-      warms_all: True: all prompts are decoded once to compile. False: only one batch for each program is. The prompts
-        must then be token ids.
     """
     batches = [range(i, min(i + batch, len(prompts))) for i in range(0, len(prompts), batch)]
 
@@ -156,9 +153,7 @@ def time_modes(
         seeds = [seed + row for row in rows]
         return mode.decode([prompts[row] for row in rows], seeds, max_new_tokens, temperature)
 
-    warm = batches
-    if not warms_all:
-        warm = one_of_each_size(modes[0].params.max_len, prompts, batches, max_new_tokens)
+    warm = one_of_each_size(modes[0].params.max_len, prompts, batches, max_new_tokens)
     for i, rows in enumerate(warm):
         progress("warming up", i, len(warm))
         for mode in modes:

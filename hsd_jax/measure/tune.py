@@ -154,7 +154,7 @@ class Calls:
     ) -> list[Candidate]:
         """Predictions of trees, the fastest first: tau by a simulated decode of `texts`, and seconds from `cost`."""
         self.report(f"simulating {len(trees)} trees on text of the target")
-        lengths, _ = accepted_lengths(*_models(self.params), texts, trees, self.temperature)
+        lengths, _ = accepted_lengths(self.params, texts, trees, self.temperature)
         found = []
         for tree, own in zip(trees, lengths, strict=True):
             speed = own.tau * own.num_passes / (own.in_step(self.batch) * cost(tree))

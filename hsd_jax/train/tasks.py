@@ -248,7 +248,8 @@ class DrafterTask(TaughtTask):
             values, models = {}, (self.frozen, self.reads)
             whole = draft_vocab.attach(params, self.hot, *models)
             for name, (text, temperature) in texts.items():
-                found = simulate.simulate(whole, self.config, *models, text, tree, temperature)
+                pair = dataclasses.replace(self.teacher, drafter=whole, drafter_config=self.config)
+                found = simulate.simulate(pair, text, tree, temperature)
                 values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
             return values
 

@@ -43,8 +43,7 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
         params = hsd_jax.restrict(params, setups.DRAFT_TO_TARGET)
     options = {"max_new_tokens": 24, "temperature": temperature}
     texts = texts_lib.write_texts(params, PROMPTS, seed=5, batch=2, **options)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    found = simulate.simulate(*models, texts, TREE, temperature)
+    found = simulate.simulate(params, texts, TREE, temperature)
     out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, accept="match", **options)
     assert found["tau"] == pytest.approx(out.stats.tau)
     reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]

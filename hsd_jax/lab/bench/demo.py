@@ -8,7 +8,7 @@ import time
 from typing import Any, NamedTuple
 
 from hsd_jax import api
-from hsd_jax.lab.bench.tables import Table, print_table
+from hsd_jax.lab.bench.tables import Table, print_tables
 
 GREEN, BOLD, DIM = 32, 1, 2
 
@@ -91,4 +91,4 @@ def print_demo(rows: list[dict[str, Any]]) -> None:
         )
         for row in [*rows, whole]
     ]
-    print_table(Table("Plain and speculative decoding", heads, cells, left=2, bold=[whole["name"]]))
+    print_tables([Table("Plain and speculative decoding", heads, cells, left=2, bold=[whole["name"]])])

@@ -16,8 +16,8 @@ from typing import Any
 
 from hsd_jax.config import NO_REUSE_FORM
 from hsd_jax.host.files import write_json
+from hsd_jax.lab.bench.facts import hardware, model_record
 from hsd_jax.lab.bench.identity import first_difference, is_promised
-from hsd_jax.lab.bench.machine import hardware, model_record
 from hsd_jax.lab.bench.methods import PLAIN, MethodOptions
 from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
@@ -123,7 +123,6 @@ class Experiment:
             seed=work.seed,
             repeats=work.repeats,
             progress=lambda what, done, of: say(f"  {what}: {done + 1} of {of}") if done % 10 == 0 else None,
-            warms_all=False,
         )
         reference = next((name for name, method in self.methods.items() if method.reference), None)
         rows = result_rows(setting, self.modes, runs, reference)

@@ -29,7 +29,7 @@ from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import traced_with
 from hsd_jax.infer.sampling import perturb, round_noise, row_keys, target_distribution
 from hsd_jax.kernels import native
-from hsd_jax.lab.bench.tables import Table, print_table, say
+from hsd_jax.lab.bench.tables import Table, print_tables, say
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.params import default_tree
@@ -437,7 +437,7 @@ def print_identity(record: dict[str, Any]) -> None:
     if record["logit_noise"] is not None:
         lines.append(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
     lines.append("identity: " + ("ok" if record["ok"] else "FAILED"))
-    print_table(Table(f"{size}, {record['precision']}, {record['dtype']}", heads, rows, lines))
+    print_tables([Table(f"{size}, {record['precision']}, {record['dtype']}", heads, rows, lines)])
 
 
 def print_isas(record: dict[str, Any]) -> None:
@@ -445,4 +445,4 @@ def print_isas(record: dict[str, Any]) -> None:
     others = list(record["settings"][0]["rows_differing"])
     rows = [(one["name"], *(str(one["rows_differing"][isa]) for isa in others)) for one in record["settings"]]
     title = f"rows of {record['num_prompts']} whose plain text differs from that at level {record['level']}"
-    print_table(Table(f"{title}, {record['precision']}", ("setting", *others), rows))
+    print_tables([Table(f"{title}, {record['precision']}", ("setting", *others), rows)])

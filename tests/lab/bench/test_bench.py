@@ -410,9 +410,7 @@ def test_nothing_compiles_while_it_is_timed():
     prompts = [[5] * length for length in (20, 600, 30, 700)]
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        runs = speeds.time_modes(
-            modes, prompts, max_new_tokens=4, temperature=0.0, repeats=1, progress=progress, warms_all=False
-        )
+        runs = speeds.time_modes(modes, prompts, max_new_tokens=4, temperature=0.0, repeats=1, progress=progress)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert len(is_timed) == 4 and not compiled
