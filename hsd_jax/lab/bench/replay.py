@@ -7,6 +7,7 @@ The rounds are those of `step.py`. Each is compiled alone and returns the tree a
 from __future__ import annotations
 
 import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
