@@ -19,7 +19,7 @@ from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.planning.plan import check_adaptive
-from hsd_jax.planning.tuned import Choice, Conditions, Tuned
+from hsd_jax.planning.tuned import Tuned
 from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, Speculation, first_capacity, rule_and_scheme
 
 RESAMPLES = 2000
@@ -43,14 +43,6 @@ class Mode:
     """A record in `tuned` overrides `tree`. `tree` then only says what the record chooses."""
     eos: tuple[int, ...] | None = None
     """As `eos` of `decode`: the end tokens in place of the checkpoint's, () for none."""
-
-    @classmethod
-    def of_choice(cls, name: str, params: Any, choice: Choice) -> Mode:
-        """The mode that decodes as `decode` does with this choice of `tune`."""
-        if choice.tree is None:
-            return cls(name, params)
-        tuned = choice.is_adaptive and Tuned(Conditions.of(params), (choice,))
-        return cls(name, params, Speculation(choice.tree, reuse=choice.reuse, tuned=tuned))
 
     @property
     def tree(self) -> Any:

@@ -7,6 +7,7 @@ the machine. A record may also be saved to a file. `planning/plan.py` reads reco
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ import jax
 
 from hsd_jax import settings
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
-from hsd_jax.host.files import check_new_folder, kept_file, read_json, write_json
+from hsd_jax.host.files import kept_file, read_json, write_json
 from hsd_jax.params import Params
 from hsd_jax.planning.device import device_name
+from hsd_jax.planning.kept import keep, read_kept
 from hsd_jax.settings import Count, NotNegative, Temperature
 
 PLAIN = "plain"
@@ -146,30 +148,18 @@ class Tuned:
     conditions: Conditions
     choices: tuple[Choice, ...]
 
-    def alike(self, rows: int, temperature: float) -> list[Choice]:
-        """The choices for this number of rows on the same side of WARM, for caches of any size."""
-        return [c for c in self.choices if c.rows == rows and is_warm(c.temperature) == is_warm(temperature)]
-
     def choice(self, rows: int, slots: int, temperature: float) -> Choice | None:
         """The choice for as many rows of a program, the nearest slots and the same side of WARM; None: none is near.
 
         `temperature` is the highest of all rows.
         """
-        alike = self.alike(rows, temperature)
+        alike = [c for c in self.choices if c.rows == rows and is_warm(c.temperature) == is_warm(temperature)]
         near = [(max(c.slots, slots) / min(c.slots, slots), number) for number, c in enumerate(alike)]
         distance, number = min(near, default=(FARTHEST_CACHE + 1, 0))
         return alike[number] if distance <= FARTHEST_CACHE else None
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.choices))
-
-    def joined(self, older: Tuned | None) -> Tuned:
-        """This record, with the choices of an older record for other sizes added."""
-        if older is None:
-            return self
-        known = {choice.size for choice in self.choices}
-        kept = [choice for choice in older.choices if choice.size not in known]
-        return dataclasses.replace(self, choices=(*self.choices, *kept))
 
     def save(self, path: str | Path) -> None:
         """Writes the record as JSON."""
@@ -186,8 +176,9 @@ class Tuned:
         path = kept_path(self.conditions)
         if path is None:
             return None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.joined(_kept(path)).save(path)
+        older, known = _kept(path), {choice.size for choice in self.choices}
+        others = [] if older is None else [choice for choice in older.choices if choice.size not in known]
+        keep(path, dataclasses.replace(self, choices=(*self.choices, *others)))
         return path
 
     @classmethod
@@ -201,7 +192,7 @@ class Tuned:
           FileNotFoundError: if there is no such file.
           ValueError: if the file is no such record, or is for another target or drafter.
         """
-        found, here = _read(Path(path)), Conditions.of(params)
+        found, here = settings.read(cls, read_json(path), str(path)), Conditions.of(params)
         made = found.conditions
         for name in ("target", "drafter"):
             if getattr(made, name) != getattr(here, name):
@@ -218,17 +209,6 @@ def kept_path(conditions: Conditions) -> Path | None:
     """The file of the record for these conditions and fields of `Choice`; None if records are not kept."""
     fields = [field.name for field in dataclasses.fields(Choice)]
     return kept_file(FOLDER_VARIABLE, "tuned", repr(conditions), *fields)
-
-
-def check_keeping(params: Params) -> None:
-    """Checks, before the work starts, that a record for such params can be kept."""
-    path = kept_path(Conditions.of(params))
-    if path is not None:
-        check_new_folder(path.parent)
-
-
-_read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}
-"""For every file that `kept` has read: its modification time and size at that moment, and its content."""
 
 
 def kept(params: Params) -> Tuned | None:
@@ -248,16 +228,9 @@ def _kept(path: Path) -> Tuned | None:
         stat = path.stat()
     except OSError:
         return None
-    now = stat.st_mtime_ns, stat.st_size
-    if _read_before.get(path, (None,))[0] != now:
-        try:
-            found = _read(path)
-        except (OSError, ValueError) as error:
-            found = None
-            warnings.warn(f"{error}; it is ignored: delete it, or run tune() or `hsd tune` again", stacklevel=2)
-        _read_before[path] = now, found
-    return _read_before[path][1]
+    return _kept_at(path, stat.st_mtime_ns, stat.st_size)
 
 
-def _read(path: Path) -> Tuned:
-    return settings.read(Tuned, read_json(path), str(path))
+@functools.lru_cache(maxsize=64)
+def _kept_at(path: Path, *state: int) -> Tuned | None:
+    return read_kept(Tuned, path, "it is ignored: delete it, or run tune() or `hsd tune` again")
