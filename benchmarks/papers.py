@@ -28,7 +28,7 @@ from hsd_jax import TreeConfig, settings
 from hsd_jax.cli import options
 from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
-from hsd_jax.lab.bench.experiment import Experiment
+from hsd_jax.lab.bench.experiment import run_experiment
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
 from hsd_jax.lab.bench.prompts import Workload, read_tasks
 from hsd_jax.lab.bench.tables import Table
@@ -249,7 +249,8 @@ def speeds(
     modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
     work = Workload.of(vars(args))
     tasks, temperatures = read_tasks(work, params), list(TEMPERATURES.values())
-    return Experiment(work, modes, tasks, temperatures, methods=methods, with_stages=True).run(args.out / "speed.json")
+    rest = {"methods": methods, "with_stages": True, "path": args.out / "speed.json"}
+    return run_experiment(work, modes, tasks, temperatures, **rest)
 
 
 def main() -> None:
