@@ -23,7 +23,7 @@ XHTML = "{http://www.w3.org/1999/xhtml}"
 
 
 def nodes_of(tree: page_lib.Node) -> list[page_lib.Node]:
-    return [node for node in page_lib.steps(tree) if node is not None]
+    return [tree, *(node for child in tree.children for node in nodes_of(child))]
 
 
 @pytest.mark.parametrize(
