@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 
-from hsd_jax.config import TreeConfig
 from hsd_jax.planning.acceptance import accumulated
 from hsd_jax.planning.stack import RoundParts, Stack, all_stacks, extended
 
@@ -81,13 +80,3 @@ def test_the_search_has_every_chain_and_every_length_once():
     assert len(ways) == size
     best = [min(all_stacks(random_parts(3, seed)), key=lambda way: way.latency) for seed in range(9)]
     assert len({len(way.chain) for way in best}) > 1  # so a plan is a choice
-
-
-def test_the_most_that_a_level_hands_up():
-    """With all levels' rounds as long as they can be, over every amount that is there before."""
-    way, have = Stack((0, 1, 2, 3), (2, 3, 4), {1: 1.0}, 1.0), 2
-    assert way.most(0) == 2
-    for level, need in ((1, 3), (2, 4)):
-        have = need - 1 + have + 1
-        assert way.most(level) == have
-    assert way.tree == TreeConfig.chain(9)
