@@ -223,17 +223,6 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     return record
 
 
-def call_record(name: str, index: int, runs: Runs) -> dict[str, Any]:
-    """The raw figures of one mode on one batch of prompts."""
-    result = runs.results[name][index]
-    return {
-        "num_tokens": int(sum(result.num_tokens)),
-        "num_target_passes": result.stats.num_target_passes,
-        "seconds": [batches[index] for batches in runs.seconds[name]],
-        "whole_seconds": [batches[index] for batches in runs.whole_seconds[name]],
-    }
-
-
 def fastest(names: Sequence[str], runs: Runs) -> str:
     """The mode with the highest median speed."""
     return max(names, key=lambda name: statistics.median(runs.speeds(name)))

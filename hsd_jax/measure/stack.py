@@ -164,16 +164,17 @@ def measured_parts(
     models: Sequence[Model],
     load: Callable[[str], Params],
     ids: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
+    call: dict[str, Any],
     max_length: int,
-    seed: int,
     report: Callable[[str], None],
 ) -> tuple[list[str], RoundParts]:
-    """The names of drafters, then of models from the fastest to the target; and their rounds in pairs."""
+    """The names of drafters, then of models from the fastest to the target; and their rounds in pairs.
+
+    `call` has max_new_tokens, temperature and seed.
+    """
+    num_tokens, temperature, seed = call["max_new_tokens"], call["temperature"], call["seed"]
     some = ids[:: max(1, len(ids) // TIMED_PROMPTS)][:TIMED_PROMPTS]
-    taken = lambda one, drafts: round_seconds(one, some, max_new_tokens, drafts, temperature)  # noqa: E731
+    taken = lambda one, drafts: round_seconds(one, some, num_tokens, drafts, temperature)  # noqa: E731
     report("timing plain decoding of every model")
     target = Model(TARGET, params)
     alone = {one.folder: taken(one.alone, [0])[0] for one in [*models, target] if one.alone is not None}
@@ -187,7 +188,7 @@ def measured_parts(
             report(f"{small.folder} drafting for {large.folder}")
             if texts is None:
                 prompts = [np.asarray(row) for row in ids]
-                texts = write_texts(large.alone, prompts, max_new_tokens, temperature, seed)
+                texts = write_texts(large.alone, prompts, num_tokens, temperature, seed)
             pair, longest, most = paired(small, large, load), max_length, len(parts.plain) * max_length
             if small.alone is None:  # nothing drafts for it, so it never hands up more
                 longest = most = min(max_length, method_of(pair.drafter_config).planning.max_depth(pair.drafter_config))
@@ -244,12 +245,12 @@ def measure_stacks(
     largest = (LARGEST_TREE - 1) // (1 + sum(one.alone is not None for one in models))
     if max_length > largest:
         raise ValueError(f"--max-length {max_length}: with so many models, allowed are 1 to {largest}")
-    size: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    names, parts = measured_parts(params, models, load, ids, **size, max_length=max_length, report=report)
+    call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    names, parts = measured_parts(params, models, load, ids, call, max_length, report)
     chosen = chosen_of(parts)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
     progress = lambda what, done, of: report(f"{what}, prompt {done + 1} of {of}") if done % 5 == 0 else None  # noqa: E731
-    runs = time_modes(modes, ids, **size, repeats=repeats, progress=progress)
+    runs = time_modes(modes, ids, **call, repeats=repeats, progress=progress)
     rows = []
     for mode, way in zip(modes, chosen.values(), strict=True):
         record = mode_record(mode, runs, PLAIN)

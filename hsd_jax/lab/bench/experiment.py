@@ -23,7 +23,7 @@ from hsd_jax.lab.bench.methods import PLAIN, MethodOptions
 from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.measure.speeds import Mode, call_record, mode_record, speedup, time_modes
+from hsd_jax.measure.speeds import Mode, mode_record, speedup, time_modes
 from hsd_jax.request import keeps_text
 
 
@@ -138,7 +138,16 @@ def _rows(
             row["over_reference"] = speedup(mode.name, reference, runs)
         row["repeated_4gram_share"] = repeated_ngram_share(plain)
         if batch == 1:
-            row["prompts"] = [{"name": p.name} | call_record(mode.name, i, runs) for i, p in enumerate(prompts)]
+            row["prompts"] = [
+                {
+                    "name": prompt.name,
+                    "num_tokens": int(sum(result.num_tokens)),
+                    "num_target_passes": result.stats.num_target_passes,
+                    "seconds": [seconds[i] for seconds in runs.seconds[mode.name]],
+                    "whole_seconds": [seconds[i] for seconds in runs.whole_seconds[mode.name]],
+                }
+                for i, (prompt, result) in enumerate(zip(prompts, runs.results[mode.name], strict=True))
+            ]
         parted = zip(prompts, map(first_difference, runs.texts(mode.name), plain), strict=True)
         row["differences"] = [{"name": prompt.name, "index": index} for prompt, index in parted if index is not None]
         # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
