@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import api
-from hsd_jax.config import ReuseConfig, TreeConfig
-from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import check_legal
-from hsd_jax.infer.lossy import Lossy
-from hsd_jax.infer.rules import make_rule
-from hsd_jax.planning.plan import check_adaptive
+from hsd_jax.config import TreeConfig
 from hsd_jax.planning.tuned import Tuned
-from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, Speculation, first_capacity, rule_and_scheme
+from hsd_jax.request import (
+    LARGEST_FIRST,
+    MOST_LOOKAHEAD,
+    SMALLEST_CAPACITY,
+    Speculation,
+    first_capacity,
+    rule_and_scheme,
+    set_up,
+)
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -55,14 +58,8 @@ class Mode:
 
     def check(self) -> None:
         """Raises a ValueError if these settings do not fit together, before anything compiles."""
-        how = self.how
-        if how.tree is not None:
-            (rule, scheme), reuse = rule_and_scheme(how.accept, how.draw), ReuseConfig.parse(how.reuse)
-            config = self.params.target_config
-            drafter = make_drafter(config, self.params.drafter_config, how.tree, scheme=scheme, reuse=reuse)
-            check_legal(make_rule(rule, how.tree, Lossy.parse(how.lossy, rule)), drafter.scheme, drafter.drafts_ahead)
-            if how.adaptive:
-                check_adaptive(self.params.drafter_config, rule, how.tree)
+        if self.tree is not None:
+            set_up(self.params, self.how, 1, 1, SMALLEST_CAPACITY, 0.0)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""
