@@ -18,14 +18,13 @@ from hsd_jax.arguments import Prompt, check_length, encode
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding
-from hsd_jax.host.files import check_new_folder
 from hsd_jax.measure.simulate import accepted_lengths
 from hsd_jax.measure.speeds import PLAINLY, Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.measure.texts import Texts
 from hsd_jax.params import Params
 from hsd_jax.planning.costs import round_seconds
 from hsd_jax.planning.plan import plan_for, trees_of
-from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, kept_path
+from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
 from hsd_jax.settings import Count, Temperature, take
 
@@ -83,8 +82,8 @@ def tune(
     for name, value in counts:
         take(Count, value, name)
     ways = _allowed(params, trees, reuses)
-    if keep and (path := kept_path(Conditions.of(params))) is not None:
-        check_new_folder(path.parent)
+    if keep:
+        check_keeping(params)
     rows = encode(params, prompts)
     for number, row in enumerate(rows):
         if len(row) < 2:

@@ -24,10 +24,9 @@ import numpy as np
 from jaxtyping import Array
 
 from hsd_jax import settings
-from hsd_jax.host.files import kept_file
+from hsd_jax.host.files import kept_file, read_json, write_json
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.planning.device import device_name, num_cores
-from hsd_jax.planning.kept import keep, read_kept
 from hsd_jax.planning.timing import interleaved, loop_timer
 from hsd_jax.settings import Flag, NotNegative, Positive
 
@@ -138,7 +137,6 @@ SMALL_WIDTH, ROWS = 512, 64
 TIMES = 15
 AGAIN_AFTER = 3600.0
 """Seconds after which rates are measured again, once."""
-AGAIN = "the rates are measured again"
 
 
 @settings.dataclass
@@ -239,7 +237,7 @@ def renewed(isa: str) -> MeasuredRates:
     """Measures the rates, and keeps them if rates are kept."""
     found, path = measure_rates(), kept_path(isa)
     if path is not None:
-        keep(path, found)
+        _keep(path, found)
     _kept_or_measured.cache_clear()
     return found
 
@@ -247,18 +245,34 @@ def renewed(isa: str) -> MeasuredRates:
 @functools.lru_cache(maxsize=8)
 def _kept_or_measured(path: Path, isa: str) -> Rates:
     """The kept rates, or new ones. One process measures, and others that come meanwhile wait for its result."""
-    found = read_kept(MeasuredRates, path, AGAIN)
+    found = _read(path)
     try:
         if found is None or found.is_stale:
             path.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(path.with_suffix(".lock"), timeout=30):
-                found = read_kept(MeasuredRates, path, AGAIN)
+                found = _read(path)
                 if found is None or found.is_stale:
                     print("hsd_jax measures the speed of this processor for 2 s", file=sys.stderr, flush=True)
                     now = measure_rates()
                     found = now if found is None else found.confirmed(now)
-                    keep(path, found)
+                    _keep(path, found)
     except (OSError, filelock.Timeout) as error:
         if found is None:
             warnings.warn(f"{path}: rates cannot be kept ({error}); the shipped ones are used", stacklevel=2)
     return shipped(isa) if found is None else found.rates(isa)
+
+
+def _keep(path: Path, found: MeasuredRates) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, dataclasses.asdict(found))
+
+
+def _read(path: Path) -> MeasuredRates | None:
+    """The kept rates. None if there are none, or, with a warning, if the file is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return settings.read(MeasuredRates, read_json(path), str(path))
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{error}; the rates are measured again", stacklevel=2)
+        return None

@@ -7,7 +7,6 @@ the machine. A record may also be saved to a file. `planning/plan.py` reads reco
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,9 @@ import jax
 
 from hsd_jax import settings
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
-from hsd_jax.host.files import kept_file, read_json, write_json
+from hsd_jax.host.files import check_new_folder, kept_file, read_json, write_json
 from hsd_jax.params import Params
 from hsd_jax.planning.device import device_name
-from hsd_jax.planning.kept import keep, read_kept
 from hsd_jax.settings import Count, NotNegative, Temperature
 
 PLAIN = "plain"
@@ -161,6 +159,14 @@ class Tuned:
     def __str__(self) -> str:
         return "\n".join(map(str, self.choices))
 
+    def joined(self, older: Tuned | None) -> Tuned:
+        """This record, with the choices of an older record for other sizes added."""
+        if older is None:
+            return self
+        known = {choice.size for choice in self.choices}
+        kept = [choice for choice in older.choices if choice.size not in known]
+        return dataclasses.replace(self, choices=(*self.choices, *kept))
+
     def save(self, path: str | Path) -> None:
         """Writes the record as JSON."""
         write_json(path, dataclasses.asdict(self))
@@ -176,9 +182,8 @@ class Tuned:
         path = kept_path(self.conditions)
         if path is None:
             return None
-        older, known = _kept(path), {choice.size for choice in self.choices}
-        others = [] if older is None else [choice for choice in older.choices if choice.size not in known]
-        keep(path, dataclasses.replace(self, choices=(*self.choices, *others)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.joined(_kept(path)).save(path)
         return path
 
     @classmethod
@@ -192,7 +197,7 @@ class Tuned:
           FileNotFoundError: if there is no such file.
           ValueError: if the file is no such record, or is for another target or drafter.
         """
-        found, here = settings.read(cls, read_json(path), str(path)), Conditions.of(params)
+        found, here = _read(Path(path)), Conditions.of(params)
         made = found.conditions
         for name in ("target", "drafter"):
             if getattr(made, name) != getattr(here, name):
@@ -209,6 +214,17 @@ def kept_path(conditions: Conditions) -> Path | None:
     """The file of the record for these conditions and fields of `Choice`; None if records are not kept."""
     fields = [field.name for field in dataclasses.fields(Choice)]
     return kept_file(FOLDER_VARIABLE, "tuned", repr(conditions), *fields)
+
+
+def check_keeping(params: Params) -> None:
+    """Checks, before the work starts, that a record for such params can be kept."""
+    path = kept_path(Conditions.of(params))
+    if path is not None:
+        check_new_folder(path.parent)
+
+
+_read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}
+"""For every file that `kept` has read: its modification time and size at that moment, and its content."""
 
 
 def kept(params: Params) -> Tuned | None:
@@ -228,9 +244,16 @@ def _kept(path: Path) -> Tuned | None:
         stat = path.stat()
     except OSError:
         return None
-    return _kept_at(path, stat.st_mtime_ns, stat.st_size)
+    now = stat.st_mtime_ns, stat.st_size
+    if _read_before.get(path, (None,))[0] != now:
+        try:
+            found = _read(path)
+        except (OSError, ValueError) as error:
+            found = None
+            warnings.warn(f"{error}; it is ignored: delete it, or run tune() or `hsd tune` again", stacklevel=2)
+        _read_before[path] = now, found
+    return _read_before[path][1]
 
 
-@functools.lru_cache(maxsize=64)
-def _kept_at(path: Path, *state: int) -> Tuned | None:
-    return read_kept(Tuned, path, "it is ignored: delete it, or run tune() or `hsd tune` again")
+def _read(path: Path) -> Tuned:
+    return settings.read(Tuned, read_json(path), str(path))
