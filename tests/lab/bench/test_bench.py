@@ -318,13 +318,6 @@ def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, argu
     assert message in error.splitlines()[-1] and "warming up" not in error  # behind the usage, if there is one
 
 
-def test_one_prompt_of_each_size_is_decoded_before():
-    """Caches of 512 slots, of 2,048, and two that may grow from there: each of these is a program of its own."""
-    prompts = [[1] * length for length in (20, 30, 600, 700, 2000, 2100, 10)]
-    batches = [range(i, i + 1) for i in range(len(prompts))]
-    assert [rows.start for rows in speeds.one_of_each_size(8192, prompts, batches, 128)] == [1, 3, 4, 5]
-
-
 def test_nothing_compiles_while_it_is_timed():
     config = toy.target_config(max_position=2048)
     weights, drafter_config = toy.make_target(config), toy.drafter_config(config)
