@@ -29,11 +29,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def params() -> Params:
-    config = setups.VARIANTS["llama"]
-    weights = setups.weights("llama")
-    drafter_config = toy.drafter_config(config)
-    drafter = toy.make_drafter(drafter_config, config, weights)
-    return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
+    return setups.params_of("beam", max_len=128, precision="exact")
 
 
 class Clock:
