@@ -277,9 +277,9 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.drafters.drafted_for import DraftedFor
     from hsd_jax.drafters.files import check_drafter, read_drafter_config
     from hsd_jax.host.sharding import rows_multiple
+    from hsd_jax.measure.speeds import parse_tree
     from hsd_jax.models.checkpoint import find
     from hsd_jax.params import default_tree
-    from hsd_jax.planning.measure import parse_tree
     from hsd_jax.request import CAPACITY_UNIT, rows_bucket
     from hsd_jax.train.loop import LoopConfig
 

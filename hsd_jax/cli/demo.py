@@ -47,7 +47,7 @@ hsd demo --precision exact --temperature 0.8
 def run(args: argparse.Namespace) -> int:
     """Answers all prompts with plain and with speculative decoding, and prints the table."""
     from hsd_jax.lab.bench import demo, prompts
-    from hsd_jax.lab.bench.machine import model_record
+    from hsd_jax.lab.bench.facts import model_record
 
     start = time.perf_counter()
     if args.target is None:

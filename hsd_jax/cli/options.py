@@ -290,7 +290,7 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     if args.rescore is not None:
         params = params_lib.rescore(params, args.rescore, params_lib.ALPHA if args.alpha is None else args.alpha)
     if args.stack:
-        from hsd_jax.lab.bench.hierarchy import stacked
+        from hsd_jax.measure.stack import stacked
 
         params = stacked(params, args.stack)
     if args.pearl is not None:

@@ -1,4 +1,4 @@
-"""`hsd plan`: finds which models should draft for which. The work is done in `lab/bench/hierarchy.py`."""
+"""`hsd plan`: finds which models should draft for which. The work is done in `measure/stack.py`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,17 @@ hsd plan --demo --models runs/small-lm lookup --temperature 0.8 --json plan.json
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the result, and writes the record of --json."""
-    from hsd_jax.lab.bench import hierarchy, prompts
+    from hsd_jax.lab.bench.facts import hardware
+    from hsd_jax.lab.bench.tables import print_stacks
+    from hsd_jax.measure.stack import measure_stacks
 
-    work = prompts.Workload.of(vars(args))
     load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731
-    record = hierarchy.measure_hierarchies(load(None), args.models, load, work, args.temperature, args.max_length)
-    hierarchy.print_record(record)
+    params = load(None)
+    ids = [prompt.tokens(params.tokenizer) for prompt in options.prompts_of(args, params)]
+    names = "max_new_tokens", "temperature", "max_length", "seed", "repeats"
+    how = {name: getattr(args, name) for name in names}
+    record = {"command": args.command_line, "hardware": hardware()}
+    record |= measure_stacks(params, args.models, load, ids, **how, report=options.say)
+    print_stacks(record)
     options.write_record(args.json, record)
     return 0

@@ -51,8 +51,8 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table and the choice, and writes the record."""
     from hsd_jax.lab.bench import prompts, tables
-    from hsd_jax.planning.measure import parse_trees
-    from hsd_jax.planning.tune import tune
+    from hsd_jax.measure.speeds import parse_trees
+    from hsd_jax.measure.tune import tune
 
     trees = parse_trees(args.trees) if args.trees else None
     params = options.load_pair(args, "tune")

@@ -23,6 +23,8 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter, load_foreign
 from hsd_jax.host.distributed import fetch, wait_for_all
 from hsd_jax.host.files import is_writer, read_json, replace_folder, write_json
+from hsd_jax.measure import simulate
+from hsd_jax.measure import texts as texts_lib
 from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.hf_config import format_config
@@ -30,8 +32,6 @@ from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import weights_file
 from hsd_jax.params import Params, check_loads
-from hsd_jax.planning import simulate
-from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import TOKENIZER_FILES
 from hsd_jax.train import data, distill, drafter, features, frequent_tokens, manifest, target
 from hsd_jax.train.journal import Report, line_of
@@ -248,7 +248,8 @@ class DrafterTask(TaughtTask):
             values, models = {}, (self.frozen, self.reads)
             whole = draft_vocab.attach(params, self.hot, *models)
             for name, (text, temperature) in texts.items():
-                found = simulate.simulate(whole, self.config, *models, text, tree, temperature)
+                pair = dataclasses.replace(self.teacher, drafter=whole, drafter_config=self.config)
+                found = simulate.simulate(pair, text, tree, temperature)
                 values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
             return values
 

@@ -16,7 +16,7 @@ import hsd_jax
 from hsd_jax.asked import Sampling
 from hsd_jax.drafters.pearl import overlap
 from hsd_jax.infer.decode import UNBOUNDED
-from hsd_jax.planning import pearl
+from hsd_jax.measure import pearl
 from hsd_jax.session import prepare
 
 pytestmark = needs_devices

@@ -19,7 +19,7 @@ from hsd_jax import settings
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.draft import static_tree
 from hsd_jax.infer import draw
-from hsd_jax.planning.measure import parse_tree, parse_trees
+from hsd_jax.measure.speeds import parse_tree, parse_trees
 from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, SamplingParams
 
 VOCAB = 7
