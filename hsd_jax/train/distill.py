@@ -37,8 +37,8 @@ from hsd_jax.train.data import DataConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.own_text import OnPolicyConfig
+from hsd_jax.train.pretrain import starts_of, target_states
 from hsd_jax.train.recipe import HeldOut, Recipe
-from hsd_jax.train.target import starts_of, target_states
 from hsd_jax.types import Weights
 
 NLL = "nll"

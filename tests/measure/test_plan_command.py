@@ -21,7 +21,7 @@ from hsd_jax.measure.texts import write_texts
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.planning.acceptance import mean
-from hsd_jax.train.target import grown, layer_sources
+from hsd_jax.train.pretrain import grown, layer_sources
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
