@@ -13,8 +13,9 @@ import functools
 import inspect
 import json
 import re
+import types
 import typing
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic.dataclasses
@@ -28,7 +29,13 @@ LARGEST = 3.4e38
 HOTTEST = 1e30
 """The highest temperature. From 1e38 on, logits divided by the temperature are too small for float32, and top-k would
 keep every token."""
-_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+_CONFIG = ConfigDict(
+    strict=True,
+    extra="forbid",
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+    use_attribute_docstrings=True,  # the help of recipes and options
+)
 Kind = TypeVar("Kind", bound=type)
 
 
@@ -83,6 +90,32 @@ def dataclass(kind: Kind) -> Kind:
 
     made.__init__ = __init__
     return made
+
+
+class Part(NamedTuple):
+    """A field of a `dataclass`, as the help of recipes and options shows it."""
+
+    hint: Any
+    default: Any
+    """pydantic's undefined if the field must be given."""
+    description: str
+
+
+def parts_of(kind: Any) -> dict[str, Part]:
+    """The fields of a `dataclass` by name, with the docstrings below them."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = kind.__pydantic_fields__
+    return {name: Part(hints[name], f.default, " ".join((f.description or "").split())) for name, f in fields.items()}
+
+
+def kinds_of(hint: Any, *notes: Any) -> dict[Any, tuple[Any, ...]]:
+    """The members of an annotation but None, each with what `Annotated` says of it."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is Annotated:
+        return kinds_of(inner[0], *notes, *inner[1:])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return {kind: own for part in inner for kind, own in kinds_of(part, *notes).items()}
+    return {} if hint is types.NoneType else {hint: notes}
 
 
 def read(kind: type, values: Any, where: str, section: str = "") -> Any:
