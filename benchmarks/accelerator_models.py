@@ -20,7 +20,7 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.infer.step import make_step
-from hsd_jax.kernels.native import traced_platform
+from hsd_jax.kernels import program
 from hsd_jax.models import packing
 from hsd_jax.models.cache import cache_dtype
 from hsd_jax.models.draft_vocab import attach
@@ -79,7 +79,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
 
 def _arranged(weights: Weights, config: Any) -> Weights:
     """As the device multiplies them fastest."""
-    return packing.arranged(weights, config, packs=traced_platform() != "cpu")[0]
+    return packing.arranged(weights, config, packs=program.here().platform != "cpu")[0]
 
 
 def random_target(config: ModelConfig) -> Weights:

@@ -141,7 +141,7 @@ def passes(sizes: Sizes, record: Row) -> Iterator[Item]:
             return ops.argmax(output.logits), tokens
 
         tokens = jnp.asarray(prompts(config, batch, num), jnp.int32)
-        return loop_timer(run, {"target": weights, "cache": cache}, tokens, sizes.iterations, None, True)
+        return loop_timer(run, {"target": weights, "cache": cache}, tokens, sizes.iterations)
 
     def verify(name: str, batch: int) -> list[Row]:
         timers = {num: timer(*target(name), batch, num) for num in sizes.nodes}

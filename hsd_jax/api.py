@@ -8,19 +8,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Mapping, Sequence
+from typing import Unpack
 
 import numpy as np
 
-from hsd_jax.arguments import Prompt, Sampling
-from hsd_jax.config import TreeConfig
+from hsd_jax.arguments import Prompt
+from hsd_jax.asked import NEW_TOKENS, SamplingSettings, Settings, SpeculationSettings, records, takes
 from hsd_jax.host.distributed import check_same
 from hsd_jax.infer.decode import UNBOUNDED, Pace
 from hsd_jax.params import Params
 from hsd_jax.planning.plan import Plan
-from hsd_jax.planning.tuned import Tuned
-from hsd_jax.request import AUTO, Speculation
 from hsd_jax.session import RequestStats, Session, Taken, prepare
-from hsd_jax.settings import Count, take
+from hsd_jax.settings import Count, PerRow, take
 from hsd_jax.types import NO_TOKEN
 
 
@@ -101,31 +100,19 @@ def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
     return reached[1:] / np.maximum(reached[:-1], 1)
 
 
+@takes(SamplingSettings, SpeculationSettings)
 def decode(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
-    max_new_tokens: int | Sequence[int] = 128,
-    temperature: float | Sequence[float] = 0.0,
-    top_k: int | Sequence[int | None] | None = None,
-    top_p: float | Sequence[float | None] | None = None,
-    seed: int | Sequence[int] = 0,
-    tree: TreeConfig | None = None,
-    speculate: bool = True,
-    eos: int | Sequence[int] | None = None,
-    pad_rows: int = 1,
-    accept: str = AUTO,
-    draw: str | None = None,
-    reuse: str = "none",
-    tuned: bool | Tuned = True,
-    lossy: tuple[str, float] | str | None = None,
-    adaptive: bool | None = None,
+    max_new_tokens: PerRow[int] = NEW_TOKENS,
+    **settings: Unpack[Settings],
 ) -> DecodeResult:
     """Continues prompts. Speculation changes the speed and not the text.
 
-    Each setting of the text may be one value or one value per row. The tokens of a row depend only on its prompt, its
-    settings and its seed. They do not depend on the other rows or on the tree, nor on whether the call speculates. This
-    holds for greedy and for sampled text with the CPU kernels and in exact precision (methods.md 1.7). Under rules
-    other than `match`, sampled text also depends on the tree, but its distribution is that of plain decoding.
+    The tokens of a row depend only on its prompt, its settings and its seed. They do not depend on the other rows or on
+    the tree, nor on whether the call speculates. This holds for greedy and for sampled text with the CPU kernels and in
+    exact precision (methods.md 1.7). Under rules other than `match`, sampled text also depends on the tree, but its
+    distribution is that of plain decoding.
 
     jax compiles one program for each number of rows (a power of two), each size of the caches and each plan. The caches
     have 512 slots, or that times 4, 16, .., up to what `max_len` needs. The longest prompt with its `max_new_tokens`
@@ -138,37 +125,7 @@ def decode(
         A list that holds a mapping is one conversation. Its messages have the keys role and content only, and both
         values are texts. The role is system (first message only), user or assistant. The last message is the user's.
         The checkpoint's chat template renders the conversation, ready for the answer. No other start token is added.
-      max_new_tokens: per row. The end token counts.
-      temperature: 0 is greedy.
-      top_k, top_p: None switches the filter off.
-      seed: one number, or one per row. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list,
-        row i draws with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone.
-      tree: shape of the draft tree. All its nodes are then verified in every round. None: `params.tree`. If that is
-        None too, the fastest plan for this number of rows and these lengths and temperatures is chosen. That plan may
-        be plain decoding. `stats.plan` names it. In a chosen tree only the drafts that pay are verified. If none pays,
-        the call continues without drafts and tries them again later.
-      speculate: False decodes plainly.
-      eos: end tokens in place of the checkpoint's; () for none.
-      pad_rows: the rows that each row of the batch takes in a plain pass (see `infer/plain.py`).
-      accept: rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal" and "kseq";
-        drawn chains also "block_verification" (methods.md 6).
-      draw: how trees choose their tokens. "coupled": the tokens that the target most likely draws, given the noise
-        that it draws with (at temperature 0, the likeliest tokens). "arbitrary": the likeliest tokens. "independent"
-        and "without_replacement": tokens drawn with their own noise. "top_then_random": one child of a node is drawn,
-        the others are the likeliest. None: the scheme that suits the rule. This is "coupled" for "match",
-        "top_then_random" for "optimal", "independent" for "kseq" and "without_replacement" for the others.
-      reuse: how later rounds use trunk states that a round did not use: "none", "sum", "skip" or "skip:N", or
-        "ahead" (docs/design.md, "Reuse"). Like the tree, it changes only the speed.
-      tuned: how the tree is chosen if `tree` is None. True: by the record that `tune` stored for this pair and
-        machine. A `Tuned`: by that record. False: by the cost model, with the measured rates of this machine. The cost
-        model also decides if the record has no choice for calls of this size.
-      lossy: None switches it off. Else a function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
-        functions are "linear", "square" and "exponential". With `accept="recursive"` more drafts are accepted, and
-        sampled text no longer follows the target's distribution. `infer/lossy.py` defines the distribution that it
-        follows. `stats.lossy` reports the setting. An epsilon of 1 changes nothing.
-      adaptive: True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small
-        language model end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are
-        verified. None: drafts that do not pay are left out only if the tree was chosen.
+      max_new_tokens: most tokens of each row, one value or one value per row. The end token counts.
     Raises:
       ValueError: for a wrong argument, before anything compiles; it names the value and the allowed ones. Also if all
         logits of the target are -inf or one is NaN; it names the row.
@@ -176,9 +133,7 @@ def decode(
       Coupled drafts: Daliri et al., "Coupling without communication and drafter-invariant speculative decoding"
       (arXiv:2408.07978).
     """
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
-    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, pad_rows, lossy, adaptive)
-    with prepare(params, prompt, sampling, speculation) as session:
+    with prepare(params, prompt, *records({"max_new_tokens": max_new_tokens, **settings})) as session:
         while session.num_running:
             session.run(UNBOUNDED)
         rows = [session.take(row) for row in range(session.slots)]  # `prepare` gives row i the handle i
@@ -191,24 +146,14 @@ def decode(
         return DecodeResult(out, num_tokens, text, _stats(session, [row.stats for row in rows]))
 
 
+@takes(SamplingSettings, SpeculationSettings)
 def stream(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
-    max_new_tokens: int | Sequence[int] = 128,
-    temperature: float | Sequence[float] = 0.0,
-    top_k: int | Sequence[int | None] | None = None,
-    top_p: float | Sequence[float | None] | None = None,
-    seed: int | Sequence[int] = 0,
-    tree: TreeConfig | None = None,
-    speculate: bool = True,
-    eos: int | Sequence[int] | None = None,
+    max_new_tokens: PerRow[int] = NEW_TOKENS,
+    *,
     rounds: int | None = None,
-    accept: str = AUTO,
-    draw: str | None = None,
-    reuse: str = "none",
-    tuned: bool | Tuned = True,
-    lossy: tuple[str, float] | str | None = None,
-    adaptive: bool | None = None,
+    **settings: Unpack[Settings],
 ) -> Generator[Piece, None, Stats]:
     """Decodes as `decode` does, and yields the text in pieces.
 
@@ -225,9 +170,7 @@ def stream(
     """
     take(Count | None, rounds, "rounds")
     check_same("rounds of the stream", repr(rounds))
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
-    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, lossy=lossy, adaptive=adaptive)
-    return _stream(prepare(params, prompt, sampling, speculation), rounds)
+    return _stream(prepare(params, prompt, *records({"max_new_tokens": max_new_tokens, **settings})), rounds)
 
 
 def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:

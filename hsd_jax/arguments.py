@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from hsd_jax.asked import Length, Sampling, SamplingSettings
 from hsd_jax.config import bucket
 from hsd_jax.host.files import decoded
 from hsd_jax.params import Params
-from hsd_jax.settings import MOST, Seed, Temperature, TopK, TopP, Whole, shown, take
+from hsd_jax.settings import MOST, parts_of, row_hint, shown, take
 from hsd_jax.tokenizer import Messages, check_unicode
 from hsd_jax.types import NO_TOKEN, Limits, SamplingParams
 
@@ -28,70 +29,50 @@ _EXPECTED = "expected a text, token ids or a conversation (a list of messages)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the text of a call is drawn: the arguments of `decode` with the same names, one value or one per row."""
-
-    max_new_tokens: Any = 128
-    temperature: Any = 0.0
-    top_k: Any = None
-    top_p: Any = None
-    seed: Any = 0
-    eos: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
     """The checked arguments of one row. Apart from the models, its text depends on nothing else."""
 
     tokens: list[int]
     """The token ids of its prompt."""
-    max_new_tokens: int
-    temperature: float
-    """0 is greedy."""
-    top_k: int
-    """0 switches the filter off, as in `SamplingParams`."""
-    top_p: float
-    """1 switches the filter off."""
-    seed: tuple[int, int]
-    """The seed, and the number that is folded into its key (`seeds_of_rows`)."""
-    eos: tuple[int, ...]
+    asked: Sampling
+    """The row's own settings. `eos` has the ids of its end tokens."""
+    fold: int = 0
+    """The number that is folded into the key of its seed: the row's, or 0 if it has a seed of its own."""
 
     @property
     def longest(self) -> int:
         """The largest length of the row, prompt included, in tokens."""
-        return len(self.tokens) + self.max_new_tokens
+        return len(self.tokens) + self.asked.max_new_tokens
 
 
-NOTHING = Row([0], 0, 0.0, 0, 1.0, (0, 0), ())
+NOTHING = Row([0], Sampling(max_new_tokens=0, eos=()))
 """Fills an unused row: it has one token, may get no other, and so is finished from the start."""
+ROW_HINTS = {name: row_hint(part.hint) for kind in (Length, SamplingSettings) for name, part in parts_of(kind).items()}
+del ROW_HINTS["eos"]  # the same for all rows
+"""The annotation of one row's value of each setting that rows have of their own."""
 
 
 def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
     """The rows of a call."""
     prompts = encode(params, prompt)
-    return _rows(params, prompts, [f"prompt {row}" for row in range(len(prompts))], asked, None)
+    eos = end_tokens_of(params, asked.eos)
+    per_row = [per_row_values(name, getattr(asked, name), len(prompts)) for name in ROW_HINTS]
+    settings = [Sampling(**dict(zip(ROW_HINTS, values, strict=True)), eos=eos) for values in zip(*per_row, strict=True)]
+    folds = range(len(prompts)) if np.ndim(asked.seed) == 0 else [0] * len(prompts)
+    rows = [Row(*row) for row in zip(prompts, settings, folds, strict=True)]
+    for index, row in enumerate(rows):
+        check_length(params, f"prompt {index}", len(row.tokens), row.asked.max_new_tokens)
+    return rows
 
 
 def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row:
     """The row of a request that comes alone, of at most `max_len` tokens."""
     if isinstance(prompt, (int, np.integer, Mapping)):
         raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}")
-    (row,) = _rows(params, [_encode_one(params, prompt, "the prompt")], ["the prompt"], asked, max_len)
-    return row
-
-
-def _rows(
-    params: Params, prompts: list[list[int]], names: list[str], asked: Sampling, max_len: int | None
-) -> list[Row]:
-    """The rows of encoded prompts, whose names are for error messages."""
-    settings = sampling_of_rows(len(prompts), asked.temperature, asked.top_k, asked.top_p)
-    new_tokens = _per_row("max_new_tokens", asked.max_new_tokens, len(prompts), Whole)
-    for name, ids, new in zip(names, prompts, new_tokens, strict=True):
-        check_length(params, name, len(ids), new, max_len)
-    seeds, eos = seeds_of_rows(asked.seed, len(prompts)), end_tokens_of(params, asked.eos)
-    temperature, top_k, top_p = (x.tolist() for x in settings)
-    per_row = zip(prompts, new_tokens, temperature, top_k, top_p, seeds, strict=True)
-    return [Row(ids, new, t, k, p, seed, eos) for ids, new, t, k, p, seed in per_row]
+    tokens = _encode_one(params, prompt, "the prompt")
+    own = {name: take(hint, _plain(getattr(asked, name)), name) for name, hint in ROW_HINTS.items()}
+    check_length(params, "the prompt", len(tokens), own["max_new_tokens"], max_len)
+    return Row(tokens, Sampling(**own, eos=end_tokens_of(params, asked.eos)))
 
 
 def arrays_of(
@@ -102,15 +83,23 @@ def arrays_of(
     The rows after `rows` are NOTHING.
     """
     filled = [*rows, *[NOTHING] * (num_rows - len(rows))]
-    tokens, num_ends = np.zeros((num_rows, num_places), np.int32), bucket(max(len(row.eos) for row in filled), 4)
+    tokens, num_ends = np.zeros((num_rows, num_places), np.int32), bucket(max(len(row.asked.eos) for row in filled), 4)
     for place, row in zip(tokens, filled, strict=True):
         place[: len(row.tokens)] = row.tokens
     length, most = (np.array(x, np.int32) for x in ([len(r.tokens) for r in filled], [r.longest for r in filled]))
-    eos = np.array([[*row.eos, *[NO_TOKEN] * (num_ends - len(row.eos))] for row in filled], np.int32)
-    kinds = ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32)
-    settings: list[Any] = [np.array([getattr(row, name) for row in filled], dtype) for name, dtype in kinds]
+    eos = np.array([[*row.asked.eos, *[NO_TOKEN] * (num_ends - len(row.asked.eos))] for row in filled], np.int32)
     bounds: tuple[Any, Any] = most, eos
-    return tokens, length, [row.seed for row in filled], Limits(*bounds), SamplingParams(*settings)
+    seeds = [(row.asked.seed, row.fold) for row in filled]
+    return tokens, length, seeds, Limits(*bounds), sampling_arrays([row.asked for row in filled])
+
+
+def sampling_arrays(asked: Sequence[Sampling]) -> SamplingParams:
+    """The settings of rows as arrays [B], as the loop reads them."""
+    temperature = np.array([one.temperature if one.temperature >= COLDEST else 0.0 for one in asked], np.float32)
+    top_k = np.array([0 if one.top_k is None else min(one.top_k, MOST) for one in asked], np.int32)
+    top_p = np.array([1.0 if one.top_p is None else one.top_p for one in asked], np.float32)
+    arrays: tuple[Any, Any, Any] = temperature, top_k, top_p
+    return SamplingParams(*arrays)
 
 
 def check_length(params: Params, name: str, num_tokens: int, new: int, max_len: int | None = None) -> None:
@@ -173,15 +162,15 @@ def _encode_one(params: Params, prompt, name: str) -> list[int]:
     return [int(x) for x in ids]
 
 
-def _per_row(name: str, value, batch: int, hint: Any) -> list:
-    """One value per row, each checked against `hint`; a single value is repeated."""
+def per_row_values(name: str, value: Any, batch: int) -> list[Any]:
+    """One checked value of a setting per row; a single value is repeated."""
     try:
         values = list(value) if np.ndim(value) else [value] * batch
     except ValueError:  # lists of several lengths
         raise ValueError(f"{name}={shown(value)}: expected one value, or one value per row") from None
     if len(values) != batch:
         raise ValueError(f"{name} has {len(values)} values for {batch} rows")
-    return [take(hint, _plain(v), name) for v in values]
+    return [take(ROW_HINTS[name], _plain(v), name) for v in values]
 
 
 def _plain(value: Any) -> Any:
@@ -189,25 +178,9 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, (np.ndarray, np.generic, jax.Array)) and value.ndim == 0 else value
 
 
-def seeds_of_rows(seed, batch: int) -> list[tuple[int, int]]:
-    """The seed of each row, and the number that is folded into its key: the row's, or 0 under a list of seeds."""
-    is_single = np.ndim(seed) == 0
-    seeds = _per_row("seed", seed, 1 if is_single else batch, Seed)
-    return [(seeds[0], row) for row in range(batch)] if is_single else [(seed, 0) for seed in seeds]
-
-
-def sampling_of_rows(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The fields of `SamplingParams`, each [B], one value per row."""
-    temperatures = [t if t >= COLDEST else 0.0 for t in _per_row("temperature", temperature, batch, Temperature)]
-    ks = [0 if k is None else min(k, MOST) for k in _per_row("top_k", top_k, batch, TopK | None)]
-    ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, TopP | None)]
-    return np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32)
-
-
 def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float | None = None) -> SamplingParams:
     """The settings of a single row, on the device."""
-    temperatures, ks, ps = jax.device_put(sampling_of_rows(1, temperature, top_k, top_p))
-    return SamplingParams(temperatures, ks, ps)
+    return jax.device_put(sampling_arrays([Sampling(temperature=temperature, top_k=top_k, top_p=top_p)]))
 
 
 def end_tokens_of(params: Params, eos) -> tuple[int, ...]:

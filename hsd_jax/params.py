@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax.config import QUANTIZED, ModelConfig, Precision, Quantized, TreeConfig
-from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.drafters.files import DRAFTER, read_drafter, read_drafter_config
 from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.stack.config import StackConfig, at_bottom
@@ -29,17 +29,19 @@ from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put
 from hsd_jax.host.files import sha256
 from hsd_jax.host.jax_settings import check_jax_settings
-from hsd_jax.kernels import int8, native
+from hsd_jax.kernels import int8, native, program
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
 from hsd_jax.models.placement import Placement
+from hsd_jax.models.tensor_files import MODEL, checked_dtype, is_stored
 from hsd_jax.settings import Count, NotNegative, shown, take
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
 WITHOUT_WEIGHTS = tuple(method.config for method in DRAFTING_METHODS.values() if method.parse is not None)
 """Configurations that are complete drafters, because their methods have no weights."""
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = ("float32", "bfloat16")
+"""The dtypes of a target's weights."""
 
 
 @flax.struct.dataclass
@@ -94,7 +96,7 @@ def drafter_hash(config: Any, weights: Weights | None) -> str:
 
 def describe_arithmetic(dtype: str, has_kernels: bool = True, precision: str = "fast") -> str:
     """One line that says how this machine computes a target with weights of this dtype. A mesh has no CPU kernels."""
-    if native.traced_platform() != "cpu":
+    if program.here().platform != "cpu":
         products = "products in the dtype of the rest" if dtype in QUANTIZED else "and products"
         return f"{dtype} weights{',' if dtype in QUANTIZED else ''} {products}, float32 sums"
     if has_kernels and native.available():
@@ -190,10 +192,13 @@ def load(
     take(bool, strict, "strict")
     mesh = sharding_lib.make_mesh(mesh)
     check_mesh(mesh)
-    wanted_dtype = _check_dtype(dtype, precision)
+    if dtype is not None or precision == "exact":
+        dtype = checked_dtype("float32" if dtype is None else dtype, DTYPES)
+        if precision == "exact" and dtype != jnp.float32:
+            raise ValueError(f'dtype="{dtype}" with precision="exact": exact means float32')
     checkpoint = find(source, revision, tokenizer)
     config, words, eos = checkpoint.config, checkpoint.tokenizer, checkpoint.eos
-    weights_dtype = DTYPES[checkpoint.dtype] if wanted_dtype is None else wanted_dtype
+    weights_dtype = jnp.dtype(checkpoint.dtype) if dtype is None else dtype
     take(int | None, max_len, "max_len", ge=2, le=config.max_position)
     drafter = checkpoint.drafter if drafter is None else drafter
     # The drafter is read first, because it is smaller and more often refused.
@@ -221,7 +226,7 @@ def load(
         precision,
         tree,
         mesh,
-        quantize or jnp.dtype(weights_dtype).name,
+        quantize or weights_dtype.name,
         (owner.hash, drafter_hash(drafter_config, drafter_weights)),
     )
     return place(arranged(params, mesh, frees=True), mesh)
@@ -249,19 +254,16 @@ def _load_drafter(
                 raise ValueError(f"drafter={shown(drafter)}: {config.kind} with lookup; allowed are {allowed}")
             return BothConfig(config, two[1]), weights
         own = BUNDLED[drafter].drafter if drafter in BUNDLED else None
-        if own is not None and drafter_files.read_drafter_config(own).target_hash == target.hash:
+        if own is not None and read_drafter_config(own).target_hash == target.hash:
             drafter = own  # for any other target the name means the bundled language model
         else:
             drafter = parse(drafter) or drafter
     if isinstance(drafter, WITHOUT_WEIGHTS):
         return drafter, {}
     found = find(drafter)
-    if not found.path.is_dir() or (
-        (found.path / "config.json").is_file() and not (found.path / drafter_files.DRAFTER_CONFIG).is_file()
-    ):
+    if found.path.is_file() or (is_stored(found.path, MODEL) and not is_stored(found.path, DRAFTER)):
         return load_foreign(found, target, dtype, placement, strict)
-    drafter_files.check_drafter(drafter_files.read_drafter_config(found.path), target, strict)
-    return drafter_files.read_drafter(found.path, dtype, placement, target.config.vocab_size)
+    return read_drafter(found.path, dtype, placement, target, strict)
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
@@ -285,7 +287,7 @@ def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
 def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False) -> Params:
     """The same target with another drafter, named as in `load`. The target's weights are shared."""
     target_hash, _ = params.fingerprints()
-    dtype = DTYPES.get(params.dtype, params.target["final_norm"]["weight"].dtype)  # int8: the dtype of its vectors
+    dtype = params.target["final_norm"]["weight"].dtype if params.dtype in QUANTIZED else jnp.dtype(params.dtype)
     if params.precision == "fast" and dtype == jnp.float32:
         dtype = fastest_dtype(params.mesh is None)
     owner = DraftedFor(params.target_config, target_hash, params.tokenizer)
@@ -399,7 +401,7 @@ def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mes
 
     `frees`: whether the original arrays of weights that change are deleted.
     """
-    packs = native.traced_platform() != "cpu"
+    packs = program.here().platform != "cpu"
     num_shards, of_drafter = (1 if x is None else x.shape.get("model", 1) for x in (mesh, drafter_mesh or mesh))
     target, config = packing.arranged(params.target, params.target_config, num_shards, packs, frees)
     params = dataclasses.replace(params, target=target, target_config=config)
@@ -411,17 +413,3 @@ def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mes
     drafter, reader = packing.arranged(params.drafter, reader, of_drafter, packs, frees)
     config = dataclasses.replace(whole, base=reader) if is_on_base else reader
     return dataclasses.replace(params, drafter=drafter, drafter_config=config)
-
-
-def _check_dtype(dtype: Any, precision: str) -> Any:
-    if dtype is None:
-        return jnp.float32 if precision == "exact" else None
-    try:
-        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    except TypeError:
-        name = None
-    if name not in DTYPES:
-        raise ValueError(f"dtype={shown(dtype)}: allowed are {', '.join(DTYPES)}")
-    if precision == "exact" and name != "float32":
-        raise ValueError(f'dtype={name!r} with precision="exact": exact means float32')
-    return DTYPES[name]

@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from jax.sharding import Mesh
-from pydantic import Field
 
-from hsd_jax.arguments import Sampling
-from hsd_jax.config import NO_REUSE, NO_REUSE_FORM, ModelConfig, ReuseConfig, TreeConfig, bucket
+from hsd_jax.asked import AUTO, Rule, Scheme, Speculation
+from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import check_mesh
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.host.programs import make_room
-from hsd_jax.infer.decode import GROWTH, Decoder, or_most
+from hsd_jax.infer.decode import GROWTH, Decoder, or_most, program_for
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules import RULES, make_rule
 from hsd_jax.infer.step import make_step
-from hsd_jax.kernels import native
+from hsd_jax.kernels.program import Program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.plan import Plan, check_adaptive, loop_costs, may_end_early, plan_for
 from hsd_jax.planning.tuned import Tuned
-from hsd_jax.settings import Flag, OneOf, dataclass, take
+from hsd_jax.settings import take
 from hsd_jax.types import AcceptRule, Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
@@ -43,39 +41,6 @@ their caches have one size."""
 LARGEST_FIRST = 2048
 """Caches of up to this number of slots have room for all tokens of a call from the start. Larger ones have room for the
 prompt and grow when they are full."""
-MOST_PAD_ROWS = 256
-"""The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
-
-AUTO = "auto"
-"""The rule `match`, under which the tokens of a row depend only on its prompt, settings and seed."""
-Rule = Annotated[str, OneOf((AUTO, *RULES))]
-Scheme = Annotated[str, OneOf(tuple(scheme.value for scheme in DrawScheme))]
-
-
-@dataclass
-class Speculation:
-    """How the call is decoded: the arguments of `decode` with the same names.
-
-    Under the rule `match` none of them changes a text. The other rules draw another text from the same distribution, or
-    from another distribution with `lossy`.
-    """
-
-    tree: TreeConfig | None = None
-    accept: Rule = AUTO
-    draw: Scheme | None = None
-    reuse: str = NO_REUSE_FORM
-    speculate: Flag = True
-    tuned: bool | Tuned = True
-    pad_rows: Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)] = 1
-    lossy: tuple[str, float] | list[Any] | str | None = None
-    adaptive: Flag | None = None
-
-
-def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
-    """Splits keyword arguments of `decode` into the two records."""
-    own = {field.name for field in dataclasses.fields(Sampling)}
-    sampling = {name: value for name, value in settings.items() if name in own}
-    return Sampling(**sampling), Speculation(**{name: settings[name] for name in settings if name not in own})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +113,8 @@ def make_decoder(
 
 
 @functools.lru_cache(maxsize=64)
-def _decoder(isa: str, *configuration: Any) -> Decoder:
-    """`make_decoder`, called once for each configuration and each instruction set of the CPU kernels (`isa`)."""
+def _decoder(program: Program, *configuration: Any) -> Decoder:
+    """`make_decoder`, called once for each configuration and each `program` that it is traced for."""
     return make_decoder(*configuration)
 
 
@@ -164,6 +129,7 @@ def set_up(
     check_mesh(params.mesh)
     make_room()
     plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
+    take(bool | Tuned, asked.tuned, "tuned")
     lossy, drafting, costs = Lossy.parse(asked.lossy, rule), None, None
     if plan.tree is not None:
         reuse = ReuseConfig.parse(plan.reuse)
@@ -171,7 +137,8 @@ def set_up(
     dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
     pad_rows = asked.pad_rows if drafting is None else 1
     static = params.target_config, drafting, params.matmul_precision, dtype, pad_rows, params.mesh
-    decoder = _decoder(native.selected_isa(), *static)  # first of all, because it refuses what no drafter can grow
+    own = program_for(params.matmul_precision, mesh=params.mesh)
+    decoder = _decoder(own, *static)  # first of all, because it refuses what no drafter can grow
     if plan.tree is not None and plan.is_adaptive:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
         trial = None if plan_rows == num_rows else capacity

@@ -17,13 +17,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 
-from hsd_jax.arguments import Prompt, Row, Sampling, arrays_of, row_of, rows_of
-from hsd_jax.config import TreeConfig
+from hsd_jax.arguments import Prompt, Row, arrays_of, row_of, rows_of
+from hsd_jax.asked import NEW_TOKENS, Length, Sampling, SamplingSettings, Speculation, SpeculationSettings, takes
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_same, fetch, put
 from hsd_jax.host.jax_settings import check_jax_settings
@@ -34,11 +34,9 @@ from hsd_jax.params import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.planning.rates import rates_here
 from hsd_jax.request import (
-    AUTO,
     MOST_LOOKAHEAD,
     SMALLEST_CAPACITY,
     Setup,
-    Speculation,
     first_capacity,
     largest_capacity,
     rows_bucket,
@@ -157,6 +155,11 @@ class Session:
             for answer in session.generate(prompts):
                 print(answer.index, answer.text)
 
+    Without a tree of `params` or of the call, one is chosen that should pay for greedy rows while all slots are busy.
+    If none does, decoding is plain; with the CPU kernels it is plain only while many rows are busy, and drafts are made
+    in a tree that should pay for a single row. Records of `tune` are not used, because they were measured on complete
+    batches: `tuned` must be left out.
+
     Programs are compiled for the number of slots and the size of the caches. The caches begin at 512 slots per row and
     grow by a factor of four when longer rows come in. Other settings of a request compile nothing, up to 4 end tokens.
 
@@ -164,35 +167,24 @@ class Session:
       slots: largest number of rows at the same time.
       max_len: largest length of a row in tokens, prompt included. None: `params.max_len`. It bounds the size of the
         caches, see `most_bytes`.
-      tree: tree of every round; all its nodes are verified. None: `params.tree`. If that is None too, a tree is chosen
-        that should pay for greedy rows while all slots are busy. If none does, decoding is plain; with the CPU kernels
-        it is plain only while many rows are busy, and drafts are made in a tree that should pay for a single row. In a
-        chosen tree only the drafts that pay for the current rows are verified.
-      accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. A session does not use records of
-        `tune`, because they were measured on complete batches.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.
     """
 
+    @takes(SpeculationSettings)
     def __init__(
         self,
         params: Params,
         slots: int = 8,
         max_len: int | None = None,
-        *,
-        tree: TreeConfig | None = None,
-        accept: str = AUTO,
-        draw: str | None = None,
-        reuse: str = "none",
-        speculate: bool = True,
-        pad_rows: int = 1,
-        lossy: tuple[str, float] | str | None = None,
-        adaptive: bool | None = None,
+        **settings: Unpack[SpeculationSettings],
     ):
         take(int, slots, "slots", ge=1, le=MOST_SLOTS)
         take(int | None, max_len, "max_len", ge=1, le=params.max_len)
-        speculation = Speculation(tree, accept, draw, reuse, speculate, False, pad_rows, lossy, adaptive)
+        if "tuned" in settings:
+            raise ValueError(f"tuned={shown(settings['tuned'])}: a session follows no record of `tune`; leave it out")
+        speculation = Speculation(**settings | {"tuned": False})
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
         setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
@@ -261,24 +253,16 @@ class Session:
 
     # --- the verbs ----------------------------------------------------------------------------------------------------
 
-    def admit(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        eos: int | Sequence[int] | None = None,
-    ) -> int:
+    @takes(SamplingSettings)
+    def admit(self, prompt: Prompt, max_new_tokens: int = NEW_TOKENS, **settings: Unpack[SamplingSettings]) -> int:
         """Takes a free slot for a request and returns at once. `step` reads its prompt.
 
-        The arguments are those of `decode`. The text is that of `decode(prompt, ..., seed=[seed])`.
+        The text is that of `decode([prompt], ..., seed=[seed])`.
 
         It returns a handle for `take` and `cancel`. A ValueError if no slot is free, if the session is closed, or as
         `decode`. Running rows are not affected.
         """
-        sampling = Sampling(max_new_tokens, temperature, top_k, top_p, [seed], eos)
+        sampling = Sampling(max_new_tokens=max_new_tokens, **settings)
         with self._alone():
             self._check_open()
             return self._admit(row_of(self.params, prompt, sampling, self.max_len))
@@ -487,7 +471,7 @@ class Session:
                 request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
                 self._clear(request.slot)
             else:
-                request.finish_reason = STOP if last is not None and int(last) in request.row.eos else LENGTH
+                request.finish_reason = STOP if last is not None and int(last) in request.row.asked.eos else LENGTH
 
     def _stats_of(self, requests: Sequence[_Open]) -> list[RequestStats]:
         if not requests:
@@ -539,7 +523,7 @@ class Session:
         new = read.state, read.given.sampling, new_limits
         self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
         request.is_running = True
-        if request.row.max_new_tokens > 0:
+        if request.row.asked.max_new_tokens > 0:
             return False
         has_ended = self._look()
         self._clear(request.slot)  # its caches may hold NaN: no token was drawn that would show it
@@ -557,7 +541,7 @@ class Session:
             self.rows = state, given.sampling, given.limits
             for request in requests:
                 request.is_running = True
-            if any(row.max_new_tokens == 0 for row in rows):
+            if any(row.asked.max_new_tokens == 0 for row in rows):
                 self._look()
             jax.block_until_ready(state.length)
         self.prefill_seconds += time.perf_counter() - start
@@ -680,14 +664,13 @@ def _sizes(capacity: int) -> dict[str, int]:
 def _asked(request: Any) -> tuple[Any, Sampling]:
     """The prompt and the settings of a request of `Session.generate`."""
     if not isinstance(request, Mapping):
-        return request, Sampling(seed=[0])
-    settings, allowed = dict(request), [field.name for field in dataclasses.fields(Sampling)]
-    if wrong := [name for name in settings if name not in ("prompt", *allowed)]:
-        raise ValueError(f"unknown key {shown(wrong[0])}; allowed are prompt, {', '.join(allowed)}")
+        return request, Sampling()
+    settings, allowed = dict(request), ("prompt", *Length.__annotations__, *SamplingSettings.__annotations__)
+    if wrong := [name for name in settings if name not in allowed]:
+        raise ValueError(f"unknown key {shown(wrong[0])}; allowed are {', '.join(allowed)}")
     if "prompt" not in settings:
         raise ValueError(f"no prompt, only {', '.join(settings) or 'an empty mapping'}")
-    prompt = settings.pop("prompt")
-    return prompt, Sampling(**settings | {"seed": [settings.get("seed", 0)]})
+    return settings.pop("prompt"), Sampling(**settings)
 
 
 def _in_order(answers: Generator[Generated, None, None]) -> Generator[Generated, None, None]:
@@ -719,7 +702,7 @@ def prepare(
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)
-    setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.temperature for row in rows))
+    setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.asked.temperature for row in rows))
     if setup.lookahead > MOST_LOOKAHEAD:  # a requested tree that is deeper than any chosen tree
         capacity = first_capacity(*lengths, setup.lookahead, params.max_len)
     known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows

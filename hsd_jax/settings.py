@@ -8,19 +8,23 @@ two or more fields. This module defines no particular setting and does not impor
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import importlib
 import inspect
+import itertools
 import json
 import re
 import types
 import typing
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic.dataclasses
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import core_schema
+from pydantic_core import SchemaValidator, core_schema
 
 MOST = 2**31 - 1
 """The largest integer setting: the largest int32."""
@@ -43,10 +47,34 @@ Kind = TypeVar("Kind", bound=type)
 class OneOf:
     """Allows only the given strings, usually the keys of a table of the library."""
 
-    allowed: tuple[str, ...]
+    names: tuple[str, ...] | Callable[[], tuple[str, ...]]
+
+    @classmethod
+    def of(cls, module: str, names: Callable[[Any], tuple[str, ...]]) -> OneOf:
+        """Names from a table of a module of the library, which is imported when it is needed, perhaps with jax."""
+        return cls(lambda: names(importlib.import_module(f"hsd_jax.{module}")))
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        return self.names() if callable(self.names) else self.names
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.literal_schema(list(self.allowed))
+        if not callable(self.names):
+            return core_schema.literal_schema(list(self.names))
+        schemas = functools.cache(lambda: SchemaValidator(core_schema.literal_schema(list(self.allowed))))
+        return core_schema.no_info_plain_validator_function(lambda value: schemas().validate_python(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Default:
+    """The default of a key of a TypedDict, which has no other place for it."""
+
+    value: Any
+
+
+Value = TypeVar("Value")
+PerRow = Value | Sequence[Value]
+"""One value, or one value per row. `row_hint` gives the annotation of the value."""
 
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
@@ -82,7 +110,7 @@ def dataclass(kind: Kind) -> Kind:
 
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **values: Any) -> None:
-        named = signature.bind(*args, **values).arguments  # else pydantic's errors name a field by its position
+        named = signature.bind(*args, **values).arguments if args else values  # pydantic names a field by its position
         try:
             plain(self, **named)
         except ValidationError as error:
@@ -93,19 +121,32 @@ def dataclass(kind: Kind) -> Kind:
 
 
 class Part(NamedTuple):
-    """A field of a `dataclass`, as the help of recipes and options shows it."""
+    """A field of a `dataclass`, or a key of a TypedDict of settings."""
 
     hint: Any
     default: Any
-    """pydantic's undefined if the field must be given."""
+    """pydantic's undefined if it must be given."""
     description: str
 
 
 def parts_of(kind: Any) -> dict[str, Part]:
-    """The fields of a `dataclass` by name, with the docstrings below them."""
+    """The fields of a `dataclass`, or the keys of a TypedDict with a `Default`, and the docstrings below them."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    fields = kind.__pydantic_fields__
-    return {name: Part(hints[name], f.default, " ".join((f.description or "").split())) for name, f in fields.items()}
+    if dataclasses.is_dataclass(kind):
+        found = {key: (one.default, one.description or "") for key, one in kind.__pydantic_fields__.items()}
+    else:
+        body: Any = ast.parse(inspect.getsource(kind)).body[0]
+        texts = {key.target.id: text.value.value for key, text in itertools.pairwise(body.body) if hasattr(key, "target")}
+        defaults = {key: one.value for key in texts for one in hints[key].__metadata__ if isinstance(one, Default)}
+        found = {key: (defaults[key], text) for key, text in texts.items()}
+    return {key: Part(hints[key], default, " ".join(text.split())) for key, (default, text) in found.items()}
+
+
+def row_hint(hint: Any) -> Any:
+    """The annotation of one row's value if a `PerRow` is annotated, else None."""
+    parts = typing.get_args(typing.get_args(hint)[0]) if typing.get_origin(hint) is Annotated else ()
+    own = tuple(part for part in parts if typing.get_origin(part) is not Sequence)
+    return typing.Union[own] if len(own) < len(parts) else None  # noqa: UP007
 
 
 def kinds_of(hint: Any, *notes: Any) -> dict[Any, tuple[Any, ...]]:
@@ -116,6 +157,15 @@ def kinds_of(hint: Any, *notes: Any) -> dict[Any, tuple[Any, ...]]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return {kind: own for part in inner for kind, own in kinds_of(part, *notes).items()}
     return {} if hint is types.NoneType else {hint: notes}
+
+
+def record(name: str, *kinds: Any) -> Any:
+    """Makes the `dataclass` of TypedDicts of settings. A value per row is checked when the rows are known."""
+    parts = {key: part for kind in kinds for key, part in parts_of(kind).items()}
+    body = {key: pydantic.Field(default=part.default, description=part.description) for key, part in parts.items()}
+    hints = {key: Any if row_hint(part.hint) else part.hint for key, part in parts.items()}
+    body |= {"__annotations__": hints, "__module__": kinds[0].__module__, "__doc__": kinds[-1].__doc__}
+    return dataclass(type(name, (), body))
 
 
 def read(kind: type, values: Any, where: str, section: str = "") -> Any:

@@ -29,6 +29,8 @@ Tokens = Sequence[int] | np.ndarray
 TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP, "chat_template.jinja", "chat_template.json")
 """The files of a tokenizer that are copied from one folder to another."""
+OLDER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
+"""The files from which transformers makes a tokenizer if there is no TOKENIZER_JSON."""
 Messages = Sequence[Mapping[str, str]]
 """A conversation: a list of messages with the keys `role` and `content`."""
 
@@ -138,7 +140,7 @@ class Tokenizer:
         Only a folder without `tokenizer.json` is read by transformers.
         """
         folder = Path(folder)
-        if not any((folder / name).exists() for name in (TOKENIZER_JSON, "tokenizer.model", "vocab.json")):
+        if not any((folder / name).exists() for name in (TOKENIZER_JSON, *OLDER_FILES)):
             return None
         special = _special_tokens(folder)
         try:
@@ -161,9 +163,9 @@ class Tokenizer:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.special}
         write_json(folder / _SETTINGS, settings | ({} if self.template is None else {"chat_template": self.template}))
 
-    @property
-    def eos_id(self) -> int | None:
-        return self.raw.token_to_id(self.special.get("eos_token", ""))
+    def special_id(self, name: str) -> int | None:
+        """The number of the token of the name "bos" or "eos", None if there is none."""
+        return self.raw.token_to_id(self.special.get(f"{name}_token", ""))
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
@@ -359,8 +361,7 @@ class IncrementalDecoder:
     """Turns a growing list of tokens into pieces of text. The pieces do not depend on how the tokens arrive.
 
     The text continues the prompt. Decoded alone it could lose its first space: a SentencePiece decoder, as in Llama 2,
-    drops the space before the first word of a text. So the last tokens that make whole characters are decoded again as
-    context.
+    drops the space before the first word of a text. So the last tokens are decoded again with each new one.
 
     A piece is held back while it may end inside a UTF-8 character. What cannot become a character any more is released
     as U+FFFD, so the cost of a token does not grow with the text.
@@ -371,71 +372,56 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Tokens = ()):
         self._decode = tokenizer.decode
-        self._context: list[int] = []
-        self._before = ""
-        """The text of the context."""
-        self._held: list[int] = []
-        """Tokens of which some text may be held back."""
-        self._released = ""
-        """The part of their text that is not."""
+        self._tokens: list[int] = []
+        """The last tokens, which are decoded again."""
+        self._out = ""
+        """The part of their text that is out."""
         tokens = [int(token) for token in prompt]
         for end in range(len(tokens), max(len(tokens) - 2 * self.CHARACTER, 0), -1):
-            if self._follow(tokens[:end]):  # else the prompt ends inside a character
-                break
+            for num in range(self.CHARACTER, 2 * self.CHARACTER):
+                last = tokens[max(end - num, 0) : end]
+                text = self._decode(last)
+                if text and UNFINISHED not in text:  # else they begin or end inside a character
+                    self._tokens, self._out = last, text
+                    return
 
     def push(self, tokens: Tokens, is_last: bool = False) -> str:
         """Adds tokens and returns the text that they complete. With `is_last` it also returns what is held back."""
         new = [int(token) for token in tokens]
-        whole = self._text(self._held + new)
-        if UNFINISHED in whole:
-            pieces = [self._push([token], self._text([*self._held, token])) for token in new]
-        else:
+        whole = self._decode(self._tokens + new)
+        if whole.startswith(self._out) and UNFINISHED not in whole[len(self._out) :]:
             pieces = [self._push(new, whole)]
+        else:
+            pieces = [self._push([token], self._decode([*self._tokens, token])) for token in new]
         if is_last:
             pieces.append(self._rest())
         return "".join(pieces)
 
     def _push(self, new: list[int], whole: str) -> str:
-        """Adds tokens. `whole` is the text of all held ones and them."""
+        """Adds tokens. `whole` is the text of the last ones and them."""
         given_up = ""
-        if not whole.startswith(self._released):
+        if not whole.startswith(self._out):
             # A byte-fallback decoder reads a run of bytes in another way when one more comes. What is out stays.
-            given_up, self._held, self._released, whole = self._rest(), [], "", self._text(new)
-        self._held = self._held + new
+            given_up, self._tokens, self._out, whole = self._rest(), [], "", self._decode(new)
+        self._tokens = self._tokens + new
         # An open character is one U+FFFD, or one for each of its bytes.
         num_open = min(len(whole) - len(whole.rstrip(UNFINISHED)), self.CHARACTER - 1)
-        piece = whole[len(self._released) : max(len(whole) - num_open, len(self._released))]
-        self._released += piece
-        if not num_open:
-            self._follow(self._context + self._held)
-            self._held, self._released = [], ""
-        elif len(self._held) > 3 * self.CHARACTER:
-            self._forget(whole[len(self._released) :])
+        piece = whole[len(self._out) : max(len(whole) - num_open, len(self._out))]
+        self._out += piece
+        if len(self._tokens) > 3 * self.CHARACTER:
+            self._forget(whole)
         return given_up + piece
 
     def _rest(self) -> str:
-        """The text that is held back."""
-        return self._text(self._held)[len(self._released) :]
+        return self._decode(self._tokens)[len(self._out) :]
 
-    def _forget(self, rest: str) -> None:
-        """Drops the oldest held tokens. `rest`, the text that is held back, stays what it is without them."""
-        for num in range(2 * self.CHARACTER, 3 * self.CHARACTER):
-            text = self._text(self._held[-num:])
-            if text.endswith(rest):
-                self._held, self._released = self._held[-num:], text[: len(text) - len(rest)]
-                return
-
-    def _text(self, tokens: list[int]) -> str:
-        """The text that tokens add to the context."""
-        whole = self._decode(self._context + tokens)
-        return whole[len(self._before) :] if whole.startswith(self._before) else self._decode(tokens)
-
-    def _follow(self, tokens: list[int]) -> bool:
-        """Takes the last tokens as context, if they begin and end with a character. Returns whether they do."""
-        for num in range(self.CHARACTER, 2 * self.CHARACTER):
-            context = tokens[-num:]
-            before = self._decode(context)
-            if before and UNFINISHED not in before:
-                self._context, self._before = context, before
-                return True
-        return False
+    def _forget(self, whole: str) -> None:
+        """Drops the oldest tokens, so that the text of the others is the end of `whole`. If there is no such place, as
+        where every token ends inside a character, it is enough that what is held back stays the same."""
+        rest = whole[len(self._out) :]
+        for least, ends_whole in ((self.CHARACTER, True), (2 * self.CHARACTER, False)):
+            for num in range(least, 3 * self.CHARACTER):
+                text = self._decode(self._tokens[-num:])
+                if text and text.endswith(rest) and (whole.endswith(text) or not ends_whole):
+                    self._tokens, self._out = self._tokens[-num:], text[: len(text) - len(rest)]
+                    return

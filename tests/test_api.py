@@ -17,10 +17,10 @@ from support import setups, toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
-from hsd_jax.arguments import seeds_of_rows
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.models.placement import Placement
 from hsd_jax.request import _decoder, rule_and_scheme
 from hsd_jax.types import NO_TOKEN, DrawScheme
@@ -172,7 +172,6 @@ def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed():
     assert jax.random.key_impl(found) == jax.random.key_impl(wanted[0])
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(jax.random.key_data(one), jax.random.key_data(other))
-    assert seeds_of_rows(5, 3) == [(5, 0), (5, 1), (5, 2)] and seeds_of_rows([5, 6, 5], 3) == [(5, 0), (6, 0), (5, 0)]
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -221,22 +220,24 @@ def test_nan_logits_name_their_row(speculate, temperature):
 
 
 def test_settings_may_be_arrays(params):
-    lists = hsd_jax.decode(params, TWO, 8, [0.0, 1.0], [None, 5], [None, 0.9], [3, 4])
+    lists = hsd_jax.decode(params, TWO, 8, temperature=[0.0, 1.0], top_k=[None, 5], top_p=[None, 0.9], seed=[3, 4])
     arrays = hsd_jax.decode(
         params,
         TWO,
         np.array([8, 8]),
-        jnp.array([0.0, 1.0]),
-        (None, np.int64(5)),
-        [1.0, np.float32(0.9)],
-        jnp.array([3, 4]),
+        temperature=jnp.array([0.0, 1.0]),
+        top_k=(None, np.int64(5)),
+        top_p=[1.0, np.float32(0.9)],
+        seed=jnp.array([3, 4]),
     )
     np.testing.assert_array_equal(lists.tokens, arrays.tokens)
 
 
 def test_a_temperature_next_to_zero_is_greedy(params):
     """1e-40 is no zero, but nothing can be divided by it."""
-    np.testing.assert_array_equal(hsd_jax.decode(params, TWO, 8, 1e-40).tokens, hsd_jax.decode(params, TWO, 8).tokens)
+    np.testing.assert_array_equal(
+        hsd_jax.decode(params, TWO, 8, temperature=1e-40).tokens, hsd_jax.decode(params, TWO, 8).tokens
+    )
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -261,10 +262,10 @@ def test_pieces_join_to_what_decode_says(text_params, rounds, temperature):
 
 def test_a_stream_of_ids_has_no_text_and_returns_the_stats_of_decode(params):
     def drain():
-        stats.append((yield from hsd_jax.stream(params, TWO, 12, 1.0, rounds=2)))
+        stats.append((yield from hsd_jax.stream(params, TWO, 12, temperature=1.0, rounds=2)))
 
     stats: list = []
-    pieces, whole = list(drain()), hsd_jax.decode(params, TWO, 12, 1.0)
+    pieces, whole = list(drain()), hsd_jax.decode(params, TWO, 12, temperature=1.0)
     assert all(p.text is None for p in pieces)
     for row in range(2):
         tokens = np.concatenate([p.tokens for p in pieces if p.row == row])
@@ -322,8 +323,7 @@ def test_dtypes_of_weights(folders):
 
 def test_the_dtype_is_that_of_the_checkpoint(folders, tmp_path):
     """Asked for or not; held wider where nothing multiplies bfloat16, the numbers are those of the dtype."""
-    config = convert.read_config(folders / "ids")
-    weights = convert.read_weights(folders / "ids", config)
+    config, weights = find(folders / "ids").config, find(folders / "ids").weights()
     convert.save_target(tmp_path, config, weights, dtype="bfloat16")
     assert hsd_jax.load(target=folders / "ids").dtype == "float32"
     narrow = hsd_jax.load(target=tmp_path)
@@ -405,8 +405,7 @@ def test_bad_loads_are_refused(folders, name):
 
 
 def test_the_drafter_of_other_weights_drafts_with_a_warning(folders, tmp_path):
-    config = convert.read_config(folders / "ids")
-    weights = convert.read_weights(folders / "ids", config)
+    config, weights = find(folders / "ids").config, find(folders / "ids").weights()
     convert.save_target(tmp_path, config, weights | {"head": weights["head"] * 1.5})
     with pytest.raises(ValueError, match=r"other weights"):
         hsd_jax.load(target=tmp_path, drafter=folders / "drafter", strict=True)

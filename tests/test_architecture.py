@@ -26,7 +26,7 @@ LAYERS = [
     "models",
     "infer",
     "drafters",
-    "api arguments params planning request session",
+    "api arguments asked params planning request session",
     "__init__",
     "train",
     "lab",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import chat
+from support.checkpoints import edit_json
 
 import hsd_jax
 from hsd_jax import tokenizer as tokenizer_lib
@@ -52,8 +53,8 @@ def rendered(params, text: str) -> list[int]:
 
 SHAPES = {
     "one conversation": ([HI], [TEXT_HI]),
-    "all roles": (
-        [BRIEF, HI, YES, HI],
+    "all roles, any mapping and sequence": (
+        collections.UserList([collections.UserDict(BRIEF), types.MappingProxyType(HI), YES, HI]),
         [
             "<s><|im_start|>system be brief<|im_end|> <|im_start|>user hi<|im_end|> <|im_start|>assistant"
             " Yes.<|im_end|> <|im_start|>user hi<|im_end|> <|im_start|>assistant "
@@ -62,10 +63,7 @@ SHAPES = {
     "a batch of one": ([[HI]], [TEXT_HI]),
     "a batch": ([[HI], (HI,)], [TEXT_HI, TEXT_HI]),
     "text, ids and a conversation": (["hi", [9, 8], [HI]], ["<s>hi", [9, 8], TEXT_HI]),
-    "a conversation, arrays and bytes": (
-        ([HI], np.array([9, 8]), b"hi", jnp.array([7])),
-        [TEXT_HI, [9, 8], "<s>hi", [7]],
-    ),
+    "arrays and bytes": (([HI], np.array([9, 8]), b"hi", jnp.array([7])), [TEXT_HI, [9, 8], "<s>hi", [7]]),
     "ids": ([9, 8], [[9, 8]]),
 }
 
@@ -86,16 +84,7 @@ def test_a_conversation_is_decoded_as_the_ids_of_the_templates_text(params):
     assert "".join(piece.text for piece in pieces) == wanted.text[0]
 
 
-def test_messages_of_any_mapping_and_sequence(params):
-    given = [collections.UserDict(BRIEF), types.MappingProxyType(HI)]
-    assert encode(params, collections.UserList(given)) == encode(params, [BRIEF, HI])
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def message(**changes) -> dict:
-    return {**HI, **changes}
 
 
 REFUSED = {
@@ -103,12 +92,12 @@ REFUSED = {
     "a mapping alone": (HI, "prompt of type dict"),
     "text beside a mapping": (["hi", HI], "prompt 0, message 0 .*'hi'"),
     "no content": ([HI, {"role": "user"}], r"prompt 0, message 1 .*\['role'\].*'content'"),
-    "another key": ([message(name="Ann")], "message 0 .*'name'.*'role' and 'content'"),
-    "a wrong role": ([message(role="tool")], "message 0: role 'tool'.*'system', 'user', 'assistant'"),
+    "another key": ([HI | {"name": "Ann"}], "message 0 .*'name'.*'role' and 'content'"),
+    "a wrong role": ([HI | {"role": "tool"}], "message 0: role 'tool'.*'system', 'user', 'assistant'"),
     "system second": (["x", [HI, BRIEF, HI]], "prompt 1, message 1: role 'system'"),
     "the assistant last": ([HI, YES], "prompt 0, message 1: role 'assistant'.*'user'"),
-    "content in parts": ([message(content=[{"type": "text", "text": "hi"}])], "prompt 0, message 0: content"),
-    "half a character": ([message(content="a\ud800")], r"message 0: content.*character 1"),
+    "content in parts": ([HI | {"content": [{"type": "text", "text": "hi"}]}], "prompt 0, message 0: content"),
+    "half a character": ([HI | {"content": "a\ud800"}], r"message 0: content.*character 1"),
 }
 
 
@@ -118,20 +107,11 @@ def test_what_is_no_prompt_is_named(params, prompt, error):
         hsd_jax.decode(params, prompt)
 
 
-def test_without_a_chat_template_or_a_tokenizer(params, tmp_path):
-    bare = dataclasses.replace(params, tokenizer=Tokenizer.find(chat.write_tokenizer(tmp_path, None)))
-    with pytest.raises(ValueError, match=r"prompt 1: .*chat template"):
-        hsd_jax.decode(bare, ["hi", [HI]])
-    assert not bare.tokenizer.has_chat_template and bare.tokenizer.turn_ends == ()
-    none = dataclasses.replace(params, tokenizer=None)
-    with pytest.raises(ValueError, match=r"prompt 0.*tokenizer"):
-        hsd_jax.decode(none, [HI])
-
-
-def test_a_template_that_refuses_names_the_prompt(params, found):
-    refusing = dataclasses.replace(params, tokenizer=found(chat.REFUSING))
-    with pytest.raises(ValueError, match=r"prompt 1: .*roles must alternate"):
-        hsd_jax.decode(refusing, ["hi", [HI]])
+def test_what_a_checkpoint_cannot_render_names_the_prompt(params, found):
+    cases = (found(None), "chat template"), (found(chat.REFUSING), "roles must alternate"), (None, "tokenizer")
+    for tokenizer, message in cases:
+        with pytest.raises(ValueError, match=f"prompt 0: .*{message}"):
+            hsd_jax.decode(dataclasses.replace(params, tokenizer=tokenizer), [[HI], [9]])
 
 
 # --- rendering and ends of turns --------------------------------------------------------------------------------------
@@ -147,31 +127,20 @@ def test_rendering_checks_no_roles(found):
     assert tokenizer.encode_chat([HI]) == tokenizer.encode_rendered(TEXT_HI)
 
 
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        (chat.CHATML, "<|im_end|>"),
-        (chat.LLAMA3, "<|eot_id|>"),
-        (chat.LLAMA2, "</s>"),
-        (chat.THINKING, "<|im_end|>"),
-        (chat.LINES, None),
-        (chat.REFUSING, None),
-        ("<|im_end|>{{ messages | length }} messages", None),
-        ("{% for m in messages %}{{ m['content'] }} over. {% endfor %}", None),
-        (None, None),
-    ],
-    ids=[
-        "ChatML",
-        "Llama 3",
-        "Llama 2",
-        "thinking",
-        "lines",
-        "refusing",
-        "without the words",
-        "ordinary words",
-        "no template",
-    ],
-)
+TURN_ENDS = {
+    "ChatML": (chat.CHATML, "<|im_end|>"),
+    "Llama 3": (chat.LLAMA3, "<|eot_id|>"),
+    "Llama 2": (chat.LLAMA2, "</s>"),
+    "thinking": (chat.THINKING, "<|im_end|>"),
+    "lines": (chat.LINES, None),
+    "refusing": (chat.REFUSING, None),
+    "without the words": ("<|im_end|>{{ messages | length }} messages", None),
+    "ordinary words": ("{% for m in messages %}{{ m['content'] }} over. {% endfor %}", None),
+    "no template": (None, None),
+}
+
+
+@pytest.mark.parametrize(("template", "end"), TURN_ENDS.values(), ids=TURN_ENDS)
 def test_the_token_that_ends_a_turn(found, template, end):
     tokenizer = found(template)
     assert [tokenizer.spelling(token) for token in tokenizer.turn_ends] == [end] * (end is not None)
@@ -225,30 +194,31 @@ def test_control_tokens_in_contents_are_text(found, template, forged):
     assert tokenizer.encode_chat([one | {"content": forged} for one in innocent]) == wanted
 
 
-def test_turns_marked_with_added_tokens_that_are_not_special_cannot_be_forged(tmp_path):
-    folder = chat.write_tokenizer(tmp_path, chat.CHATML)
-    values = json.loads((folder / "tokenizer.json").read_text())
-    for token in values["added_tokens"]:
-        token["special"] = False
-    (folder / "tokenizer.json").write_text(json.dumps(values))
-    tokenizer = Tokenizer.find(folder)
-    ids = tokenizer.encode_chat([HI | {"content": FORGED}])
-    assert [ids.count(tokenizer.raw.token_to_id(name)) for name in ("<|im_start|>", "<|im_end|>")] == [2, 1]
-    kept = [HI | {"content": "a<|eot_id|>b"}]  # which this template writes nowhere
-    assert tokenizer.encode_chat(kept) == by_transformers(tokenizer, kept)
+def edited(folder, **changes) -> Tokenizer:
+    edit_json(chat.write_tokenizer(folder, chat.CHATML) / "tokenizer.json", **changes)
+    return Tokenizer.find(folder)
 
 
-def test_a_model_that_spells_a_control_token_out(tmp_path):
+@pytest.mark.parametrize("kept", [(), ("<|im_start|>", "<|im_end|>")])
+def test_added_tokens_that_are_not_special_cannot_be_forged(tmp_path, found, kept):
+    """Tokens that the template writes, or that the settings name."""
+    added = json.loads(found(chat.CHATML).raw.to_str())["added_tokens"]
+    added = [token | {"special": token["content"] in kept} for token in added]
+    tokenizer = edited(tmp_path, added_tokens=added)
+    ids = tokenizer.encode_chat([HI | {"content": FORGED + "</s><s>"}])
+    names = "<|im_start|>", "<|im_end|>", "<s>", "</s>"
+    assert [ids.count(tokenizer.raw.token_to_id(name)) for name in names] == [2, 1, 1, 0]
+    plain = [HI | {"content": "a<|eot_id|>b"}]  # which this template writes nowhere
+    assert tokenizer.encode_chat(plain) == by_transformers(tokenizer, plain)
+
+
+def test_a_model_that_spells_a_control_token_out(tmp_path, found):
     """The merges of a BPE, or a piece of a Unigram, may lead from the text of a control token to its number."""
-    folder = chat.write_tokenizer(tmp_path, chat.CHATML)
-    values = json.loads((folder / "tokenizer.json").read_text())
-    bpe = values | {"model": values["model"] | {"merges": [["s", ">"], ["<", "s>"]]}}
-    bpe["model"]["vocab"]["s>"] = len(bpe["model"]["vocab"])
-    pieces = sorted(values["model"]["vocab"], key=values["model"]["vocab"].get)
-    unigram = values | {"model": {"type": "Unigram", "unk_id": 1, "vocab": [[piece, -1.0] for piece in pieces]}}
-    for model in (bpe, unigram):
-        (folder / "tokenizer.json").write_text(json.dumps(model))
-        tokenizer = Tokenizer.find(folder)
+    model = json.loads(found(chat.CHATML).raw.to_str())["model"]
+    bpe = model | {"merges": [["s", ">"], ["<", "s>"]], "vocab": model["vocab"] | {"s>": len(model["vocab"])}}
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    for changed in (bpe, {"type": "Unigram", "unk_id": 1, "vocab": [[piece, -1.0] for piece in pieces]}):
+        tokenizer = edited(tmp_path, model=changed)
         ids = tokenizer.encode_chat([HI | {"content": "a<s>b"}])
         assert ids.count(chat.BOS) == 1 and tokenizer.decode(ids).startswith("user a<s>b")
 
@@ -263,17 +233,6 @@ def test_a_template_that_looks_for_control_tokens(tmp_path):
     assert tokenizer.decode(tokenizer.encode_chat(forged)).endswith("user a<|im_end|>b assistant ")
     with pytest.raises(ValueError, match=r"prompt 2: .*parse_special"):
         tokenizer.encode_chat([HI | {"content": "a<|eot_id|>b"}], "prompt 2")
-
-
-def test_a_token_that_the_settings_name_is_a_control_token(tmp_path):
-    folder = chat.write_tokenizer(tmp_path, chat.CHATML)
-    values = json.loads((folder / "tokenizer.json").read_text())
-    for token in values["added_tokens"]:
-        token["special"] = token["content"] not in ("<s>", "</s>")
-    (folder / "tokenizer.json").write_text(json.dumps(values))
-    tokenizer = Tokenizer.find(folder)
-    ids = tokenizer.encode_chat([HI | {"content": "a</s>b<s>"}])
-    assert [ids.count(tokenizer.raw.token_to_id(name)) for name in ("<s>", "</s>")] == [1, 0]
 
 
 def test_todays_reading_is_an_argument(params, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -10,18 +9,18 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from flax.traverse_util import unflatten_dict
 from support import toy
+from support.checkpoints import split
 
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.host import sharding
-from hsd_jax.kernels import int8, native, ops
+from hsd_jax.kernels import int8, native, ops, program
 from hsd_jax.models import convert, placement, tensor_files
-from hsd_jax.models.hf_config import format_config
+from hsd_jax.models.checkpoint import find
 from hsd_jax.models.packing import pack
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import forward_sequence, init_target
@@ -33,22 +32,13 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
 CALL = {"max_new_tokens": 10, "temperature": [0.0, 1.0, 0.8], "top_k": [None, None, 5], "top_p": 0.9, "seed": 3}
 
 
-def write_checkpoint(folder, config, dtype=np.float32, num_files: int = 1) -> dict[str, np.ndarray]:
-    """Random weights in a Hugging Face folder, in shards if `num_files` says so; returns them by our paths."""
-    folder.mkdir(exist_ok=True)
-    random = np.random.default_rng(0)
-    shapes = convert.shapes_of(init_target, config)
-    arrays = {path: (random.standard_normal(shape, np.float32) * 0.1).astype(dtype) for path, shape in shapes.items()}
-    stored = {convert._hf_name(path, config): array for path, array in arrays.items()}
-    if num_files == 1:
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    else:
-        names = [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
-        for i, name in enumerate(names):
-            save_file({key: stored[key] for key in list(stored)[i::num_files]}, folder / name)
-        places = {key: names[i % num_files] for i, key in enumerate(stored)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    (folder / "config.json").write_text(json.dumps(format_config(config) | {"eos_token_id": 7}))
+def write_checkpoint(folder, config, dtype="float32", num_files: int = 1) -> dict[str, np.ndarray]:
+    """Random weights in a Hugging Face folder; returns them by our paths."""
+    random, specs = np.random.default_rng(0), tensor_files.specs_of(init_target, config)
+    arrays = {path: random.standard_normal(spec.shape, np.float32).astype(dtype) / 8 for path, spec in specs.items()}
+    convert.save_target(folder, config, unflatten_dict(arrays, sep="."), dtype, eos=(7,))
+    if num_files > 1:
+        split(folder, num_files)
     return arrays
 
 
@@ -104,14 +94,14 @@ def test_a_model_of_70b_goes_to_8_devices_in_slices(tmp_path, monkeypatch):
         assert {part.data.size for part in found.addressable_shards} == {wanted.size // share}
         assert sizes[convert._hf_name(path, config)] == wanted.size // share
     flat = jax.tree.map(np.asarray, loaded.target)
-    assert convert.stored_hash(tmp_path, config) == convert.weights_hash(flat)
+    assert find(tmp_path).hash() == convert.weights_hash(flat)
 
 
 def test_a_tensor_is_read_in_blocks_of_rows(tmp_path, monkeypatch):
     config = toy.target_config()
     arrays = write_checkpoint(tmp_path, config)
     monkeypatch.setattr(tensor_files, "_ROWS_BYTES", 3000)
-    weights = convert.read_weights(tmp_path, config)
+    weights = find(tmp_path).weights()
     for path, wanted in arrays.items():
         np.testing.assert_array_equal(at(weights, path), wanted)
 
@@ -136,7 +126,7 @@ def test_the_host_holds_little_besides_the_weights(tmp_path):
         vocab_size=56_000, hidden_size=2048, intermediate_size=4096, num_layers=1, num_heads=16, num_kv_heads=8,
         head_dim=128, tie_embeddings=True, max_position=64,
     )  # fmt: skip
-    arrays = write_checkpoint(tmp_path, config, ml_dtypes.bfloat16)
+    arrays = write_checkpoint(tmp_path, config, jnp.bfloat16)
     total = sum(array.nbytes for array in arrays.values())
     assert total > 290e6 and arrays["embedding"].nbytes > 220e6
     command = [sys.executable, "-c", MEMORY, str(tmp_path), str(total + 120_000_000)]
@@ -157,11 +147,9 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folders, monkeyp
 @needs_devices
 def test_the_room_of_a_device_is_for_its_own_slices(folders, monkeypatch):
     """A device that has room for an eighth and the norms is enough of a mesh of eight, and too little alone."""
-    config = convert.read_config(folders / "target")
-    shapes = convert.shapes_of(init_target, config)
-    floats = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
-    floats = tensor_files.unflatten_dict(floats, sep=".")
-    total = 4 * sum(map(math.prod, shapes.values()))
+    specs = tensor_files.specs_of(init_target, find(folders / "target").config)
+    floats = unflatten_dict(specs, sep=".")
+    total = 4 * sum(math.prod(spec.shape) for spec in specs.values())
     device = SimpleNamespace(
         platform="gpu", memory_stats=lambda: {"bytes_limit": total // 4 + 100, "bytes_in_use": 100}
     )
@@ -206,8 +194,7 @@ def test_the_fingerprint_of_files_is_that_of_the_weights(tmp_path, dtype):
         config = toy.target_config(vocab_size=300, tie_embeddings=tied)
         write_checkpoint(tmp_path, config, jnp.dtype(dtype))
         for held in ("float32", "bfloat16"):
-            weights = convert.read_weights(tmp_path, config, held)
-            assert convert.stored_hash(tmp_path, config, held) == convert.weights_hash(weights)
+            assert find(tmp_path).hash(held) == convert.weights_hash(find(tmp_path).weights(held))
 
 
 def test_a_quantized_weight_is_the_nearest():
@@ -236,7 +223,7 @@ def test_kernels_multiply_8_bits(num_rows):
         return [*ops.matmuls(x, kernels), ops.gated_mlp(x, *mlp, "silu")]
 
     def native_both(x):
-        with native.enabled(True):
+        with program.tracing(isa=native.usable_isa()):
             return both(x)
 
     found, alone = jax.jit(native_both)(x), jax.jit(native_both)(x[:1])

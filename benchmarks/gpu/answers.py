@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from hsd_jax.arguments import Sampling
+from hsd_jax.asked import Sampling, Speculation
 from hsd_jax.params import Params
-from hsd_jax.request import Speculation
 from hsd_jax.session import STOP, prepare
 from hsd_jax.train.documents import ChatTemplate, Turns, render_turns
 from hsd_jax.train.records import read_records

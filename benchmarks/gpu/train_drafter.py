@@ -38,8 +38,8 @@ from hsd_jax.host import programs
 from hsd_jax.host.files import check_new_folder, read_json, write_json
 from hsd_jax.models.cache import cache_dtype
 from hsd_jax.models.checkpoint import Checkpoint, find
-from hsd_jax.models.convert import shapes_of
 from hsd_jax.models.placement import check_free
+from hsd_jax.models.tensor_files import config_file, specs_of, weights_file
 from hsd_jax.train import data, manifest
 from hsd_jax.train.drafter import TRAINED, DrafterRecipe, drafter_config
 from hsd_jax.train.journal import METRICS, read_metrics
@@ -125,7 +125,7 @@ class Run:
         self.target_hash = owner.hash
         mine = drafter_config(recipe.model, config, owner.hash, owner.vocabulary_hash)
         recipe.train.check_length(config)
-        num = sum(math.prod(shape) for shape in shapes_of(init_drafter, mine).values())
+        num = sum(math.prod(spec.shape) for spec in specs_of(init_drafter, mine).values())
         pieces.check_size(
             num * (2 if recipe.model.stored_in == "bfloat16" else 4) + 10**5, "the drafter of this recipe"
         )
@@ -155,7 +155,7 @@ class Run:
     def _settings(self) -> dict[str, Any]:
         """All that a run must have in common with the one that it continues."""
         args = self.args
-        start = None if args.start is None else manifest.fingerprints([args.start / drafter_files.DRAFTER_FILE])[0]
+        start = None if args.start is None else manifest.fingerprints([weights_file(args.start, "drafter")])[0]
         return {
             "target": self.target_hash,
             "kind": args.kind,
@@ -327,9 +327,9 @@ class Run:
 
     def publish(self, drafter: Path) -> None:
         """Brings the pieces and the report up to date, if the best drafter is another one than before."""
-        if not (drafter / drafter_files.DRAFTER_CONFIG).is_file():
+        if not config_file(drafter, "drafter").is_file():
             return
-        now = (drafter / drafter_files.DRAFTER_FILE).stat().st_mtime_ns, (drafter / JUDGED).is_file()
+        now = weights_file(drafter, "drafter").stat().st_mtime_ns, (drafter / JUDGED).is_file()
         if now != self._published:
             pieces.split(drafter, self.out)
             self._published = now

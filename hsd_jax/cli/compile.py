@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
 from hsd_jax.config import NO_REUSE, PARALLEL, ModelConfig, TreeConfig
-from hsd_jax.models.hf_config import read_config
 from hsd_jax.settings import shown
 
 PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
@@ -106,7 +105,7 @@ def read_target(name: str) -> ModelConfig:
     """The configuration of a shipped name, or of a checkpoint (`models/checkpoint.py`)."""
     from hsd_jax.models.checkpoint import find
 
-    return read_config(CONFIGS / name) if (CONFIGS / name).is_dir() else find(name).config
+    return find(CONFIGS / name if (CONFIGS / name).is_dir() else name).config
 
 
 def usual_drafter(config: ModelConfig, depth: int) -> Any:
@@ -140,14 +139,17 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
     from hsd_jax.host import sharding
     from hsd_jax.infer.rules import RULES
     from hsd_jax.infer.sampling import row_keys
-    from hsd_jax.kernels.native import traced_platform
+    from hsd_jax.kernels import program
     from hsd_jax.models.cache import cache_dtype
     from hsd_jax.models.target import init_target
     from hsd_jax.params import Params, arranged
     from hsd_jax.request import Drafting, make_decoder
     from hsd_jax.types import Limits, SamplingParams
 
-    on, is_known = None if mesh.size == 1 else mesh, traced_platform() != "cpu"  # as in `sampling.with_exclusions`
+    on, is_known = (
+        None if mesh.size == 1 else mesh,
+        program.here().platform != "cpu",
+    )  # as in `sampling.with_exclusions`
 
     def loaded() -> Params:
         key, num = jax.random.key(0), job.drafter.reduced_vocab_size
@@ -215,19 +217,19 @@ def compiled(job: Job, what: str, mesh: Any, devices: Devices) -> dict[str, Any]
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    from hsd_jax.kernels import native
+    from hsd_jax.kernels import program
 
     start, one = time.perf_counter(), mesh.devices.flat[0]
     own = AbstractDevice(one.device_kind, getattr(one, "core_count", None), one.platform)
     try:
-        with native.compiled_for(devices.platform):
+        with program.tracing(backend=devices.platform):
             function, arguments, sizes = training_step(job, mesh) if what == TRAIN else decode_program(job, what, mesh)
             with use_abstract_mesh(AbstractMesh((), (), abstract_device=own)):  # the GPU kernels ask jax for the device
-                program = function.trace(*arguments, **sizes).lower().compile()
+                made = function.trace(*arguments, **sizes).lower().compile()
     except jax.errors.JaxRuntimeError as error:
         record: dict[str, Any] = {"fits": False, "why": str(error).partition("\n")[0]}
     else:
-        memory, text = program.memory_analysis(), program.as_text()
+        memory, text = made.memory_analysis(), made.as_text()
         assert memory is not None and text is not None, "the compilers for accelerators give both"
         held = {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
         held["results"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -275,7 +277,7 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.drafters.drafted_for import DraftedFor
     from hsd_jax.drafters.files import check_drafter, read_drafter_config
     from hsd_jax.host.sharding import rows_multiple
-    from hsd_jax.models.checkpoint import path_of
+    from hsd_jax.models.checkpoint import find
     from hsd_jax.params import default_tree
     from hsd_jax.planning.measure import parse_tree
     from hsd_jax.request import CAPACITY_UNIT, rows_bucket
@@ -285,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
     tree = parse_tree(args.tree) if args.tree else CHAIN
     drafter = usual_drafter(target, tree.depth)
     if args.drafter is not None:
-        drafter = read_drafter_config(path_of(args.drafter))
+        drafter = read_drafter_config(find(args.drafter).path)
         check_drafter(drafter, DraftedFor(target, drafter.target_hash, None))
         tree = tree if args.tree else default_tree(drafter)
     mesh = make_mesh(devices, args.mesh, is_training=args.what == [TRAIN])

@@ -50,10 +50,11 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
 def _rates() -> dict[str, str]:
     """Measures the rates of this processor and returns them beside the shipped ones."""
+    from hsd_jax.kernels import native
     from hsd_jax.planning import rates
 
     isa = rates.isa_here(True)
-    if isa is None:
+    if isa == native.OFF:
         raise ValueError(
             "--rates: the CPU kernels do not run on this processor, so it is not measured; the shipped rates are used"
         )

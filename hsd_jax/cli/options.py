@@ -17,11 +17,11 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from hsd_jax import settings
+from hsd_jax.asked import Additions, Length, Loading, SamplingSettings, SpeculationSettings
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import files
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.loading import Additions, Loading
 from hsd_jax.settings import Count
 
 Group = argparse._ActionsContainer
@@ -73,8 +73,11 @@ def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any
         own["action"] = "store_false" if default else "store_true"
         name = f"no-{name}" if default else name
     else:
-        several = next((typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple), None)
-        one = value_of(several or part.hint)
+        hint = settings.row_hint(part.hint) or part.hint
+        kinds = settings.kinds_of(hint)
+        lists = [] if str in kinds else [kind for kind in kinds if typing.get_origin(kind) is tuple]
+        several = typing.get_args(lists[0])[0] if lists else None
+        one = value_of(several or hint)
         own |= {"type": one, "required": default is PydanticUndefined}
         if several is not None:
             kinds, own["nargs"] = settings.kinds_of(several), "+"
@@ -90,7 +93,7 @@ def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any
 def _metavar(kinds: dict[Any, tuple[Any, ...]]) -> str | None:
     for kind, notes in kinds.items():
         for note in notes:
-            if isinstance(note, settings.OneOf):
+            if isinstance(note, settings.OneOf) and not callable(note.names):  # a table may need jax
                 return f"{{{','.join(note.allowed)}}}"
             if getattr(note, "title", None):
                 return note.title
@@ -192,6 +195,22 @@ def prompts_of(args: argparse.Namespace, params) -> list[Any]:
     """The prompts of the files of --prompts, or those of the demo."""
     work = record_of(args, Workload)
     return work.read(params, work.prompts)
+
+
+def add_text_settings(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
+    """Declares length and sampling of the text: all settings, or those that are named."""
+    group = parser.add_argument_group("sampling")
+    changes = {name: {"default": value} for name, value in defaults.items()}
+    for kind in (Length, SamplingSettings):
+        add_record(group, kind, *names, **changes | {"eos": None})
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declares the tree and all settings of speculation, but for those that only some commands take."""
+    group = add_tree_arguments(parser)
+    more = "tree", "speculate", "tuned", "pad_rows", "adaptive"
+    add_record(group, SpeculationSettings, **dict.fromkeys(more))
+    return group
 
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -1,7 +1,7 @@
 """Several processes as one run: how they find each other, and how they exchange values.
 
 Every process runs the same program with the same arguments. `jax.distributed` joins their devices into one list. Only
-the first process writes files (`files.set_writer`).
+the first process writes files (`set_writer`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from hsd_jax.host import files
+from hsd_jax.host.files import is_writer, set_writer
 from hsd_jax.settings import MOST, Count, shown, take
 
 VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESSES", "process_id": "HSD_PROCESS_ID"}
@@ -66,7 +66,7 @@ def initialize(
         _connect(given, timeout_seconds)
     from jax._src.distributed import global_state  # jax.process_index would start the devices
 
-    files.set_writer(global_state.process_id == 0)
+    set_writer(global_state.process_id == 0)
     _is_one_of_several, plain = global_state.num_processes > 1, sys.excepthook
 
     def excepthook(kind, error, trace):  # without it jax would wait minutes for the others
@@ -109,11 +109,6 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     if 0 < len(missing) < len(given) and num != 1:
         raise ValueError(f"{' and '.join(missing)} is missing: give all of {', '.join(VARIABLES)}, or none")
     return given
-
-
-def is_writer() -> bool:
-    """Whether this process writes files and tables. Only the first process of a run does."""
-    return files.is_writer()
 
 
 def check_mesh(mesh: Mesh | None) -> None:

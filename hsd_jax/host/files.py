@@ -7,6 +7,7 @@ old file is still there. This module does not know what the files mean, and it i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -14,11 +15,14 @@ import os
 import shutil
 import stat
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hsd_jax.settings import is_off
+from hsd_jax.settings import is_off, read
+
+Record = TypeVar("Record")
 
 _writes = True
 
@@ -196,8 +200,9 @@ def _try_to_write(folder: Path, wanted: Path) -> None:
         raise type(error)(f"{wanted}: cannot be written ({error.strerror or error})") from error
 
 
-def kept_file(variable: str, name: str, *about: str) -> Path | None:
-    """The file in which a record is kept for this user. It is named after the texts that say what the record is about.
+def kept_file(variable: str, name: str, kind: type, *about: str) -> Path | None:
+    """The file in which a record is kept for this user. It is named after the texts that say what the record is about,
+    and after the fields of the dataclass `kind`: another version of the library, with others, does not read it.
 
     The environment variable `variable` names its folder. If the variable is empty, it is the folder `name` in
     `user_cache`. None if the variable is "off", or if there is no such folder.
@@ -205,7 +210,7 @@ def kept_file(variable: str, name: str, *about: str) -> Path | None:
     setting = os.environ.get(variable, "")
     if is_off(setting):
         return None
-    file = f"{sha256(*about)[:16]}.json"
+    file = f"{sha256(*about, *(field.name for field in dataclasses.fields(kind)))[:16]}.json"
     try:
         if setting:
             return Path(setting).expanduser() / file
@@ -215,6 +220,44 @@ def kept_file(variable: str, name: str, *about: str) -> Path | None:
         return user_cache() / name / file
     except (OSError, RuntimeError):  # no temporary folder either; or "~", and this user has no home directory
         return None
+
+
+def keep(path: Path, record: Any) -> None:
+    """Writes a `settings.dataclass` to a file of `kept_file`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, dataclasses.asdict(record))
+
+
+_read_before: dict[Path, tuple[tuple[int, int], Any]] = {}
+"""For every file that `kept` has read: its modification time and size at that moment, and its content."""
+
+
+def kept(kind: type[Record], path: Path | None) -> Record | None:
+    """The record that `keep` wrote, or None. A new one is found at once. A damaged file gives a warning, once."""
+    try:
+        about = None if path is None else path.stat()
+    except OSError:
+        about = None
+    if path is None or about is None:
+        return None
+    now = about.st_mtime_ns, about.st_size
+    if _read_before.get(path, (None,))[0] != now:
+        found = None
+        try:
+            found = read(kind, read_json(path), str(path))
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{error}; it is ignored until it is made again", stacklevel=2)
+        _read_before[path] = now, found
+    return _read_before[path][1]
+
+
+def cpu_lines() -> dict[str, str]:
+    """The lines of /proc/cpuinfo about the first processor, by what stands before the colon. Only Linux has it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    return {line.partition(":")[0].strip(): line for line in text.partition("\n\n")[0].splitlines()}
 
 
 def home_cache() -> Path:

@@ -5,7 +5,6 @@ Python code switches the cache on disk on with `compilation_cache`. The command 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
@@ -13,7 +12,7 @@ import threading
 import zlib
 from pathlib import Path
 
-from hsd_jax.host.files import check_new_folder, user_cache
+from hsd_jax.host.files import check_new_folder, cpu_lines, user_cache
 from hsd_jax.settings import is_off
 
 SHORTEST = 0.1
@@ -56,24 +55,20 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
 def use_setting() -> None:
     """Keeps compiled programs in the folder that HSD_CACHE names, so that the second `hsd demo` does not compile."""
     setting = os.environ.get("HSD_CACHE", "")
-    if is_off(setting):
-        return
-    if setting:
-        compilation_cache(setting)
-        return
-    with contextlib.suppress(OSError):  # the user did not ask for a cache, so its absence is no error
-        compilation_cache()
+    try:
+        if not is_off(setting):
+            compilation_cache(setting or True)
+    except OSError:
+        if setting:  # else the user did not ask for a cache, and its absence is no error
+            raise
 
 
 def cache_folder(setting: str = "") -> Path:
     """The folder for this kind of CPU. Machines with different instruction sets may share a home directory."""
     root = Path(os.path.expanduser(setting)) if setting else user_cache()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return root / "xla"
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return root / f"xla-{zlib.crc32(flags.encode()):08x}"
+    lines = cpu_lines()
+    flags = lines.get("flags", lines.get("Features", ""))
+    return root / (f"xla-{zlib.crc32(flags.encode()):08x}" if lines else "xla")
 
 
 def make_room() -> None:

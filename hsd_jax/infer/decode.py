@@ -7,7 +7,6 @@ host waits for that, and the session (`hsd_jax/session.py`) then makes full cach
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -27,8 +26,9 @@ from hsd_jax.infer import worth
 from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.sampling import without_exclusions
 from hsd_jax.infer.step import Step
-from hsd_jax.kernels import native, program, triton
+from hsd_jax.kernels import native, program
 from hsd_jax.kernels.check import gpu_kernels_agree
+from hsd_jax.kernels.program import Program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk
 from hsd_jax.types import NO_TOKEN, Costs, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
@@ -267,7 +267,7 @@ def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capa
 class Decoder:
     """The compiled functions of one configuration. Everything static is fixed here, and everything else is traced.
 
-    `precision` is a name for `jax.default_matmul_precision`. The CPU kernels are not used on a mesh.
+    `precision`, `use_native` and `mesh` are those of `program_for`.
     """
 
     begin: Callable[..., DecodeState]
@@ -290,9 +290,8 @@ class Decoder:
         self.lookahead = 0 if drafter is None else drafter.most_written
         self.drafter = drafter
         self._slots = functools.partial(cache_lib.layer_slots, config)
-        self._tracing = precision, use_native, mesh
-        with native.enabled(use_native and mesh is None):
-            self.chunk = CHUNK_OF_KERNELS if native.is_on() else CHUNK
+        self._program = program_for(precision, use_native, mesh)
+        self.chunk = CHUNK if self._program.isa == native.OFF else CHUNK_OF_KERNELS
         sizes = ("capacity", "max_tokens")
         self.begin = self.compile(make_begin(config, drafter, cache_dtype), static_argnames=sizes)
         self.prefill = self.compile(
@@ -304,7 +303,7 @@ class Decoder:
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function`, jitted with the matmul precision and the kernels of the loop."""
-        return jax.jit(traced_with(*self._tracing, function), **options)
+        return jax.jit(self._program.traced(function), **options)
 
     def grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with caches of `capacity` slots. The old buffers are freed one by one."""
@@ -377,15 +376,11 @@ def or_most(capacity: int, most_slots: int) -> int:
     return most_slots if 2 * capacity > most_slots else capacity
 
 
-def traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:
-    """`function`, traced under a matmul precision and with the kernels that apply."""
+def program_for(precision: str | None = None, use_native: bool = True, mesh: Mesh | None = None) -> Program:
+    """The record of programs for these devices: with the kernels that work there, if `use_native`.
 
-    @functools.wraps(function)
-    def wrapped(*args, **kwargs):
-        context = contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision)
-        on_gpu = use_native and gpu_kernels_agree()
-        kernels = native.enabled(use_native and mesh is None), triton.enabled(on_gpu)
-        with context, program.on_mesh(mesh), kernels[0], kernels[1]:
-            return function(*args, **kwargs)
-
-    return wrapped
+    The CPU kernels are not used on a mesh.
+    """
+    isa = native.usable_isa() if use_native and mesh is None else native.OFF
+    on_gpu = use_native and gpu_kernels_agree()
+    return dataclasses.replace(program.here(), mesh=mesh, precision=precision, isa=isa, has_gpu_kernels=on_gpu)

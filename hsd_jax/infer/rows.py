@@ -50,7 +50,7 @@ def cleared(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
 
 def placed(rows: Any) -> Any:
     """Constrains rows to their sharding on the mesh of the program that is being traced. Inputs may lack it."""
-    mesh = program.mesh()
+    mesh = program.here().mesh
     if mesh is None:
         return rows
     return lax.with_sharding_constraint(rows, row_shardings(mesh, rows, len(jax.tree.leaves(rows)[0])))

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from hsd_jax.kernels.native import traced_platform
+from hsd_jax.kernels import program
 from hsd_jax.kernels.ops import argmax, gumbel
 from hsd_jax.types import SamplingParams
 
@@ -122,7 +122,7 @@ def _bisect(like: Float[Array, "B M V"], holds) -> Array:
     On a CPU it finds one bit per step, because comparisons cost time there. Elsewhere it finds four bits per step,
     because reading the logits costs time.
     """
-    num_bits = 1 if traced_platform() == "cpu" else 4
+    num_bits = 1 if program.here().platform == "cpu" else 4
 
     def body(i, low):
         shift = jnp.uint32(32 - num_bits) - jnp.uint32(num_bits) * i.astype(jnp.uint32)
@@ -163,7 +163,7 @@ def if_any(needed: Bool[Array, "B"], compute: Callable, otherwise: Callable, *ar
 
     A program for a GPU always computes. There a branch waits for the host, and a round would have one for each level.
     """
-    return compute(*args) if traced_platform() == "gpu" else lax.cond(jnp.any(needed), compute, otherwise, *args)
+    return compute(*args) if program.here().platform == "gpu" else lax.cond(jnp.any(needed), compute, otherwise, *args)
 
 
 def with_exclusions(sampling: SamplingParams) -> SamplingParams:
@@ -171,7 +171,7 @@ def with_exclusions(sampling: SamplingParams) -> SamplingParams:
 
     On a CPU nothing is stated: a branch costs little there, and all settings share a program.
     """
-    if traced_platform() == "cpu":
+    if program.here().platform == "cpu":
         return sampling
     all_greedy, unfiltered = not sampling.temperature.any(), not _filters(sampling).any()
     return dataclasses.replace(sampling, all_greedy=all_greedy, unfiltered=unfiltered)

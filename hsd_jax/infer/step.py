@@ -162,7 +162,7 @@ def or_invalid(
     hidden state makes all logits of its node NaN. A NaN in a row of the LM head makes one logit of every node NaN, also
     of the root. If all logits are -inf, the logit of the chosen token is -inf.
     """
-    if emits_argmax and program.mesh() is not None:
+    if emits_argmax and program.here().mesh is not None:
         return emitted
     chosen = output.logits[jnp.arange(emitted.shape[0])[:, None], path, emitted]
     is_nan = jnp.any(jnp.isnan(cache_lib.take_nodes(output.hidden, path, axis=1)), -1)

@@ -2,31 +2,29 @@
 
 Every node sees a contiguous range of slots. Only the mask among the nodes depends on the tree. A flash kernel therefore
 computes the slots, and its partial softmax is merged with that of the nodes by maximum and sum. Products are in the
-dtype of the cache and sums in float32, so no cache is converted. `BACKENDS` are the implementations for programs
-without the CPU kernel (`native.attend`).
+dtype of the cache and sums in float32, so no cache is converted.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
 import os
-from collections.abc import Callable
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.kernels import program, triton
-from hsd_jax.kernels.native import traced_platform
+from hsd_jax.kernels import native, program, triton
 from hsd_jax.kernels.triton import MASKED, visible
 from hsd_jax.settings import OneOf, take
 
 VARIABLE = "HSD_ATTENTION"
-"""Environment variable that names a backend. The default, "auto", takes triton if it applies, else xla."""
+"""Environment variable that names a backend for programs without the CPU kernel. The default, "auto", takes triton if
+it applies, else xla."""
+Backend = Annotated[str, OneOf(("auto", "xla", "triton"))]
 SLOTS_AT_ONCE = {"cpu": 256, "tpu": 512}
 """The number of slots that XLA's attention reads per step, by platform. Steps whose slots no node sees are skipped. On
 a GPU all slots are read in one step, because there each step of a loop waits for the host."""
@@ -35,13 +33,6 @@ Seen = tuple[Int[Array, "B N"], Int[Array, "B N"]]
 """For each node, the first slot that it sees, and the slot after the last one."""
 Partial = tuple[Float[Array, "... n E"], Float[Array, "... n"], Float[Array, "... n"]]
 """A softmax over some of the entries: output before normalisation, maximum of the scores, sum of the weights."""
-
-_wanted: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_attention", default=None)
-
-
-def using(backend: str) -> contextlib.AbstractContextManager[None]:
-    """Programs traced inside use this backend for attention: one of BACKENDS, or "auto"."""
-    return program.setting(_wanted, take(Backend, backend, "attention"))
 
 
 def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
@@ -58,14 +49,26 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` by the backend for this platform. With a cache, queries that see nothing give zeros."""
+    """Attention over committed slots and over the nodes of this pass, in one softmax.
+
+    With a cache, queries that see nothing give zeros. In the CPU kernel a query's result depends only on the entries
+    that it sees and on their order: slots first, then nodes.
+
+    Args:
+      query: grouped by key/value head: n = nodes x (query heads per key/value head).
+      new: keys and values of this pass, [B, G, X, E].
+      new_mask: the entries of this pass that each node sees.
+      cached: keys and values of the cache, [B, G, S, E].
+    """
     if cached is None or seen is None:
         found = scores(query, new[0], widen(new_mask, query), scale, softcap)
         return _product(jax.nn.softmax(found, -1), new[1], (3, 2))
-    wanted = _wanted.get() or take(Backend, os.environ.get(VARIABLE, "auto"), VARIABLE)
-    if wanted == "auto":
-        wanted = "triton" if triton.attend_applies(query, cached) else "xla"
-    return BACKENDS[wanted](query, new, new_mask, cached, seen, scale, softcap)
+    if native.is_on() and query.dtype == cached[0].dtype == cached[1].dtype == jnp.float32:
+        numbers = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
+        return native.call("attend", native.floats(*query.shape))(query, *new, new_mask, *cached, *seen, **numbers)
+    wanted = take(Backend, os.environ.get(VARIABLE, "auto"), VARIABLE)
+    is_triton = wanted == "triton" or (wanted == "auto" and triton.attend_applies(query, cached))
+    return (by_triton if is_triton else by_xla)(query, new, new_mask, cached, seen, scale, softcap)
 
 
 def scores(query: Array, keys: Array, mask: Array, scale: float, softcap: float | None) -> Float[Array, "B G n X"]:
@@ -108,7 +111,7 @@ def by_xla(query, new, new_mask, cached, seen, scale, softcap):
     block."""
     first, last = (widen(x[:, :, None], query) for x in seen)
     num_slots: int = cached[0].shape[2]
-    step: int = SLOTS_AT_ONCE.get(traced_platform(), num_slots)
+    step: int = SLOTS_AT_ONCE.get(program.here().platform, num_slots)
     step = math.gcd(step, num_slots)  # capacities and rings are multiples of 256
 
     def add(block, found: Partial) -> Partial:
@@ -129,7 +132,3 @@ def by_triton(query, new, new_mask, cached, seen, scale, softcap):
     """Attention by the flash kernel of `triton.py`."""
     first, last = (widen(x[:, :, None], query)[:, 0, :, 0] for x in seen)
     return triton.attend(query, new, widen(new_mask, query)[:, 0], cached, (first, last), scale, softcap)
-
-
-BACKENDS: dict[str, Callable[..., Array]] = {"xla": by_xla, "triton": by_triton}
-Backend = Annotated[str, OneOf(("auto", *BACKENDS))]

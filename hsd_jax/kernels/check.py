@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.kernels import attention, ops, triton
+from hsd_jax.kernels import attention, ops, program, triton
 from hsd_jax.settings import OneOf, take
 
 VARIABLE = "HSD_GPU_KERNELS"
@@ -37,10 +36,7 @@ def gpu_kernels_agree() -> bool:
 @functools.cache
 def _agree() -> bool:
     try:
-        # The question comes while a decode is traced. A thread of its own is outside of that trace: inside of it, even
-        # under ensure_compile_time_eval, a kernel's own numbers become constants, which Pallas refuses.
-        with ThreadPoolExecutor(1) as outside:
-            found = outside.submit(differences).result()
+        found = differences()
     except Exception as error:  # compilers and drivers raise many kinds of error
         warnings.warn(f"GPU kernels do not run here ({error}); XLA is used instead", stacklevel=4)
         return False
@@ -72,20 +68,20 @@ def differences(interpret: bool = False) -> dict[str, float]:
 def _differences(inputs: dict[str, Any], interpret: bool) -> dict[str, jax.Array]:
     """What `differences` returns, of its inputs."""
     x, weight, joint, table, cache, rows = (inputs[name] for name in ("x", "weight", "joint", "table", "cache", "rows"))
-    with triton.enabled(True, interpret):
+    gpu = functools.partial(program.tracing, has_gpu_kernels=True, interprets=interpret)
+    with gpu():
         normed = ops.rms_norm(x, weight, 1e-5)
         query, key, value = triton.rope(joint, table, jnp.bfloat16)
-    with triton.enabled(False):
-        rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
-        heads = rotated.transpose(0, 2, 1, 3, 4)
-        pairs = {
-            "rms_norm": (normed, ops.rms_norm(x, weight, 1e-5)),
-            "rope, queries": (query, heads[:, :, :, :4].reshape(2, 2, 20, 64)),
-            "rope, keys": (key, heads[:, :, :, 4]),
-            "rope, values": (value, joint[:, :, :, 5].transpose(0, 2, 1, 3)),
-        }
+    rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
+    heads = rotated.transpose(0, 2, 1, 3, 4)
+    pairs = {
+        "rms_norm": (normed, ops.rms_norm(x, weight, 1e-5)),
+        "rope, queries": (query, heads[:, :, :, :4].reshape(2, 2, 20, 64)),
+        "rope, keys": (key, heads[:, :, :, 4]),
+        "rope, values": (value, joint[:, :, :, 5].transpose(0, 2, 1, 3)),
+    }
     path, start, wanted = np.array([[0, 3, 4], [0, 1, 2]], np.int32), (61, 7), cache.astype(jnp.float32)
-    with triton.enabled(True, interpret):
+    with gpu():
         (written,) = triton.write([cache], [rows], jnp.asarray(path), jnp.array(start, jnp.int32), 64, None)
     for row, first in enumerate(start):
         wanted = wanted.at[row, :, first : first + 3].set(rows[row][:, path[row]])
@@ -97,8 +93,7 @@ def _differences(inputs: dict[str, Any], interpret: bool) -> dict[str, jax.Array
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)) & sees[:, None], (2, nodes, nodes))
         seen = jnp.maximum(last - 200, 0), last
         rest = (entries[0], entries[1]), mask, (entries[2], entries[3]), seen, width**-0.5, softcap
-        with triton.enabled(True, interpret):
+        with gpu():
             attended = attention.by_triton(asked, *rest)
-        with triton.enabled(False):
-            pairs[name] = attended, attention.by_xla(asked.astype(jnp.float32), *rest)
+        pairs[name] = attended, attention.by_xla(asked.astype(jnp.float32), *rest)
     return {name: jnp.max(jnp.abs(a.astype(jnp.float32) - b)) for name, (a, b) in pairs.items()}

@@ -10,28 +10,26 @@ they are switched on only while a decode loop is traced.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import functools
-import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 
-from hsd_jax.host.files import home_cache, own_temporary_folder, sha256
+from hsd_jax.host.files import cpu_lines, home_cache, own_temporary_folder, sha256
+from hsd_jax.kernels import program
 from hsd_jax.kernels.int8 import Kernel, Quantized
-from hsd_jax.kernels.program import setting
+from hsd_jax.kernels.program import OFF
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "gumbel"))
@@ -41,69 +39,37 @@ KERNELS = ("rows_matmul", "gated_mlp", "attend", "rms_norm", "rope", "gumbel", "
 """The symbol of `rows_matmul` is HsdRowsMatmul, and so on."""
 
 
-class InstructionSet(NamedTuple):
-    """An instruction set for which the kernels are compiled."""
-
-    needs: tuple[str, ...]
-    """The flags of /proc/cpuinfo that it requires."""
-    flags: tuple[str, ...]
-    """The flags of the compiler."""
-    rounds_rows: bool = False
-    """Whether weights in bfloat16 are multiplied in pairs, with rows that are rounded to bfloat16 once: twice as many
-    products an instruction. Otherwise, and for weights in float32 and `Int8`, rows stay in float32. For `GroupedInt8`
-    every instruction set rounds rows to 8 bits, and all give the same bits."""
-    is_chosen: bool = True
-    """Whether it is chosen without HSD_NATIVE_ISA. False: it was not measured enough to be a default."""
-
-
-_AVX2 = InstructionSet(("avx2", "fma", "bmi1", "bmi2"), ("-mavx2", "-mfma", "-mbmi", "-mbmi2"))
-_AVX512_FLAGS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-_AVX512 = InstructionSet((*_AVX2.needs, *_AVX512_FLAGS), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512_FLAGS)))
-_VNNI = InstructionSet((*_AVX512.needs, "avx512_vnni"), (*_AVX512.flags, "-mavx512vnni"))
-_BF16 = InstructionSet((*_VNNI.needs, "avx512_bf16"), (*_VNNI.flags, "-mavx512bf16"), rounds_rows=True)
 AMX = "amx"
-ISAS = {
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512_vnni": _VNNI,
-    "avx512_bf16": _BF16,
-    AMX: InstructionSet(
-        (*_BF16.needs, "amx_tile", "amx_bf16"), (*_BF16.flags, "-mamx-tile", "-mamx-bf16"), True, is_chosen=False
-    ),
+_ADDS = {
+    "avx2": ("avx2", "fma", "bmi1", "bmi2"),
+    "avx512": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512_bf16": ("avx512_bf16",),
+    AMX: ("amx_tile", "amx_bf16"),
 }
-"""From the least to the most capable."""
-MOST_BEST = 16
-"""The largest k of `top_k`, which keeps a sorted list."""
-OFF = "off"
+ISAS = {isa: sum(list(_ADDS.values())[: i + 1], ()) for i, isa in enumerate(_ADDS)}
+"""The instruction sets for which the kernels are compiled, from the least to the most capable, and the flags of
+/proc/cpuinfo that each requires. AMX must be asked for: it was not measured enough to be a default.
+
+From `avx512_bf16` on, weights in bfloat16 are multiplied in pairs, with rows that are rounded to bfloat16 once: twice
+as many products an instruction. Otherwise, and for weights in float32 and `Int8`, rows stay in float32. For
+`GroupedInt8` every instruction set rounds rows to 8 bits, and all give the same bits."""
 XLA_SPEED = "a quarter to half"
 """The speed of SmolLM2 and the bundled pair without the kernels, in parts of that with them (docs/history.md)."""
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
-_isa: contextvars.ContextVar[str] = contextvars.ContextVar("hsd_native", default=OFF)
-_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_platform", default=None)
-_as_they_are: contextvars.ContextVar[bool] = contextvars.ContextVar("hsd_as_they_are", default=False)
-_active: contextvars.ContextVar[Array | None] = contextvars.ContextVar("hsd_active", default=None)
 
+def usable_isa(isa: str | None = None) -> str:
+    """The instruction set (None: `selected_isa`) with which programs traced now can run the kernels, else OFF.
 
-def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Programs traced inside are for this platform ("cpu", "gpu", "tpu"), even if this process runs on another."""
-    return setting(_platform, platform)
-
-
-def traced_platform() -> str:
-    """The platform of the program that is being traced: that of this process, unless `compiled_for` sets another."""
-    return _platform.get() or jax.default_backend()
-
-
-def enabled(on: bool, isa: str | None = None) -> contextlib.AbstractContextManager[None]:
-    """Programs traced inside use the kernels of `isa` (None: `selected_isa`) if `on` is True and they are available.
-
-    If they are wanted and cannot be built, a warning says so once.
+    If the kernels are wanted and cannot be built, a warning says so once.
     """
     isa = selected_isa() if isa is None else isa
-    if on and isa != OFF and traced_platform() == "cpu" and _fault(isa):
+    if available(isa):
+        return isa
+    if isa != OFF and program.here().platform == "cpu":
         _warn_of_xla(_fault(isa))
-    return setting(_isa, isa if on and available(isa) else OFF)
+    return OFF
 
 
 def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> contextlib.AbstractContextManager[None]:
@@ -112,30 +78,29 @@ def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> contextlib.Abs
     This holds for products, noise and draws. XLA's own operations ignore it, so no code may use results of inactive
     rows or nodes. Rows that are inactive outside are also inactive inside. None: the flags that are set outside.
     """
-    outer = _active.get()
+    outer = program.here().active
     if active is None:
         active = outer
     elif outer is not None:
         assert outer.ndim == 1 and len(outer) == len(active), (outer.shape, active.shape)
         active = active & outer.reshape(-1, *[1] * (active.ndim - 1))
-    return setting(_active, active)
+    return program.tracing(active=active)
 
 
 def active_rows() -> Bool[Array, "B"] | None:
     """The rows of the batch to which `only` restricts the kernels now. None: no restriction by rows."""
-    active = _active.get() if is_on() else None
+    active = program.here().active if is_on() else None
     return None if active is None or active.ndim > 1 else active
 
 
 def is_on() -> bool:
     """Whether the program that is being traced uses the kernels."""
-    return _isa.get() != OFF
+    return program.here().isa != OFF
 
 
 def rounds_rows() -> bool:
     """Whether the selected instruction set rounds rows to bfloat16 for weights in bfloat16."""
-    chosen = ISAS.get(selected_isa())
-    return chosen is not None and chosen.rounds_rows
+    return "avx512_bf16" in ISAS.get(selected_isa(), ())
 
 
 def applies(kernel: Kernel) -> bool:
@@ -145,13 +110,8 @@ def applies(kernel: Kernel) -> bool:
 
 def cpu_isas() -> tuple[str, ...]:
     """The instruction sets of ISAS that this processor has and Linux grants. A compiler is not required."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    has = set(line.partition(":")[2].split())
-    return tuple(n for n, isa in ISAS.items() if has.issuperset(isa.needs) and (n != AMX or _grants_tiles()))
+    has = set(cpu_lines().get("flags", "").split())
+    return tuple(n for n, needs in ISAS.items() if has.issuperset(needs) and (n != AMX or _grants_tiles()))
 
 
 def selected_isa() -> str:
@@ -176,12 +136,18 @@ def at_isa(isa: str) -> Iterator[None]:
             os.environ[ISA_VARIABLE] = before
 
 
+def compiler_flags(isa: str) -> list[str]:
+    """The flags with which the compiler uses an instruction set. Their names differ a little from those of Linux."""
+    names = (name.replace("bmi1", "bmi").replace("avx512_", "avx512").replace("_", "-") for name in ISAS[isa])
+    return [f"-m{name}" for name in names]
+
+
 def _is_known_to_compiler(isa: str) -> bool:
     """False if the compiler does not know the instruction set. True if there is no compiler."""
     builder = compiler()
     if builder is None:
         return True
-    command = [builder, *ISAS[isa].flags, "-E", "-x", "c++", os.devnull]
+    command = [builder, *compiler_flags(isa), "-E", "-x", "c++", os.devnull]
     try:
         return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
     except (OSError, subprocess.SubprocessError):
@@ -204,7 +170,7 @@ def _select_isa(wanted: str) -> str:
     here = cpu_isas()
     if wanted in here and _is_known_to_compiler(wanted):
         return wanted
-    known = (name for name in reversed(here) if ISAS[name].is_chosen and _is_known_to_compiler(name))
+    known = (name for name in reversed(here) if name != AMX and _is_known_to_compiler(name))
     # A compiler that knows none of them fails to build the kernels, and a warning gives its error.
     best = next(known, here[0] if here else OFF)
     if wanted in ("", best):
@@ -214,13 +180,19 @@ def _select_isa(wanted: str) -> str:
     return best
 
 
-def _call(name: str, out, **options):
-    return jax.ffi.ffi_call(f"hsd_{_isa.get()}_{name}", out, **options)
+def call(name: str, out: Any) -> Callable[..., Any]:
+    """The kernel of the program's instruction set, one of KERNELS. `out`: the shapes of its results, as `floats`."""
+    return jax.ffi.ffi_call(f"hsd_{program.here().isa}_{name}", out)
 
 
-def _flags(num_rows: int) -> Bool[Array, "_"]:
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    """The shape of a result in float32."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def flags(num_rows: int) -> Bool[Array, "_"]:
     """One flag per row of a product, or no flag if all rows are active."""
-    active = _active.get()
+    active = program.here().active
     if active is None:
         return jnp.zeros(0, bool)
     if active.size != num_rows:
@@ -229,125 +201,21 @@ def _flags(num_rows: int) -> Bool[Array, "_"]:
     return active.reshape(num_rows)
 
 
-def _operands(*kernels: Kernel) -> list[Array]:
+def operands(*kernels: Kernel) -> list[Array]:
     """The kernels as operands of a call: the scales of an 8-bit kernel follow its values."""
     parts = [(k.values, k.scale) if isinstance(k, Quantized) else (k,) for k in kernels]
     return [array for part in parts for array in part]
 
 
-def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Kernel, ...]) -> list[Float[Array, "N out"]]:
-    """`x @ kernel.T` for each kernel, with float32 sums, in one call (`InstructionSet` says what is rounded).
-
-    A row's result is bitwise the same for any number of rows. Inactive rows (`only`) give zeros.
-    """
-    outs = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
-    return list(_call("rows_matmul", outs)(x.astype(jnp.float32), _flags(len(x)), *_operands(*kernels)))
-
-
-def gated_mlp(
-    x: Float[Array, "N H"],
-    gate: Float[Array, "F H"] | Quantized,
-    up: Float[Array, "F H"] | Quantized,
-    down: Float[Array, "H F"] | Quantized,
-    *,
-    is_gelu: bool,
-    up_bias: Float[Array, "N F"] | None = None,
-) -> Float[Array, "N H"]:
-    """`ops.gated_mlp` in one call, with the arithmetic and the guarantees of `rows_matmul`."""
-    out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
-    biases = jnp.zeros((0, gate.shape[0])) if up_bias is None else up_bias.astype(jnp.float32)
-    operands = x.astype(jnp.float32), _flags(len(x)), biases, *_operands(gate, up, down)
-    return _call("gated_mlp", out)(*operands, is_gelu=is_gelu)
-
-
-def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
-    """Whether attention that is traced now uses the kernel."""
-    return is_on() and query.dtype == cached[0].dtype == cached[1].dtype == jnp.float32
-
-
-def attend(
-    query: Float[Array, "B G n E"],
-    new: tuple[Array, Array],
-    new_mask: Bool[Array, "B N X"],
-    cached: tuple[Array, Array],
-    seen: tuple[Int[Array, "B N"], Int[Array, "B N"]],
-    scale: float,
-    softcap: float | None,
-) -> Float[Array, "B G n E"]:
-    """`ops.attend` over a cache, in one call.
-
-    A query's result depends only on the entries that it sees and on their order: slots first, then nodes of this pass.
-    A query that sees nothing gives zeros and costs nothing.
-    """
-    out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-    attributes = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
-    return _call("attend", out)(query, *new, new_mask, *cached, *seen, **attributes)
-
-
-def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
-    """`ops.rms_norm`. A row's result is bitwise the same for any number of rows."""
-    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return _call("rms_norm", out)(x, weight, eps=np.float32(eps))
-
-
-def rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Array, "B N heads E"]:
-    """`ops.apply_rope`. A row's result is bitwise the same for any number of rows."""
-    return _call("rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
-
-
-def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """`ops.argmax` in one call. It gives 0 for inactive rows."""
-    out = jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32)
-    return _call("first_best", out)(x, _flags(math.prod(out.shape)))
-
-
-def top_k(
-    x: Float[Array, "*rows V"], k: int
-) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"], Float[Array, "*rows 1"]]:
-    """`ops.top_k` in one call. It gives zeros for inactive rows. A NaN is never among the largest."""
-    rows = x.shape[:-1]
-    out = [((*rows, k), jnp.float32), ((*rows, k), jnp.int32), ((*rows, 1), jnp.float32)]
-    best, places, total = _call("top_k", [jax.ShapeDtypeStruct(*one) for one in out])(x, _flags(math.prod(rows)))
-    return best, places, total
-
-
-def gather(table: Float[Array, "V H"], index: Int[Array, "*n"]) -> Float[Array, "*n H"]:
-    """`table[index]` of a bfloat16 table, in float32. It reads and copies only these rows of the table."""
-    return _call("gather", jax.ShapeDtypeStruct((*index.shape, table.shape[1]), jnp.float32))(table, index)
-
-
-def gumbel_applies(keys: jax.Array) -> bool:
-    """Whether noise that is traced now comes from the kernel, which supports only jax's default generator."""
-    is_default = str(jax.random.key_impl(keys)) == "threefry2x32"
-    return is_on() and is_default and getattr(jax.config, "jax_threefry_partitionable", True)
-
-
-def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
-    """`ops.gumbel` for each of the `keys` in one call. It gives zeros for inactive rows."""
-    out = jax.ShapeDtypeStruct((len(keys), num), jnp.float32)
-    return _call("gumbel", out)(jax.random.key_data(keys), _flags(len(keys)))
-
-
-def as_they_are() -> contextlib.AbstractContextManager[None]:
-    """In programs traced inside, XLA multiplies bfloat16 without widening it, also on a CPU.
-
-    The results then differ in their last bits from those of decoding.
-    """
-    return setting(_as_they_are, True)
-
-
 def is_emulated(dtype) -> bool:
-    """Whether XLA's products in `dtype` are computed in float32: bfloat16 on a CPU, except inside `as_they_are`.
-
-    Otherwise a row's bits would depend on the other rows.
-    """
-    return dtype == jnp.bfloat16 and traced_platform() == "cpu" and not _as_they_are.get()
+    """Whether XLA's products in `dtype` are computed in float32: bfloat16 on a CPU, unless not `Program.widens`."""
+    return dtype == jnp.bfloat16 and program.here().platform == "cpu" and program.here().widens
 
 
 def available(isa: str | None = None) -> bool:
     """Builds and registers the kernels of `isa` (None: `selected_isa`) once. False if that is impossible or OFF."""
     isa = selected_isa() if isa is None else isa
-    return isa != OFF and traced_platform() == "cpu" and not _fault(isa)
+    return isa != OFF and program.here().platform == "cpu" and not _fault(isa)
 
 
 @functools.cache
@@ -413,9 +281,9 @@ def _load(compiler: str, isa: str) -> ctypes.CDLL:
 
 def _library_name(compiler: str, isa: str) -> str:
     """The file name of the library that this compiler makes of these sources for this machine and this jax."""
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
+    cpu = [line for name, line in cpu_lines().items() if name in ("model name", "flags")]
     sources = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    identity = "\n".join([*sources, compiler, *FLAGS, *ISAS[isa].flags, jax.__version__, *cpu[:2]])
+    identity = "\n".join([*sources, compiler, *FLAGS, *compiler_flags(isa), jax.__version__, *cpu])
     return f"native-{isa}-{sha256(identity)[:16]}.so"
 
 
@@ -424,7 +292,7 @@ def _build(compiler: str, isa: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "native.so"
-        flags = *FLAGS, *ISAS[isa].flags, "-I", jax.ffi.include_dir()
+        flags = *FLAGS, *compiler_flags(isa), "-I", jax.ffi.include_dir()
         _run([compiler, *flags, *map(str, SOURCES), "-o", str(built)])
         with built.open("rb") as written:
             os.fsync(written.fileno())

@@ -12,12 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from hsd_jax.kernels import attention, native, program, triton
+from hsd_jax.kernels import native, program, triton
 from hsd_jax.kernels.int8 import GroupedInt8, Int8, Kernel, Quantized
 from hsd_jax.types import INVALID_TOKEN
+
+MOST_BEST = 16
+"""The largest k for which the CPU kernel, which keeps a sorted list, is used."""
 
 
 def matmul(x: Float[Array, "... in"], kernel: Kernel) -> Float[Array, "... out"]:
@@ -28,13 +32,19 @@ def matmul(x: Float[Array, "... in"], kernel: Kernel) -> Float[Array, "... out"]
 def matmuls(x: Float[Array, "... in"], kernels: tuple[Kernel, ...]) -> list[Array]:
     """The products of one input with several kernels, in one call if the CPU kernels apply.
 
-    Without the CPU kernels, a kernel may be [*out, in]. The product then is [..., *out].
+    In these a row's result is bitwise the same for any number of rows, and `native.ISAS` says what is rounded.
+    Without them a kernel may be [*out, in]. The product then is [..., *out].
     """
     if all(native.applies(kernel) for kernel in kernels):
         num_rows = math.prod(x.shape[:-1])
-        products = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernels)
+        rows, outs = _rows(x), [native.floats(num_rows, kernel.shape[0]) for kernel in kernels]
+        products = native.call("rows_matmul", outs)(rows, native.flags(num_rows), *native.operands(*kernels))
         return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in products]
     return [_matmul(x, kernel) for kernel in kernels]
+
+
+def _rows(x: Float[Array, "... in"]) -> Float[Array, "rows in"]:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
 
 
 def _matmul(x: Float[Array, "... in"], kernel: Kernel) -> Array:
@@ -90,8 +100,10 @@ def gated_mlp(
     """`down . (activate(gate . x) * (up . x + up_bias))`."""
     if all(native.applies(kernel) for kernel in (gate, up, down)):
         num_rows = math.prod(x.shape[:-1])
-        rows, bias = x.reshape(num_rows, -1), None if up_bias is None else up_bias.reshape(num_rows, -1)
-        return native.gated_mlp(rows, gate, up, down, is_gelu=activation != "silu", up_bias=bias).reshape(x.shape)
+        rows, bias = _rows(x), jnp.zeros((0, gate.shape[0])) if up_bias is None else _rows(up_bias)
+        arrays = rows, native.flags(num_rows), bias, *native.operands(gate, up, down)
+        out = native.call("gated_mlp", native.floats(num_rows, down.shape[0]))
+        return out(*arrays, is_gelu=activation != "silu").reshape(x.shape)
     gated, raised = matmuls(x, (gate, up))
     raised = raised if up_bias is None else raised + up_bias
     return matmul(activate(gated, activation) * raised, down)
@@ -106,7 +118,7 @@ def take_rows(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
     if isinstance(table, Quantized):
         return table.floats(index)
     if table.dtype == jnp.bfloat16 and native.is_on():
-        return native.gather(table, index)
+        return native.call("gather", native.floats(*index.shape, table.shape[1]))(table, index)
     return table[index].astype(jnp.float32)
 
 
@@ -116,8 +128,8 @@ def embed(table: Kernel, tokens: Int[Array, "B N"]) -> Float[Array, "B N H"]:
     Each device looks up the tokens of its own part, and one sum combines the parts. XLA alone treats the lookup of one
     row as a slice, and on GPUs it gathers the whole table for it in every round.
     """
-    num_shards = program.shards("model", table.shape[0])
-    if num_shards == 1 or program.is_training():
+    num_shards, mesh = program.shards("model", table.shape[0]), program.here().mesh
+    if num_shards == 1 or mesh is None or "fsdp" in mesh.axis_names:  # for training, which splits weights further
         return take_rows(table, tokens)
     part = table.shape[0] // num_shards
     exact = jnp.float32 if isinstance(table, Quantized) else table.dtype  # the sum is exact: all summands but one are 0
@@ -150,14 +162,14 @@ def rms_norm(
         return triton.rms_norm(x, weight, eps, offset, dtype)
     weight = weight.astype(jnp.float32) + offset
     if native.is_on():
-        return native.rms_norm(x, weight, eps)
+        return native.call("rms_norm", native.floats(*x.shape))(x, weight, eps=np.float32(eps))
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 def apply_rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Array, "B N heads E"]:
     """Rotates heads by the angles of `layers.rope_table`. Element i is paired with element i + E/2, not a neighbour."""
     if native.is_on():
-        return native.rope(x, table)
+        return native.call("rope", native.floats(*x.shape))(x, *table)
     cos, sin = table
     half = x.shape[-1] // 2
     rotated = jnp.concatenate([x[..., half:], x[..., :half]], -1)
@@ -172,33 +184,12 @@ def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
-def attend(
-    query: Float[Array, "B G n E"],
-    new: tuple[Array, Array],
-    new_mask: Bool[Array, "B N X"],
-    cached: tuple[Array, Array] | None,
-    seen: tuple[Int[Array, "B N"], Int[Array, "B N"]] | None,
-    scale: float,
-    softcap: float | None,
-) -> Float[Array, "B G n E"]:
-    """Attention over committed slots and over the nodes of this pass, in one softmax.
-
-    Args:
-      query: grouped by key/value head: n = nodes x (query heads per key/value head).
-      new: keys and values of this pass, [B, G, X, E].
-      new_mask: the entries of this pass that each node sees.
-      cached: keys and values of the cache, [B, G, S, E].
-      seen: for each node, the first slot that it sees, and the slot after the last one.
-    """
-    if cached is not None and seen is not None and native.attend_applies(query, cached):
-        return native.attend(query, new, new_mask, cached, seen, scale, softcap)
-    return attention.attend(query, new, new_mask, cached, seen, scale, softcap)
-
-
 def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
     """`jax.random.gumbel(key, (num,))` for each of the `keys` [keys]. The last bits of its logarithms may differ."""
-    if native.gumbel_applies(keys):
-        return native.gumbel(keys, num)
+    is_default = str(jax.random.key_impl(keys)) == "threefry2x32"
+    if native.is_on() and is_default and getattr(jax.config, "jax_threefry_partitionable", True):
+        out = native.call("gumbel", native.floats(len(keys), num))
+        return out(jax.random.key_data(keys), native.flags(len(keys)))
     bits = jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys)
     one_to_two = lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
     uniform = jnp.maximum(one_to_two - 1.0, jnp.finfo(jnp.float32).tiny)
@@ -215,12 +206,13 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     logarithms of the noise in it, 8 rows of 4,096 took 0.8 ms instead of 0.1.
     """
     if native.is_on() and x.dtype == jnp.float32:
-        return native.argmax(x)
-    if triton.is_on() and program.mesh() is None:  # two launches, not four; a mesh would gather the sharded axis
+        out = jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32)
+        return native.call("first_best", out)(x, native.flags(math.prod(out.shape)))
+    if triton.is_on() and program.here().mesh is None:  # two launches, not four; a mesh would gather the sharded axis
         return lax.argmax(x, x.ndim - 1, jnp.int32)
     vocab_size = x.shape[-1]
     index = jnp.arange(vocab_size, dtype=jnp.int32)
-    if program.mesh() is None:
+    if program.here().mesh is None:
         # In a row with a NaN no element may equal the maximum. It gives the last index; `step.or_invalid` finds it.
         return jnp.min(jnp.where(x == jnp.max(x, -1, keepdims=True), index, vocab_size - 1), -1)
     num_shards = program.shards("model", vocab_size)  # on a mesh a later check as in `step` would cost collectives
@@ -255,14 +247,17 @@ def top_k(
 ) -> tuple[Float[Array, "*rows _"], Int[Array, "*rows _"], Float[Array, "*rows 1"]]:
     """The k largest numbers of the last axis in falling order, their indices, and the log-sum-exp of all numbers.
 
-    On a tie the lower index comes first. XLA has a fast path for matrices on a GPU; arrays of more axes it sorts. On a
-    mesh each device finds its own k largest, and one collective exchanges only these.
+    On the CPU a NaN is never among the largest. On a tie the lower index comes first. XLA has a fast path for matrices
+    on a GPU; arrays of more axes it sorts. On a mesh each device finds its own k largest, and one collective exchanges
+    only these.
     """
-    if native.is_on() and x.dtype == jnp.float32 and k <= native.MOST_BEST:
-        return native.top_k(x, k)
+    if native.is_on() and x.dtype == jnp.float32 and k <= MOST_BEST:
+        rows = x.shape[:-1]
+        outs = native.floats(*rows, k), jax.ShapeDtypeStruct((*rows, k), jnp.int32), native.floats(*rows, 1)
+        return tuple(native.call("top_k", outs)(x, native.flags(math.prod(rows))))
     num_shards = program.shards("model", x.shape[-1])
     if num_shards == 1:
-        rows = x if native.traced_platform() == "cpu" else x.reshape(-1, x.shape[-1])
+        rows = x if program.here().platform == "cpu" else x.reshape(-1, x.shape[-1])
         best, index = lax.top_k(rows, k)
         total = jax.nn.logsumexp(x, axis=-1, keepdims=True)
         return best.reshape(*x.shape[:-1], k), index.reshape(*x.shape[:-1], k), total

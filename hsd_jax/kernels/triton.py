@@ -3,14 +3,12 @@
 The time of a round of one row depends on launches as much as on bytes: each kernel costs microseconds, and a decoder
 layer takes two dozen. The kernels here replace a dozen of them: a norm with its rounding; rotation and rounding of
 queries, keys and values; attention over slots and nodes; and the merge of its splits. One more kernel writes the caches
-of all layers. They have no gradient, so they are on only while a decode is traced (`enabled`). On a mesh each device
+of all layers. They have no gradient, so they are on only while a decode is traced. On a mesh each device
 runs them on its own heads and rows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +22,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.kernels import program
-from hsd_jax.kernels.native import traced_platform
 
 MASKED = -1e30
 """The score of an entry that is not seen. It is finite, so that a query that sees nothing gives no NaN."""
@@ -36,22 +33,11 @@ MOST_PARTS = 64
 """The largest number of parts that the merge holds in registers: the splits of the slots, and one for the nodes. The
 merge pads their number to a power of two, so `_splits` chooses a power of two."""
 
-_scope: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar("hsd_triton", default=(False, False))
-
-
-def enabled(on: bool, interpret: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Programs for a GPU that are traced inside use these kernels.
-
-    Args:
-      interpret: whether to run them in Pallas's interpreter, on any platform, for tests.
-    """
-    return program.setting(_scope, (on, interpret))
-
 
 def is_on() -> bool:
-    """Whether the program that is being traced may use these kernels."""
-    on, interpret = _scope.get()
-    return on and (interpret or traced_platform() == "gpu")
+    """Whether the program that is being traced uses these kernels."""
+    here = program.here()
+    return here.interprets or (here.has_gpu_kernels and here.platform == "gpu")
 
 
 def _is_tile(width: int) -> bool:
@@ -61,6 +47,12 @@ def _is_tile(width: int) -> bool:
 def _power_of_two(n: int) -> int:
     """The size of the block that holds `n` values: Triton's arrays have such sizes. Masks cut off what is beyond."""
     return 1 << math.ceil(math.log2(max(n, 1)))
+
+
+def _block(shape: Sequence[int], *at: int) -> pl.BlockSpec:
+    """What a program reads of an array: one place of each of the first axes, given by its own places along the axes
+    `at` of the grid, and `shape` of the others."""
+    return pl.BlockSpec((*[None] * len(at), *shape), lambda *own: (*(own[axis] for axis in at), *[0] * len(shape)))
 
 
 def rms_norm(
@@ -82,8 +74,8 @@ def rms_norm(
         out = _call(
             kernel,
             grid=(rows.shape[0],),
-            in_specs=[pl.BlockSpec((None, block), lambda r: (r, 0)), pl.BlockSpec((block,), lambda r: (0,))],
-            out_specs=pl.BlockSpec((None, block), lambda r: (r, 0)),
+            in_specs=[_block([block], 0), _block([block])],
+            out_specs=_block([block], 0),
             out_shape=jax.ShapeDtypeStruct(rows.shape, dtype),
             name="rms_norm",
         )(rows, weight)
@@ -125,20 +117,12 @@ def rope(
                 key_ref[0, at] = (key[own] * cos + key[other] * sin).astype(dtype)
             value_ref[0, :] = joint_ref[per_group + 1, :].astype(dtype)
 
-        def nodes(*shape: int) -> pl.BlockSpec:
-            return pl.BlockSpec((None, None, None, *shape), lambda b, n, g: (b, g, n, *(0 for _ in shape)))
-
-        per_node = pl.BlockSpec((None, None, width), lambda b, n, g: (b, n, 0))
         shapes = (batch, groups, num, per_group, width), *[(batch, groups, num, 1, width)] * 2
         query, key, value = _call(
             kernel,
             grid=(batch, num, groups),
-            in_specs=[
-                pl.BlockSpec((None, None, None, max(heads, block), width), lambda b, n, g: (b, n, g, 0, 0)),
-                per_node,
-                per_node,
-            ],
-            out_specs=[nodes(block, width), nodes(1, width), nodes(1, width)],
+            in_specs=[_block([max(heads, block), width], 0, 1, 2), *[_block([width], 0, 1)] * 2],
+            out_specs=[_block([n, width], 0, 2, 1) for n in (block, 1, 1)],
             out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
             name="rope",
         )(joint, cos, sin)
@@ -192,28 +176,18 @@ def _splits(query, new, new_mask, cached, first, last, scale, softcap):
     parts = min(PROGRAMS // (batch * groups * blocks), num_slots // block_k, MOST_PARTS - 1) + 1
     splits = max(1, (1 << parts.bit_length() - 1) - 1)
 
-    def whole(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *shape), lambda b, g, i, s: (b, g, 0, 0))
-
-    def row(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda b, g, i, s: (b, *(0 for _ in shape)))
-
-    def part(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, None, *shape), lambda b, g, i, s: (s, b, g, *(0 for _ in shape)))
-
     shape, sizes = (splits + 1, batch, groups, num), (block_q, block_k, splits, num_slots)
     return _call(
         functools.partial(_flash, scale=scale, softcap=softcap, num=num, num_new=num_new, sizes=sizes),
         grid=(batch, groups, blocks, splits + 1),
         in_specs=[
-            whole(num, width),
-            *[whole(num_new, width)] * 2,
-            row(num, num_new),
-            *[whole(num_slots, width)] * 2,
-            row(num),
-            row(num),
+            _block([num, width], 0, 1),
+            *[_block([num_new, width], 0, 1)] * 2,
+            _block([num, num_new], 0),
+            *[_block([num_slots, width], 0, 1)] * 2,
+            *[_block([num], 0)] * 2,
         ],
-        out_specs=[part(num, width), part(num), part(num)],
+        out_specs=[_block(shape, 3, 0, 1) for shape in ([num, width], [num], [num])],
         out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, width), shape, shape)],
         name="tree_attention",
     )(query, *new, new_mask, *cached, first, last)
@@ -292,7 +266,7 @@ def _merged(outs: Array, tops: Array, totals: Array, dtype: Any) -> Float[Array,
         kernel,
         grid=(batch, groups, num),
         in_specs=[part(width), part(), part()],
-        out_specs=pl.BlockSpec((None, None, None, width), lambda b, g, q: (b, g, q, 0)),
+        out_specs=_block([width], 0, 1, 2),
         out_shape=jax.ShapeDtypeStruct((batch, groups, num, width), dtype),
         name="merge_splits",
     )(outs, tops, totals)
@@ -343,15 +317,12 @@ def _written(buffers, rows, nodes, start, valid, capacity: int):
             mask = jnp.broadcast_to(jnp.asarray(takes), (width,))
             plgpu.store(out_ref.at[slot % slots, :], row_ref[node, :].astype(out_ref.dtype), mask=mask)
 
-    def whole(x: Array) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, g, m: (b, g, 0, 0))
-
-    row = pl.BlockSpec((None, nodes.shape[1]), lambda b, g, m: (b, 0))
+    caches, row = [_block(x.shape[2:], 0, 1) for x in buffers], _block([nodes.shape[1]], 0)
     return _call(
         kernel,
         grid=(batch, groups, nodes.shape[1]),
-        in_specs=[*map(whole, buffers), *map(whole, rows), row, pl.BlockSpec((None, 1), lambda b, g, m: (b, 0)), row],
-        out_specs=[*map(whole, buffers)],
+        in_specs=[*caches, *[_block(x.shape[2:], 0, 1) for x in rows], row, _block([1], 0), row],
+        out_specs=caches,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers],
         input_output_aliases={i: i for i in range(num)},
         name="write_caches",
@@ -360,4 +331,4 @@ def _written(buffers, rows, nodes, start, valid, capacity: int):
 
 def _call(kernel: Callable, **options: Any) -> Callable:
     params = plgpu.CompilerParams(num_warps=4, num_stages=2)
-    return pl.pallas_call(kernel, compiler_params=params, interpret=_scope.get()[1], **options)
+    return pl.pallas_call(kernel, compiler_params=params, interpret=program.here().interprets, **options)

@@ -20,13 +20,12 @@ from jaxtyping import Array, Bool, Int
 from hsd_jax.axes import CACHE, ROWS, SLOTS, Axes, map_named
 from hsd_jax.config import SLIDING, ModelConfig
 from hsd_jax.kernels import program, triton
-from hsd_jax.kernels.native import traced_platform
 from hsd_jax.types import KVCache, NewKV
 
 
 def cache_dtype(weights_dtype) -> jnp.dtype:
     """The dtype of a cache for weights of this dtype: float32 on a CPU, which would else convert it in every pass."""
-    return jnp.dtype(jnp.float32 if traced_platform() == "cpu" else weights_dtype)
+    return jnp.dtype(jnp.float32 if program.here().platform == "cpu" else weights_dtype)
 
 
 RING_UNIT = 256
@@ -40,7 +39,7 @@ def layer_slots(config: ModelConfig, capacity: int) -> tuple[int, ...]:
 
     On a CPU every layer has `capacity` slots, because the CPU kernels read slots in order and only those in the window.
     """
-    if config.sliding_window is None or traced_platform() == "cpu":
+    if config.sliding_window is None or program.here().platform == "cpu":
         return (capacity,) * config.num_layers
     ring = -(-(config.sliding_window + RING_UNIT) // RING_UNIT) * RING_UNIT
     kinds = map(config.layer_type, range(config.num_layers))

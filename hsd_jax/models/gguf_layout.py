@@ -15,6 +15,7 @@ import numpy as np
 from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.models.layers import rope_frequencies
+from hsd_jax.models.tensor_files import file_name
 from hsd_jax.settings import MOST, shown
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -67,11 +68,7 @@ _LOW, _HIGH = 1.0, 4.0
 
 def tensor_name(path: str) -> str:
     """`layer_3.attn.q.kernel` -> `blk.3.attn_q.weight`."""
-    if path in _OUTER:
-        return _OUTER[path]
-    layer, _, rest = path.partition(".")
-    module, _, leaf = rest.rpartition(".")
-    return f"blk.{layer.removeprefix('layer_')}.{_MODULES[module]}.{'bias' if leaf == 'bias' else 'weight'}"
+    return file_name(path, _OUTER, "blk", _MODULES)
 
 
 def interleaved_heads(path: str, config: ModelConfig) -> int | None:

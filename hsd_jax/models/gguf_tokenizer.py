@@ -7,7 +7,6 @@ A GGUF file has the tokens and the merges. For the splitting of text before merg
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -51,39 +50,19 @@ _SPLITTINGS = {
 }
 
 
-def bos(header: Header) -> int | None:
-    """The start token, None if the file names none."""
-    return _token(header, _KEY + "bos_token_id")
-
-
-def adds_bos(header: Header) -> bool:
-    """Whether a text begins with the start token, by the file, else by its kind of splitting."""
-    found = header.get(_KEY + "add_bos_token")
-    if found is None:
-        splitting = _SPLITTINGS.get(str(header.get(_KEY + "pre")))
-        found = splitting is not None and splitting.adds_bos
-    return take(bool, found, f"{header.path}: {_KEY}add_bos_token") and bos(header) is not None
-
-
-def eos(header: Header) -> tuple[int, ...]:
-    """The distinct end tokens of a text, of a turn and of a message, in this order."""
-    found = [_token(header, _KEY + "eos_token_id")]
-    more = header.get(_KEY + "eos_token_ids", [])
-    found += [_checked(header, _KEY + "eos_token_ids", x) for x in (more if isinstance(more, list) else [more])]
-    found += [_token(header, f"{_KEY}{name}_token_id") for name in ("eot", "eom")]
-    return tuple(dict.fromkeys(token for token in found if token is not None))
-
-
-def chat_template(header: Header) -> str | None:
-    """The text of the template, None if the file has none."""
-    return take(str | None, header.get("tokenizer.chat_template"), f"{header.path}: tokenizer.chat_template")
+def special_tokens(header: Header, name: str) -> tuple[int, ...]:
+    """The distinct tokens of the name "bos" or "eos". End tokens are those of a text, of a turn and of a message."""
+    more = ("eos_token_ids", "eot_token_id", "eom_token_id") if name == "eos" else ()
+    keys = (f"{name}_token_id", *more)
+    return tuple(dict.fromkeys(token for key in keys for token in _ids(header, key)))
 
 
 def build(header: Header) -> tokenizers.Tokenizer:
     """The tokenizer of the file, with its control and user-defined tokens as added tokens."""
     splitting, path = _splitting(header), header.path
-    tokens, merges = (_texts(header, _KEY + name) for name in ("tokens", "merges"))
-    kinds = header.get(_KEY + "token_type", [_NORMAL] * len(tokens))
+    lists = {name: header.values.get(_KEY + name) for name in ("tokens", "merges")}
+    tokens, merges = (take(list[str], found, f"{path}: {_KEY}{name}") for name, found in lists.items())
+    kinds = header.values.get(_KEY + "token_type", [_NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ValueError(f"{path}: {_KEY}token_type: expected {len(tokens)} numbers")
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
@@ -110,28 +89,30 @@ def build(header: Header) -> tokenizers.Tokenizer:
             added[kind].append(AddedToken(token, special=kind == _CONTROL, normalized=False))
     tokenizer.add_special_tokens(added[_CONTROL])
     tokenizer.add_tokens(added[_USER_DEFINED])
-    if adds_bos(header):
-        start = bos(header)
-        assert start is not None  # adds_bos has checked it
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[tokens[start], "$A"],
-            pair=[tokens[start], "$A", f"{tokens[start]}:1", "$B:1"],
-            special_tokens=[(tokens[start], start)],
-        )
+    adds_bos = header.values.get(_KEY + "add_bos_token", splitting.adds_bos)
+    if take(bool, adds_bos, f"{path}: {_KEY}add_bos_token"):
+        for number in _ids(header, "bos_token_id"):
+            bos = tokens[number]
+            pair = [bos, "$A", f"{bos}:1", "$B:1"]
+            tokenizer.post_processor = processors.TemplateProcessing([bos, "$A"], pair, [(bos, number)])
     return tokenizer
 
 
 def wrapped(header: Header) -> Tokenizer:
     """The tokenizer of the file as a `Tokenizer`. Two are equal if their files hold the same tokenizer."""
-    inner = build(header)
+    inner, template = build(header), header.values.get("tokenizer.chat_template")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: _token(header, f"{_KEY}{key}_token_id") for name, key in names.items()}
-    special = {f"{name}_token": str(inner.id_to_token(token)) for name, token in ids.items() if token is not None}
-    return Tokenizer(inner, sha256(header.tokenizer_bytes), special, chat_template(header))
+    special = {
+        f"{name}_token": str(inner.id_to_token(i))
+        for name, key in names.items()
+        for i in _ids(header, f"{key}_token_id")
+    }
+    take(str | None, template, f"{header.path}: tokenizer.chat_template")
+    return Tokenizer(inner, sha256(header.tokenizer_bytes), special, template)
 
 
 def _splitting(header: Header) -> _Splitting:
-    kind, pre = header.get(_KEY + "model"), header.get(_KEY + "pre")
+    kind, pre = header.values.get(_KEY + "model"), header.values.get(_KEY + "pre")
     if kind != "gpt2":
         raise ValueError(f"{header.path}: {_KEY}model={shown(kind)}: only 'gpt2' is read; use another --tokenizer")
     if not isinstance(pre, str) or pre not in _SPLITTINGS:
@@ -140,14 +121,10 @@ def _splitting(header: Header) -> _Splitting:
     return _SPLITTINGS[pre]
 
 
-def _texts(header: Header, key: str) -> list[str]:
-    return take(list[str], header.get(key), f"{header.path}: {key}")
-
-
-def _token(header: Header, key: str) -> int | None:
-    found = header.get(key)
-    return None if found is None else _checked(header, key, found)
-
-
-def _checked(header: Header, key: str, token: Any) -> int:
-    return take(int, token, f"{header.path}: {key}", ge=0, lt=header.length(_KEY + "tokens"))
+def _ids(header: Header, name: str) -> list[int]:
+    """The tokens that a key of the metadata names: one, several, or none if there is no such key."""
+    key = _KEY + name
+    found, tokens = header.values.get(key, []), header.values.get(_KEY + "tokens")
+    most = len(tokens) if isinstance(tokens, list) else 0
+    found = found if isinstance(found, list) else [found]
+    return [take(int, token, f"{header.path}: {key}", ge=0, lt=most) for token in found]

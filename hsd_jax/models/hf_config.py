@@ -26,9 +26,7 @@ from hsd_jax.config import (
 from hsd_jax.host.files import read_object
 from hsd_jax.settings import Count, OneOf, Positive, PositiveShare, Whole
 
-_EVERYWHERE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10_000.0}
 _GEMMA = {
-    "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -36,13 +34,7 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_QWEN = {
-    "max_position_embeddings": 32_768,
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+_QWEN = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -58,13 +50,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size": 2304,
         "intermediate_size": 9216,
         "num_hidden_layers": 26,
-        "sliding_window_pattern": 6,
         "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
     },
 }
-"""The defaults of transformers for keys that a file leaves out."""
-
+"""The defaults of transformers for keys that a file leaves out, where they are not those of `_Keys`."""
 
 _SAME = {
     "vocab_size": "vocab_size",
@@ -83,7 +72,7 @@ _SAME = {
 
 @settings.dataclass
 class _Keys:
-    """The keys that are read from a `config.json`, with their allowed values. `_FAMILIES` has the defaults."""
+    """The keys that are read from a `config.json`, with their allowed values and defaults."""
 
     vocab_size: Count
     hidden_size: Count
@@ -91,8 +80,8 @@ class _Keys:
     num_attention_heads: Count
     intermediate_size: Count
     max_position_embeddings: Count
-    rms_norm_eps: PositiveShare
-    rope_theta: Theta
+    rms_norm_eps: PositiveShare = 1e-6
+    rope_theta: Theta = 10_000.0
     num_key_value_heads: Count | None = None
     head_dim: HeadDim | None = None
     tie_word_embeddings: bool | None = False
@@ -155,7 +144,7 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: quantization_config is set; only unquantised checkpoints are read")
     if values.get("use_bidirectional_attention"):
         raise ValueError(f"{where}: use_bidirectional_attention is set; only causal models generate")
-    keys: _Keys = _read_keys(_Keys, _EVERYWHERE | _FAMILIES[family] | values, where)
+    keys: _Keys = _read_keys(_Keys, _FAMILIES[family] | values, where)
     is_gemma = family.startswith("gemma")
     keys = dataclasses.replace(
         keys,

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import RopeConfig
 from hsd_jax.kernels import triton
+from hsd_jax.kernels.attention import attend
 from hsd_jax.kernels.int8 import GroupedInt8, Kernel
-from hsd_jax.kernels.ops import activate, apply_rope, attend, gated_mlp, matmul, matmuls, rms_norm, rounded
+from hsd_jax.kernels.ops import activate, apply_rope, gated_mlp, matmul, matmuls, rms_norm, rounded
 from hsd_jax.models.cache import take_nodes
 
 

@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.kernels import native
-from hsd_jax.kernels.ops import attend, embed, matmul, rms_norm
+from hsd_jax.kernels.attention import attend
+from hsd_jax.kernels.ops import embed, matmul, rms_norm
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, rope_table
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import KVCache, NewKV, Weights

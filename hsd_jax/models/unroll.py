@@ -42,7 +42,7 @@ def attend_own(
     *,
     own: tuple[KV, ...] | None,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` where each node sees committed entries under a mask, and only the states of its own anchor.
+    """`attention.attend` where each node sees committed entries under a mask, and only the states of its own anchor.
 
     The nodes of a pass are anchors. A node computes one product per own entry, so memory grows with A (T + K) and not
     with (A K)^2. `own` are the anchors' earlier states, oldest first. None: the first step, whose entry is committed.
@@ -76,7 +76,7 @@ def attend_slots(
     *,
     num_slots: int,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` where each slot sees committed entries under a mask, and the slots of its anchor up to itself.
+    """`attention.attend` where each slot sees committed entries under a mask, and the slots of its anchor up to itself.
 
     The nodes of a pass are S = `num_slots` slots of each anchor, anchor by anchor. Memory grows with A S (T + S).
     """

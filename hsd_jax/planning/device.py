@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from pathlib import Path
 
 import jax
 
+from hsd_jax.host.files import cpu_lines
 from hsd_jax.kernels import native
 
 
@@ -27,9 +27,5 @@ def num_cores() -> int | None:
 @functools.cache
 def cpu_model() -> str:
     """The processor's name, or its architecture if the system gives no name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    name = cpu_lines().get("model name", "").partition(":")[2].strip()
+    return name or platform.processor() or platform.machine()

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array
 
 from hsd_jax import settings
-from hsd_jax.host.files import kept_file, read_json, write_json
+from hsd_jax.host.files import keep, kept, kept_file
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.planning.device import device_name, num_cores
 from hsd_jax.planning.timing import interleaved, loop_timer
@@ -102,18 +102,14 @@ def rates_here(has_kernels: bool) -> Rates:
     platform, isa = jax.default_backend(), isa_here(has_kernels)
     if platform != "cpu":
         return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
-    if isa is None:
-        return shipped(native.OFF)
     # Several processes must all choose the same tree.
-    path = kept_path(isa) if jax.process_count() == 1 else None
+    path = kept_path(isa) if isa != native.OFF and jax.process_count() == 1 else None
     return shipped(isa) if path is None else _kept_or_measured(path, isa)
 
 
-def isa_here(has_kernels: bool) -> str | None:
-    """The instruction set of the CPU kernels, whose rates can be measured. None if the kernels do not run."""
-    runs = has_kernels and jax.default_backend() == "cpu" and native.available()
-    isa = native.selected_isa()
-    return isa if runs and isa != native.OFF else None
+def isa_here(has_kernels: bool) -> str:
+    """The instruction set of the CPU kernels, whose rates can be measured; OFF if the kernels do not run."""
+    return native.selected_isa() if has_kernels and native.available() else native.OFF
 
 
 def shipped(isa: str) -> Rates:
@@ -217,27 +213,26 @@ def _reading(weights: list[Array], iterations: int) -> Callable[[], float]:
             out = ops.matmul(out, weight) * 1e-3
         return out, row
 
-    return loop_timer(through, {"weights": weights}, jnp.ones((1, WIDTH)), iterations, None, True)
+    return loop_timer(through, {"weights": weights}, jnp.ones((1, WIDTH)), iterations)
 
 
 def _computing(kernel: int8.Kernel) -> Callable[[], float]:
     """Times many rows through one matrix that the processor's cache holds."""
     rows = jnp.ones((ROWS, SMALL_WIDTH))
     run = lambda models, rows: (ops.matmul(rows, models["weight"]), rows)  # noqa: E731
-    return loop_timer(run, {"weight": kernel}, rows, 32, None, True)
+    return loop_timer(run, {"weight": kernel}, rows, 32)
 
 
 def kept_path(isa: str) -> Path | None:
-    """The file of this processor's rates, for these fields; None if rates are not kept."""
-    fields = [field.name for field in dataclasses.fields(MeasuredRates)]
-    return kept_file(FOLDER_VARIABLE, "rates", device_name(), isa, *fields)
+    """The file of this processor's rates; None if rates are not kept."""
+    return kept_file(FOLDER_VARIABLE, "rates", MeasuredRates, device_name(), isa)
 
 
 def renewed(isa: str) -> MeasuredRates:
     """Measures the rates, and keeps them if rates are kept."""
     found, path = measure_rates(), kept_path(isa)
     if path is not None:
-        _keep(path, found)
+        keep(path, found)
     _kept_or_measured.cache_clear()
     return found
 
@@ -245,34 +240,18 @@ def renewed(isa: str) -> MeasuredRates:
 @functools.lru_cache(maxsize=8)
 def _kept_or_measured(path: Path, isa: str) -> Rates:
     """The kept rates, or new ones. One process measures, and others that come meanwhile wait for its result."""
-    found = _read(path)
+    found = kept(MeasuredRates, path)
     try:
         if found is None or found.is_stale:
             path.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(path.with_suffix(".lock"), timeout=30):
-                found = _read(path)
+                found = kept(MeasuredRates, path)
                 if found is None or found.is_stale:
                     print("hsd_jax measures the speed of this processor for 2 s", file=sys.stderr, flush=True)
                     now = measure_rates()
                     found = now if found is None else found.confirmed(now)
-                    _keep(path, found)
+                    keep(path, found)
     except (OSError, filelock.Timeout) as error:
         if found is None:
             warnings.warn(f"{path}: rates cannot be kept ({error}); the shipped ones are used", stacklevel=2)
     return shipped(isa) if found is None else found.rates(isa)
-
-
-def _keep(path: Path, found: MeasuredRates) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, dataclasses.asdict(found))
-
-
-def _read(path: Path) -> MeasuredRates | None:
-    """The kept rates. None if there are none, or, with a warning, if the file is damaged."""
-    if not path.is_file():
-        return None
-    try:
-        return settings.read(MeasuredRates, read_json(path), str(path))
-    except (OSError, ValueError) as error:
-        warnings.warn(f"{error}; the rates are measured again", stacklevel=2)
-        return None

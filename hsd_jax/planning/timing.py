@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.infer.decode import traced_with
+from hsd_jax.infer.decode import program_for
 
 
 def loop_timer(
-    run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None, use_native: bool
+    run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None = None, use_native: bool = True
 ) -> Callable[[], float]:
     """Times `run(models, inputs) -> (outputs, inputs)` in a compiled loop, in seconds per iteration."""
-    repeated = jax.jit(traced_with(precision, use_native, None, _repeated(run, iterations)))
+    repeated = jax.jit(program_for(precision, use_native).traced(_repeated(run, iterations)))
     zero = jnp.zeros((), jnp.float32)
 
     def timed() -> float:

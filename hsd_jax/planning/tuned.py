@@ -15,7 +15,7 @@ import jax
 
 from hsd_jax import settings
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
-from hsd_jax.host.files import check_new_folder, kept_file, read_json, write_json
+from hsd_jax.host import files
 from hsd_jax.params import Params
 from hsd_jax.planning.device import device_name
 from hsd_jax.settings import Count, NotNegative, Temperature
@@ -173,7 +173,7 @@ class Tuned:
 
     def save(self, path: str | Path) -> None:
         """Writes the record as JSON."""
-        write_json(path, dataclasses.asdict(self))
+        files.write_json(path, dataclasses.asdict(self))
 
     def keep(self) -> Path | None:
         """Writes the record where `decode` looks for it. Choices for other sizes that are already there stay.
@@ -186,8 +186,7 @@ class Tuned:
         path = kept_path(self.conditions)
         if path is None:
             return None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.joined(_kept(path)).save(path)
+        files.keep(path, self.joined(files.kept(Tuned, path)))
         return path
 
     @classmethod
@@ -201,7 +200,7 @@ class Tuned:
           FileNotFoundError: if there is no such file.
           ValueError: if the file is no such record, or is for another target or drafter.
         """
-        found, here = _read(Path(path)), Conditions.of(params)
+        found, here = settings.read(Tuned, files.read_json(path), str(path)), Conditions.of(params)
         made = found.conditions
         for name in ("target", "drafter"):
             if getattr(made, name) != getattr(here, name):
@@ -215,49 +214,22 @@ class Tuned:
 
 
 def kept_path(conditions: Conditions) -> Path | None:
-    """The file of the record for these conditions and fields of `Choice`; None if records are not kept."""
-    fields = [field.name for field in dataclasses.fields(Choice)]
-    return kept_file(FOLDER_VARIABLE, "tuned", repr(conditions), *fields)
+    """The file of the record for these conditions; None if records are not kept."""
+    return files.kept_file(FOLDER_VARIABLE, "tuned", Choice, repr(conditions))
 
 
 def check_keeping(params: Params) -> None:
     """Checks, before the work starts, that a record for such params can be kept."""
     path = kept_path(Conditions.of(params))
     if path is not None:
-        check_new_folder(path.parent)
-
-
-_read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}
-"""For every file that `kept` has read: its modification time and size at that moment, and its content."""
+        files.check_new_folder(path.parent)
 
 
 def kept(params: Params) -> Tuned | None:
     """The record that was kept for such params on this machine, or None.
 
-    Several processes must all agree, so they use no record. A new record is found at once. A file that cannot be read
-    gives a warning, once.
+    Several processes must all agree, so they use no record.
     """
     if params.fingerprint_pair is None or jax.process_count() > 1:
         return None
-    path = kept_path(Conditions.of(params))
-    return None if path is None else _kept(path)
-
-
-def _kept(path: Path) -> Tuned | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    now = stat.st_mtime_ns, stat.st_size
-    if _read_before.get(path, (None,))[0] != now:
-        try:
-            found = _read(path)
-        except (OSError, ValueError) as error:
-            found = None
-            warnings.warn(f"{error}; it is ignored: delete it, or run tune() or `hsd tune` again", stacklevel=2)
-        _read_before[path] = now, found
-    return _read_before[path][1]
-
-
-def _read(path: Path) -> Tuned:
-    return settings.read(Tuned, read_json(path), str(path))
+    return files.kept(Tuned, kept_path(Conditions.of(params)))

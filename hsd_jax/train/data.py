@@ -60,9 +60,9 @@ def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
 
 
 def template_of(source: Source) -> ChatTemplate | None:
-    """The chat template of a checkpoint, or None. The tokenizer is loaded only for the first conversation."""
-    checkpoint = find(source)
-    return chat_template_of(checkpoint.render) if checkpoint.has_chat_template else None
+    """The chat template of a checkpoint, or None."""
+    tokenizer = find(source).tokenizer
+    return None if tokenizer is None or not tokenizer.has_chat_template else chat_template_of(tokenizer.render)
 
 
 def read_rows(

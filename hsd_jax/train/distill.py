@@ -213,7 +213,7 @@ def decoded(params: Params, prompts: Sequence[np.ndarray], asked: DistillEval) -
     found, tree = {}, TreeConfig.chain(asked.depth)
     some = [np.asarray(prompt, np.int32) for prompt in prompts]
     for name, temperature, accept in (("", 0.0, "match"), ("sampled_", asked.temperature, "recursive")):
-        stats = decode(params, some, asked.max_new_tokens, temperature, tree=tree, accept=accept).stats
+        stats = decode(params, some, asked.max_new_tokens, temperature=temperature, tree=tree, accept=accept).stats
         found[f"{name}tau"] = stats.tau
         found[f"{name}acceptance"] = stats.conditional_acceptance.tolist()
     return found

@@ -8,7 +8,6 @@ after another, so an interrupted build goes on where it stopped. `Batches` (data
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -25,7 +24,7 @@ from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.host import lock
 from hsd_jax.host.files import read_json, write_json
-from hsd_jax.kernels import native
+from hsd_jax.kernels import program
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import OneOf
 from hsd_jax.train import manifest, vocab_sample
@@ -158,7 +157,7 @@ def open_features(
             os.truncate(path, done * layout.row_bytes)
             if config.products is not None:
                 weights = jax.tree.map(lambda x: x.astype(config.products), weights)
-            with native.as_they_are() if config.products == "bfloat16" else contextlib.nullcontext():
+            with program.tracing(widens=config.products != "bfloat16"):
                 _build(path, layout, done, rows, weights, target_config, batch, report)
     return Features(folder, layout)
 

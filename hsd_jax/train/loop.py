@@ -21,7 +21,7 @@ import optax
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import fetch, put
-from hsd_jax.kernels import native
+from hsd_jax.kernels import program
 from hsd_jax.settings import AtLeastTwo, Count, NotNegative, OneOf, Positive, Share, Whole
 from hsd_jax.train.checkpoint import Checkpointer
 from hsd_jax.train.journal import Journal
@@ -79,7 +79,7 @@ class LoopConfig:
 
     def on_platform(self) -> LoopConfig:
         """The same, with `compute` set to the default of the program's platform if it is None."""
-        default = "float32" if native.traced_platform() == "cpu" else "bfloat16"
+        default = "float32" if program.here().platform == "cpu" else "bfloat16"
         return dataclasses.replace(self, compute=self.compute or default)
 
 

@@ -24,10 +24,11 @@ from hsd_jax.drafters.table import init_drafter, load_foreign
 from hsd_jax.host.distributed import fetch, wait_for_all
 from hsd_jax.host.files import is_writer, read_json, replace_folder, write_json
 from hsd_jax.models import convert, draft_vocab
-from hsd_jax.models.checkpoint import Checkpoint, Source, find, path_of
+from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
+from hsd_jax.models.tensor_files import weights_file
 from hsd_jax.params import Params, check_loads
 from hsd_jax.planning import simulate
 from hsd_jax.planning import texts as texts_lib
@@ -199,10 +200,9 @@ class DrafterTask(TaughtTask):
         about: dict[str, Any] = {"target": owner.hash}
         self.start = None
         if self.start_dir is not None:
-            self.start_dir = path_of(self.start_dir)
-            self.start = drafter_files.read_drafter(self.start_dir)
-            drafter_files.check_drafter(self.start[0], owner)
-            about["start"] = manifest.fingerprints([self.start_dir / drafter_files.DRAFTER_FILE])
+            self.start_dir = find(self.start_dir).path
+            self.start = drafter_files.read_drafter(self.start_dir, target=owner)
+            about["start"] = manifest.fingerprints([weights_file(self.start_dir, drafter_files.DRAFTER)])
         return about
 
     def initialize(self, rows: data.Rows) -> Weights:

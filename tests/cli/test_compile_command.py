@@ -28,7 +28,7 @@ from support.training import ALL, LENGTH, ROWS, TARGET, make, random_rows
 from hsd_jax.cli import compile as aot
 from hsd_jax.config import weights_of_layer
 from hsd_jax.host import sharding
-from hsd_jax.kernels import native
+from hsd_jax.kernels import program
 from hsd_jax.models import convert
 from hsd_jax.train import drafter
 from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
@@ -44,7 +44,7 @@ def cpu_mesh(num: int = 1) -> Mesh:
 
 
 def lowered(what: str, platform: str, device: AbstractDevice | None = None) -> str:
-    with native.compiled_for(platform), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with program.tracing(backend=platform), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         made = aot.training_step(JOB, cpu_mesh()) if what == aot.TRAIN else aot.decode_program(JOB, what, cpu_mesh())
         function, arguments, sizes = made
         traced = function.trace(*arguments, **sizes)

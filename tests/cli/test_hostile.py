@@ -27,6 +27,7 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import files, lock
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train import data, run
@@ -138,7 +139,7 @@ def test_layers_that_are_not_stored_are_not_traced(folders, tmp_path, num_layers
     start = time.monotonic()
     changed = copy_of(folders / "target", tmp_path / "target", num_hidden_layers=num_layers)
     with pytest.raises(ValueError, match=r"num_hidden_layers|5000 layers"):
-        convert.read_weights(changed, convert.read_config(changed))
+        find(changed).weights()
     changed = copy_of(folders / "drafter", tmp_path / "drafter", num_layers=num_layers)
     with pytest.raises(ValueError, match=r"num_layers|5000 layers"):
         drafter_files.read_drafter(changed)
@@ -176,8 +177,7 @@ def test_chat_templates_without_end(folders, tmp_path, monkeypatch):
 
 def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
     """Neither half a result nor a temporary file; the error names the file."""
-    config = convert.read_config(folders / "target")
-    weights = convert.read_weights(folders / "target", config)
+    config, weights = find(folders / "target").config, find(folders / "target").weights()
     long = "x" * 10_000
     writers = {
         "page.html": lambda path: files.write_text(path, long),

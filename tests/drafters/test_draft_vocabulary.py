@@ -274,24 +274,27 @@ def test_round_trip(tmp_path, dtype):
     jax.tree.map(np.testing.assert_array_equal, read, weights)
 
 
-def test_bad_files(tmp_path):
-    config, weights = draft_vocab.restrict(*make()[:2], SOME)
-    file, text = tmp_path / "drafter.safetensors", tmp_path / "drafter_config.json"
-    drafter_files.save_drafter(tmp_path, config, weights)
-    whole, values = file.read_bytes(), text.read_text()
+IDS, FILE, CONFIG = "draft_to_target", "drafter.safetensors", "drafter_config.json"
+BAD = {
+    "cut": (lambda at: (at / FILE).write_bytes((at / FILE).read_bytes()[:-10]), ValueError, r"drafter\.safetensors"),
+    "gone": (lambda at: (at / FILE).unlink(), FileNotFoundError, r"drafter\.safetensors"),
+    "another rank": (lambda at: edit_json(at / CONFIG, rank=16), ValueError, r"injector.*, 5\].*, 16\]"),
+    "another key": (lambda at: edit_json(at / CONFIG, colour=1), ValueError, "'colour'"),
+    "no ids": (lambda at: edit_tensors(at / FILE, lambda t: t.pop(IDS)), ValueError, f"'{IDS}'"),
+    "descending": (
+        lambda at: edit_tensors(at / FILE, lambda t: t.update({IDS: t[IDS][::-1].copy()})), ValueError, f"{IDS}.*ascend"
+    ),
+    "more ids": (lambda at: edit_json(at / CONFIG, reduced_vocab_size=10), ValueError, r"\[11.*\[10"),
+}  # fmt: skip
 
-    def expect(message):
-        with pytest.raises(ValueError, match=message):
-            drafter_files.read_drafter(tmp_path)
-        file.write_bytes(whole)
-        text.write_text(values)
 
-    edit_tensors(file, lambda t: t.pop("draft_to_target"))
-    expect("'draft_to_target'")
-    edit_tensors(file, lambda t: t.update(draft_to_target=t["draft_to_target"][::-1].copy()))
-    expect("'draft_to_target'.*ascending")
-    edit_json(text, reduced_vocab_size=10)
-    expect(r"\[11.*\[10")
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(tmp_path, case):
+    spoil, kind, message = BAD[case]
+    drafter_files.save_drafter(tmp_path, *draft_vocab.restrict(*make()[:2], SOME))
+    spoil(tmp_path)
+    with pytest.raises(kind, match=message):
+        drafter_files.read_drafter(tmp_path)
 
 
 @meshes.needs_devices

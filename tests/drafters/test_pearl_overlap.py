@@ -13,7 +13,7 @@ from support import setups
 from support.meshes import needs_devices
 
 import hsd_jax
-from hsd_jax.arguments import Sampling
+from hsd_jax.asked import Sampling
 from hsd_jax.drafters.pearl import overlap
 from hsd_jax.infer.decode import UNBOUNDED
 from hsd_jax.planning import pearl

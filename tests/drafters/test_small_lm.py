@@ -21,6 +21,7 @@ from hsd_jax.infer.accept import recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.params import default_tree, with_drafter
 from hsd_jax.types import DrawScheme, RoundInputs
 
@@ -155,7 +156,7 @@ def test_any_target_folder_of_the_same_vocabulary_drafts(tmp_path):
         5, 4, 1
     )
     prompts, settings = [[3, 1, 4], [1, 5]], {"max_new_tokens": 20, "temperature": [0.0, 0.9]}
-    head = convert.read_weights(tmp_path / "small", small_config)["head"]
+    head = find(tmp_path / "small").weights()["head"]
     for own in (params, with_drafter(params, tmp_path / "small")):
         np.testing.assert_array_equal(own.drafter["head"], head)
     plain = hsd_jax.decode(params, prompts, speculate=False, **settings)

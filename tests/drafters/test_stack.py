@@ -32,6 +32,7 @@ from hsd_jax.infer.rules import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.types import DrawScheme, RoundInputs
 
 # --- enumeration ------------------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def folders(tmp_path_factory):
     convert.save_target(folder / "small", config, small)
     other = toy.target_config(vocab_size=toy.VOCAB - 1)
     convert.save_target(folder / "other", other, toy.make_target(other))
-    heads = toy.drafter_config(config, "medusa", target_hash=convert.stored_hash(folder / "small", config))
+    heads = toy.drafter_config(config, "medusa", target_hash=find(folder / "small").hash("float32"))
     save_drafter(folder / "heads", heads, toy.make_drafter(heads, config, small))
     return folder
 

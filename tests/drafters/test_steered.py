@@ -24,13 +24,14 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.small_lm.tree import joined_features
 from hsd_jax.drafters.steered.config import SteeredConfig
-from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, save_steering
+from hsd_jax.drafters.steered.files import save_steering
 from hsd_jax.drafters.steered.steering import STEERING, init_steering, steer
 from hsd_jax.kernels.ops import matmul
 from hsd_jax.lab.bench.facts import facts_of
 from hsd_jax.models.convert import save_target
 from hsd_jax.models.steering import of_layer
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, init_target
+from hsd_jax.models.tensor_files import config_file, weights_file
 from hsd_jax.train import distill, run
 from hsd_jax.train.tokenizer import train_tokenizer
 from hsd_jax.types import NewKV
@@ -238,18 +239,18 @@ def test_a_run_and_its_folder(folders, tmp_path):
     assert np.asarray(params.drafter[STEERING]["steer"]["kernel"]).any()
     drafted = hsd_jax.decode(params, "Question: 1", 8)
     assert drafted.text == hsd_jax.decode(params, "Question: 1", 8, speculate=False).text
-    values = json.loads((folder / STEERING_CONFIG).read_text())
+    values = json.loads(config_file(folder, STEERING).read_text())
     assert values["steering_layers"] == [1] and values["num_steps"] == 3
-    (folder / STEERING_CONFIG).write_text(json.dumps(values | {"target_hash": "0" * 64}))
+    config_file(folder, STEERING).write_text(json.dumps(values | {"target_hash": "0" * 64}))
     with pytest.raises(ValueError, match=r"0{12}"):
         hsd_jax.load(target=folders / "target", drafter=folder, strict=True)
     with pytest.warns(UserWarning, match="0{12}"):
         hsd_jax.load(target=folders / "target", drafter=folder)
-    (folder / STEERING_CONFIG).write_text(json.dumps(values))
+    config_file(folder, STEERING).write_text(json.dumps(values))
     assert facts_of(folder) | {"kind": "steered drafter", "steering_layers": (1,)} == facts_of(folder)
     with pytest.raises(ValueError, match="steered"):
         read_scorer(folder, DraftedFor(params.target_config, "", params.tokenizer))
-    (folder / STEERING_FILE).unlink()
+    weights_file(folder, STEERING).unlink()
     with pytest.raises(FileNotFoundError, match="steering"):
         hsd_jax.load(target=folders / "target", drafter=folder)
 
@@ -265,6 +266,6 @@ def test_what_is_written_is_read(folders, tmp_path):
     found = hsd_jax.load(target=folders / "target", drafter=tmp_path, precision="exact")
     jax.tree.map(np.testing.assert_array_equal, found.drafter, {**model.target, STEERING: weights})
     assert found.drafter_config == config
-    edit_tensors(tmp_path / STEERING_FILE, lambda tensors: tensors.pop("mix.kernel"))
-    with pytest.raises(ValueError, match=rf"{STEERING_FILE}: .*'mix.kernel'"):
+    edit_tensors(weights_file(tmp_path, STEERING), lambda tensors: tensors.pop("mix.kernel"))
+    with pytest.raises(ValueError, match=r"steering\.safetensors: .*'mix.kernel'"):
         hsd_jax.load(target=folders / "target", drafter=tmp_path)

@@ -38,18 +38,12 @@ def compile_one() -> None:
     jax.jit(lambda x: x + 1)(np.float32(0)).block_until_ready()
 
 
-def test_programs_go_when_they_take_half_of_the_maps(process):
-    for num, wanted in ((50, 0), (51, 1), (50, 1), (51, 2)):
-        process.maps(num)
-        process.left = 0
-        compile_one()
-        programs.make_room()
-        assert process.num_cleared == wanted
-
-
-def test_what_is_no_program_does_not_drop_programs_at_every_call(process):
-    process.left = 80
-    for num, wanted in ((80, 1), (90, 1), (91, 2), (85, 2)):
+@pytest.mark.parametrize(
+    ("left", "steps"), [(0, ((50, 0), (51, 1), (50, 1), (51, 2))), (80, ((80, 1), (90, 1), (91, 2), (85, 2)))]
+)
+def test_programs_go_when_they_take_half_of_the_maps_that_others_leave(process, left, steps):
+    process.left = left
+    for num, wanted in steps:
         process.maps(num)
         compile_one()
         programs.make_room()

@@ -18,7 +18,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.step import or_invalid
 from hsd_jax.infer.tree import Grower
-from hsd_jax.kernels import native, ops
+from hsd_jax.kernels import native, ops, program
 from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV, RoundInputs, SamplingParams
 
 VOCAB = 9
@@ -122,12 +122,13 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
     """[B, 1, V] as plain decoding draws it, alone and fused with its argmax, and [B, D + 1, V] of a round."""
     if is_native and not native.available():
         pytest.skip("needs the compiled kernels")
+    isa = native.usable_isa() if is_native else native.OFF
     keys, root, depth = keys_of([3, 9]), jnp.array([17, 40], jnp.int32), 7
     sampling = settings_of([(1.0, None, None), (0.7, None, None)])
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def noise(root, num, rows):
-        with native.enabled(is_native):
+        with program.tracing(isa=isa):
             some = jax.tree.map(lambda x: x[:rows], sampling)
             return sampling_lib.round_noise(keys[:rows], root[:rows], num, vocab, some)
 
@@ -139,12 +140,12 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 
     @jax.jit
     def plainly(logits, position):
-        with native.enabled(is_native):
+        with program.tracing(isa=isa):
             return sampling_lib.draw(keys, logits, position, sampling)
 
     @jax.jit
     def in_a_round(logits):
-        with native.enabled(is_native):
+        with program.tracing(isa=isa):
             shared = sampling_lib.round_noise(keys, root, depth + 1, vocab, sampling)
             return ops.argmax(sampling_lib.perturb(shared, logits, sampling))
 

@@ -8,8 +8,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from support import toy
 
-from hsd_jax.kernels import native, ops
+from hsd_jax.infer.decode import program_for
+from hsd_jax.kernels import native, ops, program
+from hsd_jax.lab.bench import identity
 from hsd_jax.models.placement import Placement
 from hsd_jax.params import describe_arithmetic
 
@@ -61,7 +64,7 @@ def test_a_compiler_older_than_an_instruction_set_gets_the_one_below(asked, tmp_
 
 @pytest.mark.parametrize(("grants", "selected"), [(True, "amx"), (False, "avx512_bf16")])
 def test_tiles_are_asked_for_by_name_and_need_the_permission_of_linux(asked, monkeypatch, grants, selected):
-    flags = " ".join(native.ISAS["amx"].needs)
+    flags = " ".join(native.ISAS["amx"])
     monkeypatch.setattr(native.Path, "read_text", lambda path: f"flags : {flags}\n")
     monkeypatch.setattr(native, "cpu_isas", PROCESSOR_S)
     monkeypatch.setattr(native, "_is_known_to_compiler", lambda isa: True)
@@ -91,6 +94,24 @@ def test_off_says_so_and_holds_bfloat16_wider(asked):
     assert native.is_emulated(jnp.bfloat16)  # on every CPU: rows of XLA's matrix units are not invariant
 
 
+@pytest.mark.skipif(native.compiler() is None or "avx2" not in PROCESSOR_S(), reason="no kernels")
+def test_a_program_belongs_to_one_instruction_set(asked):
+    """A function that is bound at one is traced so later too, and what was compiled for one does not run at another."""
+    config, (x, kernel) = toy.target_config(), (jnp.ones((2, 8)), jnp.ones((4, 8)))
+    weights, compiled = toy.make_target(config), []
+    for isa in ("avx2", "off"):
+        asked(isa)
+        bound = program_for()
+        asked("off")
+        assert ("hsd_avx2" in str(jax.make_jaxpr(bound.traced(lambda *a: ops.matmul(*a)))(x, kernel))) == (
+            isa == "avx2"
+        )
+        asked(isa)
+        identity.replay_logits(weights, config, [1, 2], [3, 4])
+        compiled.append(identity._replay._cache_size())
+    assert compiled[1] == compiled[0] + 1
+
+
 def test_the_platform_is_that_of_the_program():
     """On a CPU bfloat16 is multiplied in float32 or by our kernels; a program for a GPU multiplies it as it is."""
     x, kernel = jnp.ones((2, 8)), jnp.ones((4, 8), jnp.bfloat16)
@@ -99,5 +120,5 @@ def test_the_platform_is_that_of_the_program():
         return "bf16[2,8]" in str(jax.make_jaxpr(lambda *a: ops.matmul(*a))(x, kernel))
 
     assert not is_multiplied_as_it_is()
-    with native.compiled_for("gpu"), native.enabled(True):
-        assert is_multiplied_as_it_is() and not native.is_on()
+    with program.tracing(backend="gpu"):
+        assert is_multiplied_as_it_is() and native.usable_isa() == native.OFF

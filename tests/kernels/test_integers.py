@@ -8,33 +8,16 @@ import numpy as np
 import pytest
 from oracles import eight_bits
 from support import setups
+from support.kernels import ROWS, needs_kernels, normal, of_all_rows, on
 
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.lab.bench.identity import replay_logits
 
-needs_kernels = pytest.mark.skipif(
-    native.compiler() is None or native.selected_isa() == native.OFF, reason="no kernels wanted"
-)
 every_isa = pytest.mark.parametrize("isa", native.cpu_isas())
-ROWS = [*range(1, 10), 17, 63, 65, 130]
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def in_groups(seed: int, *shape: int) -> int8.GroupedInt8:
     return int8.grouped(int8.quantize(normal(seed, *shape)))
-
-
-def compiled(isa: str, function, active=None):
-    assert native.available(isa)
-
-    def traced(*args):
-        with native.enabled(True, isa), native.only(active):
-            return function(*args)
-
-    return jax.jit(traced)
 
 
 def oracle(x, kernel: int8.GroupedInt8) -> np.ndarray:
@@ -75,9 +58,7 @@ def test_a_product_has_the_bits_of_the_oracle_for_any_number_of_rows(width, outp
     sizes = np.random.default_rng(2).uniform(0.01, 30, (130, -(-width // 64))).repeat(64, 1)[:, :width]
     x, kernel = normal(0, 130, width) * jnp.asarray(sizes, jnp.float32), in_groups(1, outputs, width)
     wanted = oracle(x, kernel)
-    found = compiled(isa, lambda x, kernel: [ops.matmul(x[:n], kernel) for n in ROWS])(x, kernel)
-    for n, product in zip(ROWS, found, strict=True):
-        np.testing.assert_array_equal(product, wanted[:n])
+    np.testing.assert_array_equal(of_all_rows(ops.matmul, x, kernel, isa=isa), wanted)
     exact = np.asarray(x, np.float64) @ np.asarray(kernel.floats(jnp.arange(outputs)), np.float64).T
     assert np.linalg.norm(wanted - exact) < 0.01 * np.linalg.norm(exact)
 
@@ -89,7 +70,7 @@ def test_the_largest_sums_are_exact(isa):
     signs = np.array([[1, 1], [1, -1], [-1, 1], [-1, -1]]).repeat(16, 0)
     own = int8.Int8(jnp.asarray(127 * np.tile(signs, 64), jnp.int8), jnp.ones(64))
     x = jnp.asarray(127.0 * np.tile(signs[::16], 64), jnp.float32)
-    found = compiled(isa, ops.matmul)(x, int8.grouped(own))
+    found = on(ops.matmul, x, int8.grouped(own), isa=isa)
     np.testing.assert_array_equal(found, np.asarray(x, np.float64) @ np.asarray(own.values, np.float64).T)
 
 
@@ -100,7 +81,7 @@ def test_numbers_are_rounded_to_the_nearest_and_ties_to_even(isa):
     row = np.zeros(64, np.float32)
     row[:8] = 127, 0.5, 1.5, -0.5, -2.5, 0.49999997, 126.5, -126.51
     ones = int8.grouped(int8.Int8(jnp.eye(64, dtype=jnp.int8), jnp.ones(64)))
-    found = compiled(isa, ops.matmul)(jnp.asarray(row[None]), ones)
+    found = on(ops.matmul, jnp.asarray(row[None]), ones, isa=isa)
     np.testing.assert_array_equal(found[0, :8], [127, 0, 2, 0, -2, 0, 126, -127])
     np.testing.assert_array_equal(found, oracle(row[None], ones))
 
@@ -114,7 +95,7 @@ def test_blocks_without_a_scale(isa):
     wanted = oracle(x, kernel)
     for row, wrong in zip(x[3:], (np.nan, np.inf, -np.inf), strict=True):
         row[70] = wrong
-    found = np.asarray(compiled(isa, ops.matmul)(jnp.asarray(x), kernel))
+    found = np.asarray(on(ops.matmul, jnp.asarray(x), kernel, isa=isa))
     np.testing.assert_array_equal(found[:3], wanted[:3])
     assert not found[0].any() and np.isnan(found[3:]).all()
 
@@ -128,10 +109,10 @@ def test_an_mlp_rounds_its_hidden_numbers_once(width, activation, isa):
     gate, up, down = (in_groups(i, width, width) for i in (1, 2, 3))
 
     def mlps(x, up_bias, gate, up, down, unit):
-        hidden = native.gated_mlp(x, gate, up, unit, is_gelu=activation != "silu", up_bias=up_bias)
+        hidden = ops.gated_mlp(x, gate, up, unit, activation, up_bias)
         return hidden, [ops.gated_mlp(x[:n], gate, up, down, activation, up_bias[:n]) for n in ROWS]
 
-    hidden, found = compiled(isa, mlps)(x, up_bias, gate, up, down, jnp.eye(width))
+    hidden, found = on(mlps, x, up_bias, gate, up, down, jnp.eye(width), isa=isa)
     gated, raised = oracle(x, gate), oracle(x, up) + np.asarray(up_bias)
     np.testing.assert_allclose(hidden, ops.activate(jnp.asarray(gated), activation) * raised, rtol=1e-5, atol=1e-5)
     wanted = oracle(hidden, down)
@@ -143,7 +124,7 @@ def test_an_mlp_rounds_its_hidden_numbers_once(width, activation, isa):
 def test_an_mlp_has_the_same_bits_at_every_instruction_set():
     x, mlp = 3 * normal(9, 17, 200), (in_groups(1, 300, 200), in_groups(2, 300, 200), in_groups(3, 200, 300))
     first, *others = [
-        np.asarray(compiled(isa, lambda x, mlp: ops.gated_mlp(x, *mlp, "silu"))(x, mlp)) for isa in native.cpu_isas()
+        np.asarray(on(lambda x, mlp: ops.gated_mlp(x, *mlp, "silu"), x, mlp, isa=isa)) for isa in native.cpu_isas()
     ]
     for other in others:
         np.testing.assert_array_equal(other, first)
@@ -154,19 +135,24 @@ def test_an_mlp_has_the_same_bits_at_every_instruction_set():
 def test_weights_of_all_kinds_share_a_call_and_rows_that_do_not_count_are_zeros(isa):
     """Products so large that several pieces of each are worked on, and so many rows that threads share the rounding."""
     wide = normal(1, 701, 520)
-    kernels = int8.grouped(int8.quantize(wide)), int8.quantize(wide), wide[:5], wide[:130].astype(jnp.bfloat16)
+    kernels = int8.grouped(int8.quantize(wide)), int8.quantize(wide), wide[:5], wide.astype(jnp.bfloat16)
     kernels = (*kernels, in_groups(2, 83, 520))
     mlp = in_groups(3, 130, 520), wide[:130], in_groups(4, 520, 130)
+    fewer = []
     for num_rows in (3, 20, 150):
         x, active = normal(0, num_rows, 520), np.random.default_rng(num_rows).random(num_rows) < 0.6
-        alone = [compiled(isa, ops.matmul)(x, kernel) for kernel in kernels]
-        alone.append(compiled(isa, lambda x, mlp: ops.gated_mlp(x, *mlp, "silu"))(x, mlp))
+        alone = [on(ops.matmul, x, kernel, isa=isa) for kernel in kernels]
+        alone.append(on(lambda x, mlp: ops.gated_mlp(x, *mlp, "silu"), x, mlp, isa=isa))
         both = lambda x, kernels, mlp: [*ops.matmuls(x, kernels), ops.gated_mlp(x, *mlp, "silu")]  # noqa: E731
-        for found, own in zip(compiled(isa, both)(x, kernels, mlp), alone, strict=True):
+        for found, own in zip(on(both, x, kernels, mlp, isa=isa), alone, strict=True):
             np.testing.assert_array_equal(found, own)
-        for found, own in zip(compiled(isa, both, jnp.asarray(active))(x, kernels, mlp), alone, strict=True):
+        for found, own in zip(on(both, x, kernels, mlp, active=jnp.asarray(active), isa=isa), alone, strict=True):
             np.testing.assert_array_equal(found, np.where(active[:, None], own, 0))
         np.testing.assert_array_equal(alone[0], oracle(x, kernels[0]))
+        np.testing.assert_allclose(alone[2], np.asarray(x, np.float64) @ np.asarray(wide[:5], np.float64).T, atol=2e-4)
+        for few, more in zip(fewer, alone, strict=False):  # `x` begins with the rows of the smaller ones
+            np.testing.assert_array_equal(few, more[: len(few)])
+        fewer = alone
 
 
 @needs_kernels

@@ -13,23 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import setups
+from support.kernels import compiled, needs_kernels, normal, of_all_rows, on
 
 from hsd_jax.config import RopeConfig
-from hsd_jax.kernels import native, ops
+from hsd_jax.kernels import native, ops, program
+from hsd_jax.kernels.attention import attend
 from hsd_jax.lab.bench.identity import replay_logits
 from hsd_jax.models import layers
 from hsd_jax.models.cache import empty_cache
 from hsd_jax.models.target import read_chunk
 
-# Not where `available` is False: a kernel that does not build must fail here.
-pytestmark = pytest.mark.skipif(
-    native.compiler() is None or native.selected_isa() == native.OFF, reason="no kernels wanted"
-)
+pytestmark = needs_kernels
 with_xla_as_users_have_it = pytest.mark.usefixtures("fully_optimized")
 """Where XLA computes what goes into a kernel; the kernels' own bits do not depend on it."""
 
 WIDTHS = [64, 40, 37]  # whole vectors, a vector left over, odd
-ROWS = [*range(1, 10), 63, 65, 130]
 
 
 ISAS = [isa for isa in native.cpu_isas() if isa != "avx512_vnni"]
@@ -49,7 +47,7 @@ def as_multiplied(x: jax.Array, dtype, isa: str) -> jax.Array:
     return x.astype(jnp.bfloat16).astype(jnp.float32) if is_rounded else x
 
 
-def mlp_in_jax(weights, x, isa: str, up_bias=0.0, activation="silu"):
+def mlp_in_jax(weights, x, isa: str, up_bias, activation):
     gate, up, down = (weights["params"][name]["kernel"] for name in ("gate", "up", "down"))
     gated, raised = (as_multiplied(x, k.dtype, isa) @ k.astype(jnp.float32).T for k in (gate, up))
     hidden = ops.activate(gated, activation) * (raised + up_bias)
@@ -61,62 +59,20 @@ def flips(isa: str, dtype, atol: float) -> float:
     return 0.02 if isa in ("avx512_bf16", "amx") and dtype == jnp.bfloat16 else atol
 
 
-def compiled(function):
-    """`call(active, *args)`: `function` compiled with the kernels, alone."""
-    assert native.available()
-
-    def traced(active, *args):
-        with native.enabled(True), native.only(active):
-            return function(*args)
-
-    return jax.jit(traced)
-
-
-def on(function, *args, active=None):
-    return compiled(function)(active, *args)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("width", "outputs"), [(64, 33), (40, 6), (37, 1), (37, 33)])
 def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype, isa):
     x, kernel = normal(0, 130, width), normal(1, outputs, width).astype(dtype)
-    whole = np.asarray(on(ops.matmul, x, kernel))
+    whole = of_all_rows(ops.matmul, x, kernel)
     exact = np.asarray(as_multiplied(x, dtype, isa), np.float64) @ np.asarray(kernel, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=2e-5)
 
     begins = [first for first in (0, 1, 2, 3, 5, 8, 16, 31, 32) if first < outputs]
 
-    def parts(x, kernel):  # one program: what XLA hands a kernel is an array of its own, however it was cut
-        by_rows = [ops.matmul(x[:n], kernel) for n in ROWS]
-        return by_rows, [ops.matmul(x, kernel[first:]) for first in begins]
-
-    by_rows, by_outputs = on(parts, x, kernel)
-    for n, found in zip(ROWS, by_rows, strict=True):
-        np.testing.assert_array_equal(found, whole[:n])
+    # One program: what XLA hands a kernel is an array of its own, however it was cut.
+    by_outputs = on(lambda x, kernel: [ops.matmul(x, kernel[first:]) for first in begins], x, kernel)
     for first, found in zip(begins, by_outputs, strict=True):
         np.testing.assert_array_equal(found, whole[:, first:])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_pieces_of_unlike_products_fit_together(dtype, isa):
-    """Products so large that several pieces of each are worked on, and rows in three blocks of two sizes."""
-    width = 520
-    x, kernels = normal(0, 19, width), [normal(i, n, width).astype(dtype) for i, n in enumerate((701, 5, 130), 1)]
-
-    def parts(x, *kernels):
-        return [ops.matmuls(x[:n], kernels) for n in (1, 8, 17, 19)]
-
-    single = compiled(ops.matmul)
-    whole = [np.stack([np.asarray(single(None, x[i : i + 1], k))[0] for i in range(19)]) for k in kernels]
-    for found in on(parts, x, *kernels):
-        for y, kernel, rows in zip(found, kernels, whole, strict=True):
-            np.testing.assert_array_equal(y, rows[: len(y)])
-            exact = np.asarray(as_multiplied(x[: len(y)], dtype, isa), np.float64) @ np.asarray(kernel, np.float64).T
-            np.testing.assert_allclose(y, exact, atol=2e-4)
 
 
 def mlp_weights(hidden: int, width: int, dtypes):
@@ -126,47 +82,33 @@ def mlp_weights(hidden: int, width: int, dtypes):
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "activation", "width"),
+    ("dtypes", "activation", "width", "has_bias"),
     [
-        *itertools.product(("fff", "bbb"), ("silu",), (1, 31, 64, 117, 2000)),  # tails of a vector, a pair, a piece
-        *itertools.product(("fff", "bbb"), ("gelu_pytorch_tanh",), (31, 2000)),
-        *itertools.product(("bff", "fbb", "ffb"), ("silu",), (31, 2000)),
+        *itertools.product(("fff", "bbb"), ("silu",), (1, 31, 64, 117, 2000), (False,)),  # tails of a vector, a pair
+        *itertools.product(("fff", "bbb"), ("gelu_pytorch_tanh",), (31, 2000), (False,)),
+        *itertools.product(("bff", "fbb", "ffb"), ("silu",), (31, 2000), (False,)),
+        *itertools.product(("fff", "bbb"), ("silu",), (31, 2000), (True,)),
     ],
 )
-def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes, isa):
+def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes, has_bias, isa):
+    """With a bias of its own on the up projection, too, whichever rows count; a bias of zeros changes no bit."""
     dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
     weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width, activation)
     x = 3 * normal(9, 130, 40)  # gates from far below zero to far above
-    whole = np.asarray(on(mlp.apply, weights, x))
-    exact = mlp_in_jax(weights, x, isa, activation=activation)
-    np.testing.assert_allclose(whole, exact, atol=flips(isa, dtypes[2], 5e-5))
-    parts = on(lambda w, x: [mlp.apply(w, x[:n]) for n in ROWS], weights, x)
-    for n, found in zip(ROWS, parts, strict=True):
-        np.testing.assert_array_equal(found, whole[:n])
-
-
-@pytest.mark.parametrize("dtypes", ["fff", "bbb"])
-@pytest.mark.parametrize("width", [31, 2000])
-def test_a_rows_own_bias_on_the_up_projection(width, dtypes, isa):
-    """Of the rows that count, whichever these are; a bias of zeros changes no bit."""
-    dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
-    weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width)
-    x, bias = 3 * normal(9, 130, 40), normal(10, 130, width)
-    whole = np.asarray(on(mlp.apply, weights, x, bias))
-    np.testing.assert_allclose(whole, mlp_in_jax(weights, x, isa, bias), atol=flips(isa, dtypes[2], 1e-4))
-    np.testing.assert_array_equal(on(mlp.apply, weights, x, jnp.zeros_like(bias)), on(mlp.apply, weights, x))
+    bias = float(has_bias) * normal(10, 130, width)
+    run = lambda x, w, bias: mlp.apply(w, x, bias[: len(x)] if has_bias else None)  # noqa: E731
+    whole = of_all_rows(run, x, weights, bias)
+    exact = mlp_in_jax(weights, x, isa, bias, activation)
+    np.testing.assert_allclose(whole, exact, atol=flips(isa, dtypes[2], 1e-4 if has_bias else 5e-5))
     active = jnp.arange(130) % 3 == 1
-
-    def some(weights, x, bias):
-        with native.only(active):
-            return mlp.apply(weights, x, bias)
-
-    np.testing.assert_array_equal(on(some, weights, x, bias), np.where(active[:, None], whole, 0))
+    np.testing.assert_array_equal(on(run, x, weights, bias, active=active), np.where(active[:, None], whole, 0))
+    if has_bias:
+        np.testing.assert_array_equal(on(run, x, weights, 0 * bias), on(mlp.apply, weights, x))
 
 
 def test_an_mlp_goes_to_the_kernel_where_it_can():
     def calls(mlp, weights, num_rows):
-        with native.enabled(True):
+        with program.tracing(isa=native.usable_isa()):
             return str(jax.make_jaxpr(mlp.apply)(weights, jnp.zeros((num_rows, 40)))).count("_gated_mlp")
 
     weights = mlp_weights(40, 64, [jnp.bfloat16] * 3)
@@ -209,11 +151,8 @@ def test_rows_that_do_not_count_are_zeros_and_change_nothing(share, dtype):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_norm_is_right_and_a_row_keeps_its_bits(width):
     x, weight = 3 * normal(0, 130, width), normal(1, width)
-    whole = np.asarray(on(lambda x, w: ops.rms_norm(x, w, 1e-5), x, weight))
+    whole = of_all_rows(lambda x, w: ops.rms_norm(x, w, 1e-5), x, weight)
     np.testing.assert_allclose(whole, ops.rms_norm(x, weight, 1e-5), rtol=2e-6)
-    parts = on(lambda x, w: [ops.rms_norm(x[:n], w, 1e-5) for n in ROWS], x, weight)
-    for n, found in zip(ROWS, parts, strict=True):
-        np.testing.assert_array_equal(found, whole[:n])
 
 
 @with_xla_as_users_have_it
@@ -235,7 +174,7 @@ def test_rows_of_a_table_are_those_of_jax(shape):
     index = jnp.asarray(rng.integers(-9, 9, shape), jnp.int32)
 
     def rows(on: bool):
-        with native.enabled(on):
+        with program.tracing(isa=native.usable_isa() if on else native.OFF):
             return jax.jit(lambda table, index: ops.take_rows(table, index))(table, index)
 
     assert rows(True).shape == (*shape, 19) and rows(True).dtype == jnp.float32
@@ -257,9 +196,9 @@ def test_the_first_best_is_that_of_jax(width):
     assert np.all(found[7] == width - 1)
 
 
-@pytest.mark.parametrize("width, k", [(9, 9), (131, 2), (4096, 1), (12_288, 4), (300, native.MOST_BEST)])
+@pytest.mark.parametrize("width, k", [(9, 9), (131, 2), (4096, 1), (12_288, 4), (300, ops.MOST_BEST)])
 def test_the_largest_are_those_of_jax(width, k):
-    """Of equals the first; where all others are -inf the first places that are left."""
+    """Of equals the first, and no NaN; where all others are -inf the first places that are left."""
     x = np.array(normal(0, 6, 2, width))
     x[1] = np.round(2 * x[1]) + 0.0  # ties; to XLA -0 is below 0
     x[2], x[3, 0, width // 2] = -np.inf, 80.0
@@ -269,13 +208,9 @@ def test_the_largest_are_those_of_jax(width, k):
     np.testing.assert_array_equal(places, index)
     np.testing.assert_array_equal(best, wanted)
     np.testing.assert_allclose(total, jax.nn.logsumexp(x, axis=-1, keepdims=True), rtol=1e-6, atol=2e-6)
-
-
-def test_a_nan_is_never_among_the_largest():
-    x = np.array(normal(0, 2, 200))
-    x[0, ::3], x[1] = np.nan, np.nan
-    best, places, _ = on(lambda x: ops.top_k(x, 4), jnp.asarray(x))
-    wanted, index = jax.lax.top_k(jnp.where(np.isnan(x), -np.inf, x), 4)
+    x[0, 0, ::3], x[0, 1] = np.nan, np.nan
+    best, places, _ = on(lambda x: ops.top_k(x, k), jnp.asarray(x))
+    wanted, index = jax.lax.top_k(jnp.where(np.isnan(x), -np.inf, x), k)
     np.testing.assert_array_equal(places, index)
     np.testing.assert_array_equal(best, wanted)
 
@@ -299,10 +234,10 @@ def test_attention_is_that_of_xla(shape, per_node, softcap):
     last = jnp.asarray(rng.integers(0, slots + 1, (batch, nodes)), jnp.int32)  # some see no slot
     query, new = normal(9, batch, groups, n, width), entries(1, batch, groups, seen_nodes, width)
     args = (query, new, jnp.asarray(new_mask), entries(3, batch, groups, slots, width))
-    attend = lambda *a: ops.attend(*a, width**-0.5, softcap)  # noqa: E731
-    call = compiled(attend)
+    scaled = lambda *a: attend(*a, width**-0.5, softcap)  # noqa: E731
+    call = compiled(scaled)
     found = call(None, *args, (first, last))
-    np.testing.assert_allclose(found, jax.jit(attend)(*args, (first, last)), atol=2e-6)
+    np.testing.assert_allclose(found, jax.jit(scaled)(*args, (first, last)), atol=2e-6)
 
     blind = np.zeros((batch, nodes), bool)
     blind[:, ::2] = True
@@ -315,15 +250,17 @@ def test_attention_is_that_of_xla(shape, per_node, softcap):
 
 @pytest.mark.parametrize("num", [1, 8, 21, 4096])
 def test_noise_is_that_of_jax_by_logarithms_of_our_own(num):
-    """Against -log(-log(u)) in float64: -log(u) errs by 2 parts in 10^7, and what is rounded last."""
+    """Against -log(-log(u)) in float64: -log(u) errs by 2 parts in 10^7, and what is rounded last. All instruction
+    sets give the same bits."""
     keys = jax.random.split(jax.random.key(3), 5)
-    noise = np.asarray(on(lambda keys: native.gumbel(keys, num), keys))
+    noise, least = (np.asarray(on(lambda keys: ops.gumbel(keys, num), keys, isa=isa)) for isa in (None, ISAS[0]))
+    np.testing.assert_array_equal(noise, least)
     bits = np.asarray(jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys))
     uniform = np.maximum((bits >> 9) * 2.0**-23, np.finfo(np.float32).tiny)
     np.testing.assert_allclose(noise, -np.log(-np.log(uniform)), rtol=2e-7, atol=3e-7)
     other = jax.random.split(jax.random.key(3, impl="rbg"), 5)
-    with native.enabled(True):
-        assert native.gumbel_applies(keys) and not native.gumbel_applies(other)
+    with program.tracing(isa=native.usable_isa()):
+        assert ["hsd_" in str(jax.make_jaxpr(lambda k: ops.gumbel(k, num))(x)) for x in (keys, other)] == [True, False]
 
 
 def test_noise_and_places_of_rows_that_are_not_active_are_zeros():
@@ -331,11 +268,11 @@ def test_noise_and_places_of_rows_that_are_not_active_are_zeros():
     keys, rows = jax.random.split(jax.random.key(3), 6), jnp.asarray([True, False, True])
     x = normal(0, 3, 2, 40)
     counts = np.repeat(np.asarray(rows), 2)
-    whole, some = (np.asarray(on(lambda keys: native.gumbel(keys, 40), keys, active=mask)) for mask in (None, rows))
+    whole, some = (np.asarray(on(lambda keys: ops.gumbel(keys, 40), keys, active=mask)) for mask in (None, rows))
     np.testing.assert_array_equal(some, np.where(counts[:, None], whole, 0.0))
-    places = np.asarray(on(native.argmax, x, active=rows))
+    places = np.asarray(on(ops.argmax, x, active=rows))
     np.testing.assert_array_equal(places, np.where(np.asarray(rows)[:, None], np.argmax(x, -1), 0))
-    for found, all_found in zip(*(on(lambda x: native.top_k(x, 3), x, active=a) for a in (rows, None)), strict=True):
+    for found, all_found in zip(*(on(lambda x: ops.top_k(x, 3), x, active=a) for a in (rows, None)), strict=True):
         np.testing.assert_array_equal(found, np.where(np.asarray(rows)[:, None, None], all_found, 0))
 
     def inside(mask):
@@ -348,15 +285,6 @@ def test_noise_and_places_of_rows_that_are_not_active_are_zeros():
     np.testing.assert_array_equal(inside(None), counts.reshape(3, 2))
     nodes = jnp.asarray([[True, False], [True, True], [False, True]])
     np.testing.assert_array_equal(inside(nodes), np.asarray(nodes) & np.asarray(rows)[:, None])
-
-
-def test_noise_is_the_same_on_every_instruction_set():
-    keys = jax.random.split(jax.random.key(4), 3)
-    found = []
-    for isa in native.cpu_isas():
-        with native.enabled(True, isa):
-            found.append(np.asarray(jax.jit(lambda keys: native.gumbel(keys, 5000))(keys)))
-    assert all((noise == found[0]).all() for noise in found)
 
 
 WHOLE_PROMPTS = [("llama", isa) for isa in ISAS] + [("gemma", isa) for isa in ISAS[:-1]]

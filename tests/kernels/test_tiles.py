@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hsd_jax.kernels import native
+from hsd_jax.kernels import native, ops, program
 
 HERE = Path(__file__).parent
 EMULATED = HERE / "tiles_emulated.h"
@@ -30,21 +30,18 @@ extern "C" void Product(const uint16_t* x, const uint16_t* w, float* y, int64_t 
 }
 """
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+needs_avx512 = pytest.mark.skipif(
+    COMPILER is None or "avx512" not in native.cpu_isas(), reason="rows are turned by AVX-512"
+)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-def forms() -> dict[str, list[str]]:
-    """The flags of both forms of turning rows: in plain C++, and with AVX-512 where this processor has it."""
-    has = native.cpu_isas()
-    return {"plain": [], **({"avx512": list(native.ISAS["avx512"].flags)} if "avx512" in has else {})}
-
-
-@pytest.fixture(scope="module", params=forms())
-def product(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def product(tmp_path_factory):
     """`product(x, w, cut, turn_at)` of float32 arrays that bfloat16 holds exactly."""
     folder = tmp_path_factory.mktemp("tiles")
     (folder / "driver.cc").write_text(DRIVER)
-    command = [COMPILER, "-O1", "-std=c++17", "-shared", "-fPIC", "-fwrapv", *forms()[request.param]]
+    command = [COMPILER, "-O1", "-std=c++17", "-shared", "-fPIC", "-fwrapv", *native.compiler_flags("avx512")]
     command += ["-include", str(EMULATED), "-I", str(native.FOLDER), str(folder / "driver.cc"), "-o"]
     done = subprocess.run([*command, str(folder / "driver.so")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -64,7 +61,7 @@ def numbers(rows: int, k: int, seed: int) -> np.ndarray:
     return np.asarray(jax.random.normal(jax.random.key(seed), (rows, k), jnp.bfloat16).astype(jnp.float32))
 
 
-@needs_compiler
+@needs_avx512
 @pytest.mark.parametrize(("k", "outputs"), [(32, 16), (576, 48), (50, 37), (7, 5)])
 def test_a_row_has_the_same_bits_for_every_number_of_rows(product, k, outputs):
     """1 to 70 rows, odd widths and outputs, sizes below a tile; and the values are the product."""
@@ -77,7 +74,7 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(product, k, outputs):
             np.testing.assert_array_equal(product(x[first : first + n], w), whole[first : first + n])
 
 
-@needs_compiler
+@needs_avx512
 def test_a_cut_of_the_outputs_changes_no_bit(product):
     """Threads take whole tiles; where rows are turned in several goes they lie the same."""
     x, w = numbers(40, 64, 2), numbers(80, 64, 3)
@@ -92,7 +89,7 @@ def test_the_compiler_builds_the_real_level(tmp_path):
     if not native._is_known_to_compiler(native.AMX):
         pytest.skip("this compiler does not know the instructions")
     (tmp_path / "driver.cc").write_text(DRIVER)
-    flags = ["-O1", "-std=c++17", *native.ISAS[native.AMX].flags, "-I", str(native.FOLDER)]
+    flags = ["-O1", "-std=c++17", *native.compiler_flags(native.AMX), "-I", str(native.FOLDER)]
     command = [COMPILER, *flags, "-S", str(tmp_path / "driver.cc"), "-o", str(tmp_path / "out.s")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -103,8 +100,9 @@ def test_the_compiler_builds_the_real_level(tmp_path):
 @pytest.mark.skipif("avx512_bf16" not in native.cpu_isas(), reason="rows are rounded by AVX-512 with bfloat16")
 def test_whole_kernels_on_emulated_tiles(monkeypatch):
     """Products and the gated MLP by the library of the level: a row's bits, and values near those of avx512_bf16."""
-    emulated = native.ISAS["avx512_bf16"]._replace(flags=(*native.ISAS["avx512_bf16"].flags, "-include", str(EMULATED)))
-    monkeypatch.setitem(native.ISAS, native.AMX, emulated)
+    flags = native.compiler_flags("avx512_bf16")
+    emulated = {native.AMX: [*flags, "-include", str(EMULATED)], "avx512_bf16": flags}
+    monkeypatch.setattr(native, "compiler_flags", emulated.get)
     monkeypatch.setattr(native, "_grants_tiles", lambda: True)
     native._fault.cache_clear()
     k, width = 160, 112
@@ -114,9 +112,9 @@ def test_whole_kernels_on_emulated_tiles(monkeypatch):
     x = jnp.asarray(numbers(70, k, 9))
 
     def results(isa: str, rows: jax.Array):
-        with native.enabled(True, isa):
-            products = jax.jit(lambda x: native.rows_matmul(x, tuple(weights[:2])))(rows)
-            return *products, jax.jit(lambda x: native.gated_mlp(x, *weights, is_gelu=False))(rows)
+        with program.tracing(isa=native.usable_isa(isa)):
+            products = jax.jit(lambda x: ops.matmuls(x, tuple(weights[:2])))(rows)
+            return *products, jax.jit(lambda x: ops.gated_mlp(x, *weights, "silu"))(rows)
 
     whole, others = results(native.AMX, x), results("avx512_bf16", x)
     for a, b in zip(whole, others, strict=True):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hsd_jax.host import files
-from hsd_jax.kernels import native
+from hsd_jax.kernels import native, program
+from hsd_jax.planning.rates import MeasuredRates
 
 LIBRARY = ctypes.CDLL(None)
 
@@ -32,7 +33,7 @@ def builds(monkeypatch, tmp_path):
     def call() -> list[Path]:
         loaded.clear()
         native._fault.cache_clear()
-        with native.enabled(True, "avx2"):
+        with program.tracing(isa=native.usable_isa("avx2")):
             assert native.is_on() == native.available("avx2") == bool(loaded)
         return loaded
 
@@ -68,28 +69,21 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_user_alo
     assert other.parent != folder and other.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_forbids_execution_or_is_full_is_replaced(builds, monkeypatch, tmp_path):
-    def load(path):
-        if "home" in path:
-            raise OSError("failed to map segment from shared object")
-        loaded.append(path)
-        return LIBRARY
+@pytest.mark.parametrize("fault", ["forbids execution", "is full"])
+def test_a_folder_that_forbids_execution_or_is_full_is_replaced(builds, monkeypatch, fault, tmp_path):
+    where, name = (native.ctypes.cdll, "LoadLibrary") if fault == "forbids execution" else (native, "_run")
+    plain, error = getattr(where, name), OSError("failed to map segment from shared object")
+    if where is native:
+        error = subprocess.CalledProcessError(1, "g++", stderr=b"fatal error: No space left on device")
 
-    loaded: list[str] = []
-    monkeypatch.setattr(native.ctypes.cdll, "LoadLibrary", load)
-    native._fault.cache_clear()
-    assert native.available("avx2") and "tmp" in loaded[0]
+    def fails_at_home(what):
+        if str(tmp_path / "home") in str(what):
+            raise error
+        return plain(what)
 
-    def run(command):
-        if "home" in command[-1]:
-            raise subprocess.CalledProcessError(1, command, stderr=b"fatal error: No space left on device")
-        Path(command[-1]).write_bytes(b"kernels")
-
-    for there in (tmp_path / "home" / "hsd_jax").iterdir():
-        there.unlink()
-    monkeypatch.setattr(native, "_run", run)
-    native._fault.cache_clear()
-    assert native.available("avx2") and len(loaded) == 2
+    monkeypatch.setattr(where, name, fails_at_home)
+    [library] = builds()
+    assert library.is_relative_to(tmp_path / "tmp")
 
 
 @pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "no folder"])
@@ -113,11 +107,11 @@ def test_one_warning_says_what_it_costs_and_what_to_do(builds, monkeypatch, tmp_
 def test_a_read_only_home_is_read_and_new_files_go_elsewhere(builds, monkeypatch, tmp_path):
     home, allowed = tmp_path / "home" / "hsd_jax", os.access
     (home / "rates").mkdir(parents=True)
-    there = files.kept_file("HSD_NOWHERE", "rates", "a")
+    there = files.kept_file("HSD_NOWHERE", "rates", MeasuredRates, "a")
     there.touch()
     monkeypatch.setattr(os, "access", lambda path, mode: path != home and allowed(path, mode))
-    assert there.is_relative_to(home) and files.kept_file("HSD_NOWHERE", "rates", "a") == there
-    for other in (files.user_cache(), files.kept_file("HSD_NOWHERE", "rates", "b")):
+    assert there.is_relative_to(home) and files.kept_file("HSD_NOWHERE", "rates", MeasuredRates, "a") == there
+    for other in (files.user_cache(), files.kept_file("HSD_NOWHERE", "rates", MeasuredRates, "b")):
         assert other.is_relative_to(tmp_path / "tmp")
 
 

@@ -38,23 +38,14 @@ def test_a_folder_gives_everything_once(folder):
     found = find(folder)
     assert find(found) is found and str(found) == str(folder) and found.path == folder
     assert found.config is found.config and found.tokenizer is found.tokenizer
-    assert found.dtype == "bfloat16" and found.hash() == convert.stored_hash(folder, found.config)
+    assert found.dtype == "bfloat16" and found.hash() == convert.weights_hash(found.weights())
     assert found.named_eos == (1,) and found.eos == (1, chat.SPECIAL.index("<|im_end|>"))
-    assert found.has_chat_template and found.render([{"role": "user", "content": "hi"}]).endswith("assistant ")
 
 
 def test_end_tokens_that_cannot_be_drawn_end_nothing(folder, tmp_path):
     config = toy.target_config(vocab_size=24, model_type="llama")
     convert.save_target(tmp_path, config, toy.make_target(config), eos=(5, 24))
     assert find(tmp_path).named_eos == (5, 24) and find(tmp_path).eos == (5,)
-
-
-@pytest.mark.parametrize("takes", ["path", "text", "checkpoint"])
-def test_load_takes_whatever_find_takes(folder, takes):
-    source = {"path": folder, "text": str(folder), "checkpoint": find(folder)}[takes]
-    params = hsd_jax.load(source)
-    assert params.eos == find(folder).eos and params.tokenizer == find(folder).tokenizer
-    assert params.fingerprint_pair == hsd_jax.load(target=source).fingerprint_pair
 
 
 def test_a_gguf_file_is_a_target_as_a_folder_is(folder, tmp_path):
@@ -90,7 +81,7 @@ def test_a_name_on_the_hub_is_fetched_at_its_revision(folder, monkeypatch):
     monkeypatch.setattr(checkpoint.hub, "fetch", lambda *call: asked.append(call) or folder)
     assert find("org/name", "v2").path == folder and str(find("org/name")) == "org/name"
     params = hsd_jax.load("org/name", revision="abc", drafter="org/small")
-    assert params.drafter_config.kind == "small_lm"
+    assert params.drafter_config.kind == "small_lm" and params.tokenizer == find(folder).tokenizer
     calls = [("org/name", "v2"), ("org/name", None), ("org/name", "abc"), ("org/small", None)]
     assert asked == [(*call, True) for call in calls]
     find(folder, tokenizer="org/words")
@@ -102,10 +93,8 @@ def test_what_was_tried_is_listed(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(FileNotFoundError) as error:
+    with pytest.raises(FileNotFoundError, match=r"demo, smollm2.*no such path .*runs/mine.*HF_HUB_OFFLINE"):
         find("runs/mine")
-    for part in ("demo, smollm2", f"no such path ({tmp_path / 'runs/mine'})", "HF_HUB_OFFLINE"):
-        assert part in str(error.value)
     with pytest.raises(FileNotFoundError, match="ORG/NAME"):
         find("a/b/c")
 
@@ -114,7 +103,7 @@ def test_files_of_other_kinds_and_revisions_of_paths_are_refused(folder, tmp_pat
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"model\.bin: .*\.gguf"):
         find(tmp_path / "model.bin")
-    for source in (folder, "demo"):
+    for source in (folder, "demo", find(folder)):
         with pytest.raises(ValueError, match="revision='v1'"):
             find(source, "v1")
 
@@ -163,7 +152,5 @@ def test_a_checkpoint_is_found_again_with_another_tokenizer_only_if_asked(folder
     again = find(find(folder), tokenizer=other)
     assert again.path == folder and again.tokenizer == find(other).tokenizer != find(folder).tokenizer
     assert find(again).tokenizer == again.tokenizer and find(folder, tokenizer=again).tokenizer == again.tokenizer
-    with pytest.raises(ValueError, match="revision='v1'"):
-        find(find(folder), "v1")
     with pytest.raises(ValueError, match="empty"):
         find("")

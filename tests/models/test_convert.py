@@ -17,21 +17,23 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from support.checkpoints import edit_json, edit_tensors
+from safetensors.numpy import load_file
+from support import chat, toy
+from support.checkpoints import edit_json, edit_tensors, split
+from support.training import random_weights
 
-from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
+from hsd_jax.config import FULL, SLIDING, RopeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.table import init_drafter
 from hsd_jax.kernels import native
 from hsd_jax.models import convert
 from hsd_jax.models.cache import commit, empty_cache
+from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import forward, forward_sequence, init_target
 
 NUM_TOKENS = 24
+WEIGHTS = "model.safetensors"
 
 SIZES = {
     "vocab_size": 61,
@@ -90,28 +92,8 @@ CASES = {
     },
 }
 
-MODEL = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position=64,
-    norm_eps=1e-6,
-)
-DRAFTER = HiddenConfig(
-    hidden_size=32,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=61,
-    rank=8,
-    target_hash="0123456789abcdef",
-)
+MODEL = toy.target_config(vocab_size=61, tie_embeddings=False)
+DRAFTER = toy.drafter_config(MODEL, rank=8, target_hash="0123456789abcdef")
 
 QUICK = {"xla_backend_optimization_level": 0}
 """Compile options: these tests compile often and compute little."""
@@ -121,13 +103,6 @@ whole_pass = jax.jit(forward_sequence, static_argnums=1, compiler_options=QUICK)
 @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK)
 def single_step(weights, config, tokens, cache):
     return forward(weights, config, tokens, cache.length[:, None], jnp.ones((2, 1, 1), bool), cache)
-
-
-def random_weights(init, config):
-    """Weights of normal noise in the tree of `init`, without compiling it."""
-    tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(np.float32)), tree)
 
 
 def random_tokens(vocab_size: int) -> np.ndarray:
@@ -198,8 +173,7 @@ def same_tree(a, b) -> bool:
 
 def check_parity(folder: Path, tokens: np.ndarray, expected: np.ndarray) -> None:
     """One causal pass; then a prefill to another length in each row, and single steps through the cache."""
-    config = convert.read_config(folder)
-    weights = convert.read_weights(folder, config)
+    config, weights = find(folder).config, find(folder).weights()
     output = whole_pass(weights, config, tokens)
     np.testing.assert_allclose(output.logits, expected, atol=1e-4, rtol=0)
 
@@ -226,8 +200,7 @@ def test_logits_equal_transformers(torch_checkpoint, case):
 def test_bfloat16_logits_equal_transformers(torch_checkpoint, case):
     """Up to bfloat16's own noise: the distance of float32 arithmetic on the same weights from the same logits."""
     folder, tokens, _ = torch_checkpoint(case)
-    config = convert.read_config(folder)
-    found = np.asarray(whole_pass(convert.read_weights(folder, config, "bfloat16"), config, tokens).logits)
+    found = np.asarray(whole_pass(find(folder).weights("bfloat16"), find(folder).config, tokens).logits)
     expected = torch_logits(folder, tokens, "bfloat16")
     exact = torch_logits(folder, tokens, "float32", rounded=True)
     noise, error = (np.sqrt(np.mean((logits - expected) ** 2)) for logits in (exact, found))
@@ -241,23 +214,15 @@ def test_bfloat16_logits_equal_transformers(torch_checkpoint, case):
 @pytest.mark.parametrize("case", CASES)
 def test_saved_target_loads_in_transformers(torch_checkpoint, tmp_path, case):
     folder, tokens, expected = torch_checkpoint(case)
-    config = convert.read_config(folder)
-    convert.save_target(tmp_path, config, convert.read_weights(folder, config))
-    assert convert.read_config(tmp_path) == config
+    config = find(folder).config
+    convert.save_target(tmp_path, config, find(folder).weights())
+    assert find(tmp_path).config == config
     np.testing.assert_array_equal(torch_logits(tmp_path, tokens), expected)
 
 
 def test_shards_give_the_weights_of_one_file(saved, weights):
-    """Three files and an index, in the order of the names or not."""
-    tensors = load_file(saved / "model.safetensors")
-    (saved / "model.safetensors").unlink()
-    names = {f"model-{i}-of-3.safetensors": sorted(tensors)[i::3] for i in range(3)}
-    for file, part in names.items():
-        save_file({name: tensors[name] for name in part}, saved / file, metadata={"format": "pt"})
-    index = {"weight_map": {name: file for file, part in names.items() for name in part}}
-    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert same_tree(convert.read_weights(saved, MODEL), weights)
-    assert convert.stored_hash(saved, MODEL) == convert.weights_hash(weights)
+    split(saved, 3)
+    assert same_tree(find(saved).weights(), weights) and find(saved).hash() == convert.weights_hash(weights)
 
 
 # Configurations
@@ -344,7 +309,7 @@ def test_config_agrees_with_transformers(tmp_path, name, style):
     theirs = AutoConfig.from_pretrained(tmp_path)
     if style == "as transformers 5 saves it":
         theirs.save_pretrained(tmp_path)
-    ours = convert.read_config(tmp_path)
+    ours = find(tmp_path).config
     if style == "as we save it":
         (tmp_path / "config.json").write_text(json.dumps(format_config(ours)))
         theirs = AutoConfig.from_pretrained(tmp_path)
@@ -402,17 +367,14 @@ def test_bad_config_is_named(tmp_path, changes, message):
     path.write_text(json.dumps({**SMALL, "model_type": "llama"}))
     edit_json(path, **changes)
     with pytest.raises(ValueError, match=message) as raised:
-        convert.read_config(tmp_path)
+        find(tmp_path).config  # noqa: B018
     assert str(path) in str(raised.value)
 
 
-def test_config_file_missing_or_damaged(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        convert.read_config(tmp_path)
-    for text in ("{", "[1]", "\xff", "[" * 100_000):
-        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(ValueError, match=r"config\.json: .*(JSON|UTF-8)"):
-            convert.read_config(tmp_path)
+def test_damaged_config_file(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"{")
+    with pytest.raises(ValueError, match=r"config\.json: not JSON"):
+        find(tmp_path).config  # noqa: B018
 
 
 @pytest.mark.parametrize("changes", [{"qk_norm": True}, {"model_type": "gpt2"}])
@@ -438,7 +400,7 @@ def test_prefixes_and_foreign_tensors(saved, weights):
     for prefix in ("", "language_model.model.", "model.language_model."):
         convert.save_target(saved, MODEL, weights)
         edit_tensors(saved / "model.safetensors", rename(prefix))
-        assert same_tree(convert.read_weights(saved, MODEL), weights)
+        assert same_tree(find(saved).weights("float32"), weights)
 
 
 def test_tied_embedding_under_either_name(tmp_path):
@@ -448,12 +410,12 @@ def test_tied_embedding_under_either_name(tmp_path):
     convert.save_target(tmp_path, config, weights)
     assert "lm_head.weight" not in load_file(path)
     edit_tensors(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
-    assert same_tree(convert.read_weights(tmp_path, config), weights)
+    assert same_tree(find(tmp_path).weights("float32"), weights)
     edit_tensors(path, lambda t: t.pop("model.embed_tokens.weight"))
-    assert same_tree(convert.read_weights(tmp_path, config), weights)
+    assert same_tree(find(tmp_path).weights("float32"), weights)
     edit_tensors(path, lambda t: t.update({"model.embed_tokens.weight": t["lm_head.weight"] + 1}))
     with pytest.raises(ValueError, match="tie_word_embeddings"):
-        convert.read_weights(tmp_path, config)
+        find(tmp_path).weights("float32")
 
 
 def test_storage_dtypes(tmp_path, weights):
@@ -461,8 +423,8 @@ def test_storage_dtypes(tmp_path, weights):
         convert.save_target(tmp_path, MODEL, weights, dtype)
         assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {jnp.dtype(dtype)}
         rounded = jax.tree.map(lambda x, dtype=dtype: np.asarray(x).astype(dtype), weights)
-        assert same_tree(convert.read_weights(tmp_path, MODEL, dtype), rounded)
-        read = convert.read_weights(tmp_path, MODEL)
+        assert same_tree(find(tmp_path).weights(dtype), rounded)
+        read = find(tmp_path).weights("float32")
         assert same_tree(read, jax.tree.map(lambda x: x.astype(np.float32), rounded))
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -471,70 +433,64 @@ def test_storage_dtypes(tmp_path, weights):
 
 
 NORM, KEY = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"
+INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(KEY), "'model.layers.1.self_attn.k_proj.weight'"),
-        (lambda t: t.update({KEY: t[KEY].T.copy()}), r"k_proj.*\[32, 16\].*\[16, 32\]"),
-        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[KEY]}), r"layers\.2\.mlp"),
-        (lambda t: t.update({KEY: t[KEY].astype(np.int8)}), "k_proj.*I8"),
-        (lambda t: t[NORM].__setitem__(0, np.inf), "input_layernorm.*infinity"),
-        (lambda t: t.pop("lm_head.weight"), "'lm_head.weight'.*tie_word_embeddings"),
-    ],
-)
-def test_bad_tensor_is_named(saved, change, message):
-    edit_tensors(saved / "model.safetensors", change)
-    reads = [convert.read_weights]
-    if not message.endswith("infinity"):  # a sample of the numbers is hashed
-        reads.append(convert.stored_hash)
+def content(change):
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
+
+
+def tensors(change):
+    return lambda folder: edit_tensors(folder / WEIGHTS, change)
+
+
+def index(**values):
+    def write(folder):
+        (folder / WEIGHTS).rename(folder / "a.safetensors")
+        (folder / INDEX).write_text(json.dumps(values))
+
+    return write
+
+
+BAD = {
+    "cut": (content(lambda whole: whole[:-100]), ValueError, r"model\.safetensors: "),
+    "cut in the header": (content(lambda whole: whole[:20]), ValueError, r"model\.safetensors: "),
+    "empty": (content(lambda whole: b""), ValueError, r"model\.safetensors: "),
+    "a pointer": (content(lambda whole: b"version https://git-lfs.github.com"), ValueError, r"model\.safetensors: "),
+    "pickles": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), FileNotFoundError, "pickles"),
+    "a shard is missing": (index(weight_map={"x": "b.safetensors"}), FileNotFoundError, r"b\.safetensors"),
+    "a shard elsewhere": (index(weight_map={"x": "../a.safetensors"}), ValueError, r"\.\./a\.safetensors"),
+    "no map": (index(), ValueError, "weight_map"),
+    "missing": (tensors(lambda t: t.pop(KEY)), ValueError, f"missing tensor '{KEY}'"),
+    "no head": (tensors(lambda t: t.pop("lm_head.weight")), ValueError, r"'lm_head\.weight'"),
+    "misshapen": (tensors(lambda t: t.update({KEY: t[KEY].T.copy()})), ValueError, r"k_proj.*\[32, 16\].*\[16, 32\]"),
+    "a layer more": (tensors(lambda t: t.update({KEY.replace("1", "2"): t[KEY]})), ValueError, r"layers\.2\.self_attn"),
+    "integers": (tensors(lambda t: t.update({KEY: t[KEY].astype(np.int8)})), ValueError, "k_proj.*I8"),
+    "infinite": (tensors(lambda t: t[NORM].__setitem__(0, np.inf)), ValueError, "input_layernorm.*infinity"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_named(saved, case):
+    spoil, kind, message = BAD[case]
+    spoil(saved)
+    reads = [Checkpoint.weights]
+    if case != "infinite":  # a sample of the numbers is hashed
+        reads.append(Checkpoint.hash)
     for read in reads:
-        with pytest.raises(ValueError, match=message) as raised:
-            read(saved, MODEL)
+        with pytest.raises(kind, match=message) as raised:
+            read(find(saved), "float32")
         assert str(saved) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_damaged_files(saved):
-    path = saved / "model.safetensors"
-    whole = path.read_bytes()
-    for data in (whole[:-100], whole[:20], b"", b"version https://git-lfs.github.com/spec/v1\n"):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"model\.safetensors: "):
-            convert.read_weights(saved, MODEL)
-
-
-def test_no_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        convert.read_weights(tmp_path / "nowhere", MODEL)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors .*pickles"):
-        convert.read_weights(tmp_path, MODEL)
-
-
-@pytest.mark.parametrize(
-    ("content", "kind", "message"),
-    [
-        ({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}, FileNotFoundError, r"b\.safetensors"),
-        ({"weight_map": {"x": "../a.safetensors"}}, ValueError, r"\.\./a\.safetensors"),
-        ({}, ValueError, "weight_map"),
-    ],
-)
-def test_bad_index(saved, content, kind, message):
-    (saved / "model.safetensors").rename(saved / "a.safetensors")
-    (saved / "model.safetensors.index.json").write_text(json.dumps(content))
-    with pytest.raises(kind, match=message):
-        convert.read_weights(saved, MODEL)
-
-
 def test_bad_dtype_and_overflow(saved, weights):
-    for dtype in ("int8", "float64", None):
+    for dtype in ("int8", "float64"):
         with pytest.raises(ValueError, match="float32, bfloat16, float16"):
-            convert.read_weights(saved, MODEL, dtype)
+            find(saved).weights(dtype)
     large = dict(weights, head=weights["head"].at[0, 0].set(1e30))
     with pytest.raises(ValueError, match=r"'head'.*float16"):
         convert.save_target(saved, MODEL, large, "float16")
-    assert same_tree(convert.read_weights(saved, MODEL), weights), "a failed save must leave the old file"
+    assert same_tree(find(saved).weights(), weights), "a failed save must leave the old file"
 
 
 def test_misfit_weights_are_not_saved(tmp_path, weights):
@@ -555,18 +511,18 @@ def test_special_tokens_by_precedence(tmp_path):
     def write(name, **values):
         (tmp_path / name).write_text(json.dumps(values))
 
-    assert convert.read_eos(tmp_path) == () and convert.read_bos(tmp_path) is None
-    write("tokenizer_config.json", eos_token={"content": "</s>"}, bos_token="<s>", added_tokens_decoder={})
-    assert convert.read_eos(tmp_path) == ()
-    write("tokenizer.json", added_tokens=[{"id": 5, "content": "<s>"}, {"id": 6, "content": "</s>"}])
-    assert convert.read_eos(tmp_path) == (6,) and convert.read_bos(tmp_path) == 5
-    write("config.json", model_type="gemma3", text_config={"eos_token_id": 1}, bos_token_id=2)
-    assert convert.read_eos(tmp_path) == (1,) and convert.read_bos(tmp_path) == 2
+    chat.write_tokenizer(tmp_path, None)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert find(tmp_path).named_eos == () and find(tmp_path).bos is None
+    write("tokenizer_config.json", eos_token={"content": "</s>"}, bos_token="<s>")
+    assert find(tmp_path).named_eos == (1,) and find(tmp_path).bos == 0
+    write("config.json", model_type="gemma3", text_config={"eos_token_id": 7}, bos_token_id=2)
+    assert find(tmp_path).named_eos == (7,) and find(tmp_path).bos == 2
     write("generation_config.json", eos_token_id=[1, 106])
-    assert convert.read_eos(tmp_path) == (1, 106) and convert.read_bos(tmp_path) == 2
+    assert find(tmp_path).named_eos == (1, 106) and find(tmp_path).bos == 2
     write("generation_config.json", eos_token_id="</s>")
     with pytest.raises(ValueError, match=r"generation_config.*eos_token_id"):
-        convert.read_eos(tmp_path)
+        find(tmp_path).named_eos  # noqa: B018
 
 
 # Fingerprint and drafters
@@ -587,27 +543,6 @@ def test_hash_sees_weights_and_not_their_dtype(weights):
 def test_hash_is_stable_across_versions():
     tree = {"a": {"b": np.arange(10_000, dtype=np.float32).reshape(100, 100)}, "c": np.ones(3, ml_dtypes.bfloat16)}
     assert convert.weights_hash(tree) == "62effc5afa5614dc3ff4a294ef9df66f96c82b8de6a0a0772b9296ba34e3f427"
-
-
-def test_bad_drafter_files(tmp_path):
-    drafter_files.save_drafter(tmp_path, DRAFTER, random_weights(init_drafter, DRAFTER))
-    config, file = tmp_path / "drafter_config.json", tmp_path / "drafter.safetensors"
-    whole, text = file.read_bytes(), config.read_text()
-
-    def expect(message, kind=ValueError):
-        with pytest.raises(kind, match=message):
-            drafter_files.read_drafter(tmp_path)
-        file.write_bytes(whole)
-        config.write_text(text)
-
-    file.write_bytes(whole[:-10])
-    expect(r"drafter\.safetensors")
-    edit_json(config, rank=16)
-    expect(r"injector.*\[61, 8\].*\[61, 16\]")
-    edit_json(config, colour=1)
-    expect("'colour'")
-    file.unlink()
-    expect(r"drafter\.safetensors", FileNotFoundError)
 
 
 def test_drafter_of_another_target():

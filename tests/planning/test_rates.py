@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-import warnings
 
 import pytest
 from support.command_line import hsd
@@ -57,19 +56,14 @@ def test_what_is_shipped_counts_where_nothing_is_measured(folder, measured, monk
     assert not measured[1] and not folder.exists()
 
 
-@pytest.mark.parametrize("content", ["", '{"bytes_per_second": -1}'])
-def test_a_damaged_file_is_named_and_made_again(folder, measured, content):
+def test_a_damaged_file_is_named_and_made_again(folder, measured):
     rates.rates_here(True)
     path = rates.kept_path(ISA)
-    path.write_text(content)
+    path.write_text('{"bytes_per_second": -1}')
     rates._kept_or_measured.cache_clear()
-    with pytest.warns(UserWarning, match="measured again") as caught:
+    with pytest.warns(UserWarning, match=f"{path}.*made again"):
         assert rates.rates_here(True).bytes_per_second == 5e10
-    assert str(path) in str(caught[0].message) and len(measured[1]) == 2
-    rates._kept_or_measured.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rates.rates_here(True)
+    assert len(measured[1]) == 2
 
 
 def test_a_folder_that_takes_no_file_leaves_the_shipped_rates(folder, measured):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hsd_jax
-from hsd_jax.arguments import Sampling
+from hsd_jax.asked import Sampling
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states

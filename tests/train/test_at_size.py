@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from support.training import ALL, LENGTH, ROWS, TARGET, batch_of, graded, jit, make, random_rows, some_mask
 
 from hsd_jax.host import sharding
-from hsd_jax.kernels import native
+from hsd_jax.kernels import program
 from hsd_jax.kernels.ops import matmuls
 from hsd_jax.train import drafter, run
 from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
@@ -102,7 +102,7 @@ def test_products_of_narrow_weights_stay_narrow_backwards():
     weights = jnp.asarray(rng.normal(size=(2, 5, 3, 7)), jnp.float32)
 
     def loss(x, kernel):
-        with native.compiled_for("gpu"):
+        with program.tracing(backend="gpu"):
             return jnp.sum(matmuls(x, (kernel,))[0] * weights)
 
     narrow = kernel.astype(jnp.bfloat16)

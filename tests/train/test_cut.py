@@ -15,6 +15,7 @@ from support.training import random_weights
 
 from hsd_jax.config import FULL, SLIDING
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target, lm_head
 from hsd_jax.train import distill, run, target
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -49,9 +50,9 @@ def test_a_cut_model_is_the_first_layers(folder, tmp_path):
     lines: list[str] = []
     still = dict(LOOP, learning_rate=0.0, steps=1, warmup=0)
     found = distil(folder, tmp_path / "run", report=lines.append, eval={"every": 0}, train=still)
-    config, whole = (convert.read_config(where) for where in (found, folder / "target"))
+    config, whole = (find(where).config for where in (found, folder / "target"))
     assert config == dataclasses.replace(whole, num_layers=KEPT)
-    own, weights = convert.read_weights(found, config), convert.read_weights(folder / "target", whole)
+    own, weights = find(found).weights(), find(folder / "target").weights()
     assert set(weights) - set(own) == {"layer_2"} and {"embedding", "final_norm"} <= set(own)
     assert_same(own, {name: weights[name] for name in own})
     assert any(line == f"starting from the first 2 of 3 layers of {folder / 'target'}" for line in lines)

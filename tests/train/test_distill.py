@@ -22,6 +22,7 @@ from support.training import TARGET, batch_of, jit, random_rows, random_weights,
 import hsd_jax
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target
 from hsd_jax.train import distill, run, target, tasks
 
@@ -193,7 +194,7 @@ def test_runs_that_are_refused_before_the_first_step(folders, tmp_path):
         distil(folders, tmp_path / "out", start=None)
     other = folders / "other"
     if not other.exists():
-        config = dataclasses.replace(convert.read_config(folders / "start"), vocab_size=301)
+        config = dataclasses.replace(find(folders / "start").config, vocab_size=301)
         convert.save_target(other, config, init_target(jax.random.key(0), config))
     with pytest.raises(ValueError, match="no two tokenizers"):
         distil(folders, tmp_path / "out", start="other")

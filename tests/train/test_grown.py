@@ -11,7 +11,7 @@ import pytest
 from support import toy
 from support.recipes import LOOP, TARGET_VALUES, TEXT
 
-from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target
 from hsd_jax.train import run, target
 
@@ -64,9 +64,9 @@ def test_a_run_starts_from_a_shallower_model(shallow, tmp_path):
     run.train(None, data, tmp_path / "deep", still, report=str, start_dir=start)
     tokens = jnp.arange(12).reshape(1, 12)
     logits = [
-        toy.causal_pass(convert.read_weights(folder, config), config, tokens).logits
+        toy.causal_pass(find(folder).weights(), config, tokens).logits
         for folder in (start, tmp_path / "deep")
-        for config in (convert.read_config(folder),)
+        for config in (find(folder).config,)
     ]
     np.testing.assert_allclose(*logits, atol=1e-6)
     assert (tmp_path / "deep" / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()

@@ -152,7 +152,7 @@ def test_a_run_of_cheap_steps(files, tmp_path):
     assert "the trunk starts as the target's last layer; fresh weights: nothing" in lines
     assert any(line.startswith("features: ") and " and 8 likeliest tokens" in line for line in lines)
     assert drafter_files.read_drafter(folder)[0].feature_layers == (0,)
-    with safe_open(folder / drafter_files.DRAFTER_FILE, "np") as file:
+    with safe_open(folder / "drafter.safetensors", "np") as file:
         names = file.keys()
         assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}
 

@@ -36,7 +36,7 @@ from hsd_jax.host.distributed import fetch
 from hsd_jax.infer import rows
 from hsd_jax.infer import step as step_lib
 from hsd_jax.infer.accept import check_legal
-from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full, traced_with
+from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full, program_for
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.tree import ancestor_mask
@@ -114,7 +114,7 @@ class Overlapped(Decoder):
             return fresh, rows.placed(base)
 
         def there(function: Callable, **options) -> Callable:
-            return jax.jit(traced_with(precision, True, drafter_mesh, function), **options)
+            return jax.jit(program_for(precision, True, drafter_mesh).traced(function), **options)
 
         self.look, self.judge = self.compile(look), self.compile(judge, donate_argnums=2)
         self.read_ahead = there(make_read(drafter_config.base, both.base), static_argnames="capacity")

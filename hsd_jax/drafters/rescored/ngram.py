@@ -13,44 +13,40 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax import settings
 from hsd_jax.drafters.rescored.config import NgramConfig
-from hsd_jax.host.files import read_object, write_json
+from hsd_jax.host.files import read_object
 from hsd_jax.models.placement import HERE, Placement
-from hsd_jax.models.tensor_files import load_tree, open_all, store_tree
+from hsd_jax.models.tensor_files import config_file, read, store
 from hsd_jax.types import Weights
 
-NGRAM_CONFIG, NGRAM_FILE = "ngram_config.json", "ngram.safetensors"
+NGRAM = "ngram"
+"""The name of its files (`tensor_files.store`)."""
 NO_NODE = -1
 """Stands for the node of an n-gram that the model does not have."""
-_IDS = ("token", "first")
 
 
-def _shapes(config: NgramConfig) -> dict[str, tuple[int, ...]]:
-    num = (config.num_nodes,)
-    return {"token": num, "first": (config.num_nodes + 1,), "logp": num, "backoff": num}
+def init_ngram(key: jax.Array, config: NgramConfig) -> Weights:
+    """An empty model. The key is not consumed."""
+    ids, numbers = jnp.zeros(config.num_nodes, jnp.int32), jnp.zeros(config.num_nodes)
+    return {"token": ids, "first": jnp.zeros(config.num_nodes + 1, jnp.int32), "logp": numbers, "backoff": numbers}
 
 
 def save_ngram(folder: str | Path, config: NgramConfig, weights: Weights) -> None:
     """Writes `ngram.safetensors` and `ngram_config.json`."""
-    folder, dtype = Path(folder), np.dtype(np.float32)
-    store_tree(folder / NGRAM_FILE, weights, _shapes(config), dtype, lambda path: path, ids=_IDS)
-    write_json(folder / NGRAM_CONFIG, dataclasses.asdict(config))
+    store(folder, NGRAM, dataclasses.asdict(config), weights, init_ngram, config)
 
 
 def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramConfig, Weights]:
     """Reads what `save_ngram` wrote."""
-    folder = Path(folder)
-    config = settings.read(NgramConfig, read_object(folder / NGRAM_CONFIG), str(folder / NGRAM_CONFIG))
-    file = folder / NGRAM_FILE
-    stored = {tensor.name: tensor for tensor in open_all([file])}
-    names, dtype = {name: name for name in _shapes(config)}, np.dtype(np.float32)
-    return config, load_tree(stored, names, _shapes(config), dtype, file, NGRAM_CONFIG, _IDS, placement)
+    path = config_file(folder, NGRAM)
+    config = settings.read(NgramConfig, read_object(path), str(path))
+    return config, read(folder, NGRAM, init_ngram, config, placement=placement)
 
 
 def children(weights: Weights, config: NgramConfig, nodes: Int[Array, "..."], tokens: Int[Array, "..."]) -> Array:

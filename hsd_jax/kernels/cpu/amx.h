@@ -22,7 +22,6 @@ constexpr int kTileStep = 32;  // inputs of a step
 
 static inline int64_t StepsOf(int64_t k) { return k / kTileStep; }
 
-#if defined(__AVX512F__)
 // Turns 16 x 16 words.
 static inline void Turn(__m512i (&r)[16]) {
   __m512i t[16];
@@ -49,7 +48,6 @@ static inline void Turn(__m512i (&r)[16]) {
     r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
   }
 }
-#endif
 
 // Where the group that row b begins stands among turned rows of width k. A group of c rows is [k / 32, 16 pairs, c] words.
 static inline int64_t GroupAt(int64_t b, int64_t k) { return b * StepsOf(k) * kTile; }
@@ -62,15 +60,10 @@ static void TurnRows(const uint16_t* x, int64_t n, int64_t k, int64_t from, int6
     for (int64_t s = first / kTileStep; s < last / kTileStep; s++) {
       uint32_t* out = turned + GroupAt(g, k) + s * kTile * count;
       const uint16_t* from_row = x + g * k + s * kTileStep;
-#if defined(__AVX512F__)
       __m512i r[16];
       for (int b = 0; b < 16; b++) r[b] = b < count ? _mm512_loadu_si512(from_row + b * k) : _mm512_setzero_si512();
       Turn(r);
       for (int p = 0; p < kTile; p++) _mm512_mask_storeu_epi32(out + p * count, (1u << count) - 1, r[p]);
-#else
-      for (int p = 0; p < kTile; p++)
-        for (int b = 0; b < count; b++) std::memcpy(out + p * count + b, from_row + b * k + 2 * p, sizeof(uint32_t));
-#endif
     }
   }
 }

@@ -204,9 +204,11 @@ using Floats = ffi::Buffer<ffi::F32, 4>;
 using Bools = ffi::Buffer<ffi::PRED, 3>;
 using Ints = ffi::Buffer<ffi::S32, 2>;
 
+static constexpr char kScale[] = "scale", kSoftcap[] = "softcap";
+
 static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Floats new_values, Bools new_mask,
                          Floats keys, Floats values, Ints first, Ints last, ffi::ResultBuffer<ffi::F32, 4> out,
-                         float scale, float softcap) {
+                         ffi::Attr<float, kScale> scale, ffi::Attr<float, kSoftcap> softcap) {
   auto dims = query.dimensions();
   int64_t batch = dims[0], groups = dims[1], n = dims[2], width = dims[3];
   int64_t nodes = new_mask.dimensions()[1], seen = new_mask.dimensions()[2], slots = keys.dimensions()[2];
@@ -216,7 +218,7 @@ static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Fl
   if (!fits) return ffi::Error::InvalidArgument("attend: shapes do not fit together");
   Call call = {query.typed_data(), new_keys.typed_data(), new_values.typed_data(), keys.typed_data(),
                values.typed_data(), new_mask.typed_data(), first.typed_data(), last.typed_data(),
-               out->typed_data(), groups, n, width, nodes, slots, seen, n / nodes, scale, softcap};
+               out->typed_data(), groups, n, width, nodes, slots, seen, n / nodes, *scale, *softcap};
   int64_t blocks = (n + kQueriesAtOnce - 1) / kQueriesAtOnce;
   Parallel(pool, static_cast<int>(batch * groups * blocks), [=](int i) {
     int64_t from = i % blocks * kQueriesAtOnce;
@@ -225,17 +227,4 @@ static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Fl
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdAttend, Attend,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Bools>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Ret<Floats>()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("softcap"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdAttend, Attend);

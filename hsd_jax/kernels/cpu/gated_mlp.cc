@@ -54,14 +54,13 @@ static void Hidden(const float* gate, const float* up, int64_t first, int64_t la
 
 using Floats = ffi::Buffer<ffi::F32, 2>;
 
-static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED> flags, Floats up_bias,
+static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, Flags flags, Floats up_bias,
                            ffi::RemainingArgs weights, ffi::Result<Floats> y, bool is_gelu) {
-  int64_t rows = x.dimensions()[0], k = x.dimensions()[1], num_flags = flags.element_count();
+  int64_t rows = x.dimensions()[0], k = x.dimensions()[1];
   Matrix gate, up, down;
   size_t next = 0;
   if (!NextMatrix(weights, &next, k, &gate) || !NextMatrix(weights, &next, k, &up) || up.o != gate.o ||
-      !NextMatrix(weights, &next, gate.o, &down) || y->dimensions()[0] != rows || y->dimensions()[1] != down.o ||
-      (num_flags != 0 && num_flags != rows))
+      !NextMatrix(weights, &next, gate.o, &down) || y->dimensions()[0] != rows || y->dimensions()[1] != down.o || !Fit(flags, rows))
     return ffi::Error::InvalidArgument("gated_mlp: weights must be [out, in], float32, bfloat16 or scaled int8, and fit");
   int64_t width = gate.o, num_biases = up_bias.dimensions()[0];
   if (num_biases != 0 && (num_biases != rows || up_bias.dimensions()[1] != width))
@@ -71,7 +70,7 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
   int64_t pieces = Pieces(gate.bytes() + up.bytes(), gate.output() + up.output(), gate.cut(), threads);
   int64_t downs = Pieces(down.bytes(), down.output(), down.cut(), threads);
   int64_t piece = BlocksOf((width + pieces - 1) / pieces) * kBlockSize;  // whole vectors, groups, and blocks of a rounded row
-  ActiveRows active(flags.typed_data(), num_flags, rows);
+  ActiveRows active(flags, rows);
   int64_t n = active.count(), some = std::min(n, kRowsAtOnce);
   Forms forms;
   forms.Add(gate), forms.Add(up);
@@ -130,7 +129,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGatedMlp, GatedMlp,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()
-                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<Flags>()
                                   .Arg<Floats>()
                                   .RemainingArgs()
                                   .Ret<Floats>()

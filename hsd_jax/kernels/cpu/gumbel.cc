@@ -40,10 +40,9 @@ static inline void Bits(const uint32_t (&keys)[3], Word i, Word (&out)[kVectors]
 // [sqrt(1/2), sqrt(2)): log(1 + f) = f - f^2 / 2 + f^3 P(f). P was fitted to the largest relative error by iterated
 // least squares.
 static inline Vec Log(Vec x) {
-  typedef int32_t Whole __attribute__((vector_size(kLanes * 4)));
   constexpr uint32_t kRootHalf = 0x3f3504f3;
   const Word above = (Word)x - kRootHalf;
-  const Vec e = __builtin_convertvector((Whole)above >> 23, Vec);
+  const Vec e = __builtin_convertvector((Int)above >> 23, Vec);
   const Vec f = (Vec)((above & 0x007fffffu) + kRootHalf) - 1.0f;
   Vec p = f * 6.9210471e-2f - 1.1780702e-1f;
   p = p * f + 1.1865132e-1f;
@@ -80,16 +79,14 @@ static void Fill(const uint32_t* key, int64_t num, float* out) {
 
 using Keys = ffi::Buffer<ffi::U32, 2>;
 using Noise = ffi::Buffer<ffi::F32, 2>;
-using Flags = ffi::Buffer<ffi::PRED, 1>;
 
 // noise[r, :] from the key [r, 2]. A row whose flag is false gets zeros. Without flags all rows are active.
 static ffi::Error Gumbel(ffi::ThreadPool pool, Keys keys, Flags flags, ffi::Result<Noise> noise) {
   int64_t rows = noise->dimensions()[0], num = noise->dimensions()[1];
   if (keys.dimensions()[0] != rows || keys.dimensions()[1] != 2 || num >= (int64_t(1) << 32))
     return ffi::Error::InvalidArgument("gumbel: keys must be [rows, 2] and rows shorter than 2^32");
-  int64_t num_flags = flags.element_count();
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("gumbel: one flag per row, or none");
-  const bool* counts = num_flags ? flags.typed_data() : nullptr;
+  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("gumbel: one flag per row, or none");
+  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
   ByRows(pool, rows, num, 32 << 10, [=, key = keys.typed_data(), to = noise->typed_data()](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; r++)
       if (counts == nullptr || counts[r])
@@ -100,4 +97,4 @@ static ffi::Error Gumbel(ffi::ThreadPool pool, Keys keys, Flags flags, ffi::Resu
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGumbel, Gumbel, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Keys>().Arg<Flags>().Ret<Noise>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGumbel, Gumbel);

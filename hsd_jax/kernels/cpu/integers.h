@@ -128,7 +128,7 @@ static inline Int Dot(const Weights& w, int32_t x, Int sum) {
   __m512i pairs = _mm512_maddubs_epi16(w.size, _mm512_mask_sub_epi8(all, w.is_below, _mm512_setzero_si512(), all));
   return sum + (Int)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 }
-#elif defined(__AVX2__)
+#else
 struct Weights {
   __m256i all, size;
 };
@@ -140,19 +140,6 @@ static inline Int Start(int32_t) { return Int{}; }
 static inline Int Dot(const Weights& w, int32_t x, Int sum) {
   __m256i pairs = _mm256_maddubs_epi16(w.size, _mm256_sign_epi8(_mm256_set1_epi32(x), w.all));
   return sum + (Int)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-#else
-struct Weights {
-  const int8_t* all;
-};
-static inline Weights Ready(const int8_t* p) { return {p}; }
-static inline Int Start(int32_t) { return Int{}; }
-static inline Int Dot(const Weights& w, int32_t x, Int sum) {
-  int8_t row[kStep];
-  std::memcpy(row, &x, sizeof(row));
-  for (int i = 0; i < kLanes; i++)
-    for (int j = 0; j < kStep; j++) sum[i] += w.all[kStep * i + j] * row[j];
-  return sum;
 }
 #endif
 
@@ -215,28 +202,15 @@ constexpr int kGroupRows = kLanes == 16 ? 8 : 4;
 constexpr int kWideGroups[] = {0, 4, 4, 4, 4, 3, 3, 2, 2};
 template <int kN>
 constexpr int kGroups = kLanes == 16 ? kWideGroups[kN] : kN == 1 ? 2 : 1;
-// `count` tiles of kG streams of groups, for all rows: the first `larger` blocks of rows have kN of them, the others one
-// less. Of the last group only `valid` outputs are there.
+// `count` tiles of kG streams of groups. Of the last group only `valid` outputs are there.
 template <int kG, int kN>
 static void GroupStreams(const RoundedRows& x, const int8_t* w, const float* scale, float* y, int64_t n, int64_t larger,
                          int64_t stride, int64_t count, int64_t valid) {
   const int64_t bytes = kGroup * x.blocks * kBlockSize;
-  for (int64_t from = 0; from < count; from += kTilesAtOnce) {
-    int64_t to = std::min<int64_t>(from + kTilesAtOnce, count);
-    for (int64_t b = 0; b < n;) {
-      bool is_larger = b < larger * kN;
-      for (int64_t a = from; a < to; a++) {
-        RoundedRows rows = x.From(b);
-        float* out = y + b * stride + a * kGroup;
-        int64_t there = a == count - 1 ? valid : kGroup;
-        if (is_larger)
-          GroupTile<kG, kN>(rows, w + a * bytes, count, scale + a * kGroup, out, stride, there);
-        else if constexpr (kN > 1)
-          GroupTile<kG, kN - 1>(rows, w + a * bytes, count, scale + a * kGroup, out, stride, there);
-      }
-      b += is_larger ? kN : kN - 1;
-    }
-  }
+  Streams<kN>(n, larger, count, [&](auto rows, int64_t b, int64_t a) {
+    GroupTile<kG, rows>(x.From(b), w + a * bytes, count, scale + a * kGroup, y + b * stride + a * kGroup, stride,
+                        a == count - 1 ? valid : kGroup);
+  });
 }
 
 template <int kN>

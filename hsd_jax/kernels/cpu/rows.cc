@@ -14,11 +14,13 @@
 // How many numbers are worth another thread.
 constexpr int64_t kPiece = 32 << 10;
 
+static constexpr char kEps[] = "eps";
+
 // y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
 static ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
-                          ffi::ResultBuffer<ffi::F32> y, float eps) {
+                          ffi::ResultBuffer<ffi::F32> y, ffi::Attr<float, kEps> eps) {
   int64_t width = weight.element_count(), rows = width < 1 ? 0 : x.element_count() / width;
-  auto norm = [=, from = x.typed_data(), to = y->typed_data(), w = weight.typed_data()](int64_t r) {
+  auto norm = [=, from = x.typed_data(), to = y->typed_data(), w = weight.typed_data(), epsilon = *eps](int64_t r) {
     const float* in = from + r * width;
     float* out = to + r * width;
     Vec sums[4] = {};
@@ -32,7 +34,7 @@ static ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
     Sum4(sums[0], sums[1], sums[2], sums[3], parts);
     float total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
     for (; i < width; i++) total = MulAdd(in[i], in[i], total);
-    float scale = 1.0f / std::sqrt(total / width + eps);
+    float scale = 1.0f / std::sqrt(total / width + epsilon);
     for (i = 0; i < width; i++) out[i] = in[i] * scale * w[i];
   };
   ByRows(pool, rows, width, kPiece, [=](int64_t first, int64_t last) {
@@ -41,13 +43,7 @@ static ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRmsNorm, RmsNorm,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRmsNorm, RmsNorm);
 
 using Floats4 = ffi::Buffer<ffi::F32, 4>;
 using Floats3 = ffi::Buffer<ffi::F32, 3>;
@@ -71,19 +67,15 @@ static ffi::Error Rope(Floats4 x, Floats3 cosine, Floats3 sine, ffi::ResultBuffe
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope,
-                              ffi::Ffi::Bind().Arg<Floats4>().Arg<Floats3>().Arg<Floats3>().Ret<Floats4>());
-
-using Flags = ffi::Buffer<ffi::PRED, 1>;
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope);
 
 // The first place of the largest number of each row. In a row of NaNs it is the last place. A row whose flag is false
 // gets 0. Without flags all rows are active.
 static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::S32> best) {
   int64_t rows = best->element_count(), width = rows < 1 ? 0 : x.element_count() / rows;
   if (width < 1 && rows > 0) return ffi::Error::InvalidArgument("first_best: rows of no width");
-  int64_t num_flags = flags.element_count();
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("first_best: one flag per row, or none");
-  const bool* counts = num_flags ? flags.typed_data() : nullptr;
+  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("first_best: one flag per row, or none");
+  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
   auto find = [=, from = x.typed_data(), to = best->typed_data()](int64_t r) {
     if (counts != nullptr && !counts[r]) {
       to[r] = 0;
@@ -114,16 +106,10 @@ static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<Flags>()
-                                  .Ret<ffi::Buffer<ffi::S32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest);
 
 // How many numbers of a row are compared at once.
 constexpr int64_t kBlock = 4 * kLanes;
-typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
 // The k largest numbers of each row in falling order, their places, and the log-sum-exp of the row. On a tie the lower
 // place comes first. NaN is never among the largest. If a row has fewer than k numbers above -inf, the lowest remaining
@@ -131,10 +117,10 @@ typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::F32> best,
                        ffi::ResultBuffer<ffi::S32> places, ffi::ResultBuffer<ffi::F32> total) {
   int64_t rows = total->element_count(), k = rows < 1 ? 0 : best->element_count() / rows;
-  int64_t width = rows < 1 ? 0 : x.element_count() / rows, num_flags = flags.element_count();
+  int64_t width = rows < 1 ? 0 : x.element_count() / rows;
   if (rows > 0 && (k < 1 || k > width)) return ffi::Error::InvalidArgument("top_k: k must be 1 to the length of a row");
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("top_k: one flag per row, or none");
-  const bool* counts = num_flags ? flags.typed_data() : nullptr;
+  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("top_k: one flag per row, or none");
+  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
   auto find = [=, from = x.typed_data(), values = best->typed_data(), at = places->typed_data(),
                sums = total->typed_data()](int64_t r) {
     const float* in = from + r * width;
@@ -161,7 +147,7 @@ static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flag
     int64_t i = 0;
     for (; i + kBlock <= width; i += kBlock) {
       Vec last = Vec{} + value[k - 1];
-      Ints is_above = Load(in + i) > last;
+      Int is_above = Load(in + i) > last;
       for (int j = 1; j < 4; j++) is_above |= Load(in + i + j * kLanes) > last;
       int32_t any = 0;
       for (int j = 0; j < kLanes; j++) any |= is_above[j];
@@ -187,14 +173,7 @@ static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flag
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdTopK, TopK,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<Flags>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdTopK, TopK);
 
 using Table = ffi::Buffer<ffi::BF16, 2>;
 
@@ -217,8 +196,4 @@ static ffi::Error Gather(Table table, ffi::Buffer<ffi::S32> index, ffi::ResultBu
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGather, Gather,
-                              ffi::Ffi::Bind()
-                                  .Arg<Table>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGather, Gather);

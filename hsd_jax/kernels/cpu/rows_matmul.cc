@@ -17,11 +17,11 @@ struct Shard {
   int64_t first, last;
 };
 
-static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::PRED> flags,
+static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags,
                              ffi::RemainingArgs weights, ffi::RemainingRets results) {
-  int64_t rows = x.dimensions()[0], k = x.dimensions()[1], num_flags = flags.element_count();
+  int64_t rows = x.dimensions()[0], k = x.dimensions()[1];
   if (k < 1) return ffi::Error::InvalidArgument("rows_matmul: rows of no width");
-  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("rows_matmul: a flag a row, or none");
+  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("rows_matmul: a flag a row, or none");
   std::vector<Product> products;
   std::vector<Shard> shards;
   Forms forms;
@@ -44,7 +44,7 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
     for (int64_t p = 0; p < own; p++)
       shards.push_back({static_cast<int>(i), w.CutAt(p, own), w.CutAt(p + 1, own)});
   }
-  ActiveRows active(flags.typed_data(), num_flags, rows);
+  ActiveRows active(flags, rows);
   int64_t n = active.count();
   Packed packed(x.typed_data(), active, k, forms);
   int packs = n < 2 * kPack ? 0 : static_cast<int>((n + kPack - 1) / kPack);
@@ -66,6 +66,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRowsMatmul, RowsMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<Flags>()
                                   .RemainingArgs()
                                   .RemainingRets());

@@ -21,6 +21,12 @@
 
 namespace ffi = xla::ffi;
 
+// Handlers are bound to calls by the types of their parameters. XLA knows those of buffers and attributes.
+template <>
+struct ffi::CtxBinding<ffi::ThreadPool> {
+  using Ctx = ffi::ThreadPool;
+};
+
 // A tile of kO outputs, `apart` outputs from one another, by kN rows: y[b * stride + a * apart] = x[b] . w[a * apart].
 // The weights of a step stay in registers beside the sums, and one vector of a row at a time: a pair of bfloat16 is taken
 // apart once for all rows. Inlined, one tile beside another, sums would lie in memory: 8 rows took twice as long.
@@ -93,23 +99,13 @@ constexpr int kRows = kLanes == 16 ? 8 : 6;
 constexpr int kWide[] = {0, 12, 6, 6, 4, 4, 4, 3, 3}, kNarrow[] = {0, 6, 4, 3, 2, 2, 2};
 template <int kN>
 constexpr int kOutputs = kLanes == 16 ? kWide[kN] : kNarrow[kN];
-// `count` tiles of kO streams, for all rows: the first `larger` blocks of rows have kN of them, the others one less.
+// `count` tiles of kO streams.
 template <int kO, int kN, typename X, typename W>
-static void Streams(const X* x, const W* w, float* y, int64_t n, int64_t larger, int64_t k, int64_t stride,
-                    int64_t count) {
-  for (int64_t from = 0; from < count; from += kTilesAtOnce) {
-    int64_t to = std::min<int64_t>(from + kTilesAtOnce, count);
-    for (int64_t b = 0; b < n;) {
-      bool is_larger = b < larger * kN;
-      for (int64_t a = from; a < to; a++) {
-        if (is_larger)
-          Tile<kO, kN>(x + b * k, w + a * k, count, y + b * stride + a, k, stride);
-        else if constexpr (kN > 1)
-          Tile<kO, kN - 1>(x + b * k, w + a * k, count, y + b * stride + a, k, stride);
-      }
-      b += is_larger ? kN : kN - 1;
-    }
-  }
+static void OutputStreams(const X* x, const W* w, float* y, int64_t n, int64_t larger, int64_t k, int64_t stride,
+                          int64_t count) {
+  Streams<kN>(n, larger, count, [&](auto rows, int64_t b, int64_t a) {
+    Tile<kO, rows>(x + b * k, w + a * k, count, y + b * stride + a, k, stride);
+  });
 }
 
 // The same for outputs [first, last) of any number: as many streams as a tile has outputs, and the few left one by one.
@@ -120,8 +116,8 @@ static void Blocks(const X* x, const W* w, float* y, int64_t n, int64_t blocks, 
     if (n > kN * blocks) return Blocks<kN + 1>(x, w, y, n, blocks, k, stride, first, last);
   constexpr int kO = kOutputs<kN>;
   int64_t larger = n - blocks * (kN - 1), count = (last - first) / kO, rest = first + count * kO;
-  Streams<kO, kN>(x, w + first * k, y + first, n, larger, k, stride, count);
-  Streams<1, kN>(x, w + rest * k, y + rest, n, larger, k, stride, last - rest);
+  OutputStreams<kO, kN>(x, w + first * k, y + first, n, larger, k, stride, count);
+  OutputStreams<1, kN>(x, w + rest * k, y + rest, n, larger, k, stride, last - rest);
 }
 
 // y[b, a] = x[b] . w[a] for rows b of [0, n) and outputs a of [first, last); a row of y is `stride` wide.
@@ -246,15 +242,20 @@ static int64_t Threads(const ffi::ThreadPool& pool) { return std::max<int64_t>(p
          sizes[2] == kGroup && sizes[3] == kStep;
 }
 
+using Flags = ffi::Buffer<ffi::PRED, 1>;
+// Whether there is one flag per row, or none: then all rows count.
+[[maybe_unused]] static bool Fit(const Flags& flags, int64_t rows) {
+  return flags.element_count() == 0 || int64_t(flags.element_count()) == rows;
+}
+
 // Which rows of a pass count: the nodes of a tree that are worth a check, the tokens of a prompt that is shorter than its
 // chunk, the rows of a batch that are not done. The others cost nothing and come out as zeros.
 class ActiveRows {
  public:
-  // `flags` has one flag a row, or none at all: then every row counts.
-  ActiveRows(const bool* flags, int64_t num_flags, int64_t rows) : rows_(rows) {
-    if (num_flags == 0) return;
+  ActiveRows(const Flags& flags, int64_t rows) : rows_(rows) {
+    if (flags.element_count() == 0) return;
     for (int64_t r = 0; r < rows; r++)
-      if (flags[r]) index_.push_back(r);
+      if (flags.typed_data()[r]) index_.push_back(r);
     all_ = int64_t(index_.size()) == rows;
   }
   bool all() const { return all_; }
@@ -322,12 +323,6 @@ constexpr int64_t kPack = 32;
 static_assert(kPack % kTile == 0, "rows that are turned at once are whole groups");
 #endif
 
-static inline void Pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 // Runs work(phase, i, thread) for each i below counts[phase], one phase behind the other, on this thread and the pool's.
 // Each thread takes the pieces of its own stretch in order, then helps with the others' stretches. A thread that finds
 // no more work waits for the pieces others have begun and goes on with the next phase: to schedule it anew would cost
@@ -343,7 +338,7 @@ static void Phases(ffi::ThreadPool& pool, const int (&counts)[kPhases], Work wor
     int count;
     alignas(64) std::atomic<int> done{0};
     void Wait() {
-      while (done.load(std::memory_order_acquire) < count) Pause();
+      while (done.load(std::memory_order_acquire) < count) __builtin_ia32_pause();
     }
   };
   struct Shared {

@@ -1,4 +1,4 @@
-// Vectors, and what is computed with them, that the CPU kernels share.
+// Vectors, and what is computed with them, that the CPU kernels share. The least that they need is AVX2 with FMA.
 
 #pragma once
 
@@ -7,9 +7,7 @@
 #include <cstring>
 #include <memory>
 
-#if defined(__AVX2__)
 #include <immintrin.h>
-#endif
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -65,12 +63,8 @@ static inline Vec Second(const uint16_t* p) { return (Vec)(Words(p) & 0xffff0000
 static inline Vec First(const int8_t* p) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #else
-  Vec v;
-  for (int i = 0; i < kLanes; i++) v[i] = p[i];
-  return v;
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #endif
 }
 static inline Vec Second(const int8_t* p) { return First(p + kLanes); }
@@ -106,31 +100,17 @@ static inline uint16_t Rounded(float x) {
 #endif
 
 // Keeps a value in a register; the compiler would rather load it again for every product.
-static inline void Hold(Vec& v) {
-#if defined(__x86_64__)
-  asm("" : "+x"(v));
-#else
-  (void)v;
-#endif
-}
+static inline void Hold(Vec& v) { asm("" : "+x"(v)); }
 // a * b + c, rounded once. Left to itself the compiler fuses here and not there, and the bits of a row would depend on
 // the tile it falls into.
 static inline Vec MulAdd(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
+#else
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
 #endif
 }
-static inline float MulAdd(float a, float b, float c) {
-#if defined(__FMA__)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
+static inline float MulAdd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 static inline float Scalar(float v) { return v; }
 static inline float Scalar(int8_t v) { return v; }
 static inline float Scalar(uint16_t v) {
@@ -164,7 +144,6 @@ static inline Vec Exp(Vec x) {
 
 // The sums of four accumulators, together: one at a time they cost as much as the products of a short K.
 static inline void Sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, float* out) {
-#if defined(__AVX2__)
   auto half = [](const Vec& v) {
 #if defined(__AVX512F__)
     return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
@@ -174,16 +153,6 @@ static inline void Sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, 
   };
   __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-#else
-  const Vec* all[4] = {&a, &b, &c, &d};
-  for (int j = 0; j < 4; j++) {
-    float s[kLanes];
-    std::memcpy(s, all[j], sizeof(s));
-    for (int width = kLanes / 2; width > 0; width /= 2)
-      for (int i = 0; i < width; i++) s[i] += s[i + width];
-    out[j] = s[0];
-  }
-#endif
 }
 
 // How far ahead of its use a weight is fetched into the second-level cache, in bytes, of all streams of a tile together.
@@ -201,3 +170,21 @@ static inline void Fetch(const void* weight) {
 constexpr int64_t kRowsAtOnce = 64;
 // Tiles of a stream that all rows go through before the next: their weights stay in a near cache meanwhile.
 constexpr int kTilesAtOnce = 4;
+// Runs tile(rows, b, a) for `count` tiles of a stream and all rows: the first `larger` blocks of rows have kN of them, the
+// others one less.
+template <int kN, typename RunTile>
+static inline void Streams(int64_t n, int64_t larger, int64_t count, RunTile tile) {
+  for (int64_t from = 0; from < count; from += kTilesAtOnce) {
+    int64_t to = std::min<int64_t>(from + kTilesAtOnce, count);
+    for (int64_t b = 0; b < n;) {
+      bool is_larger = b < larger * kN;
+      for (int64_t a = from; a < to; a++) {
+        if (is_larger)
+          tile(std::integral_constant<int, kN>(), b, a);
+        else if constexpr (kN > 1)
+          tile(std::integral_constant<int, kN - 1>(), b, a);
+      }
+      b += is_larger ? kN : kN - 1;
+    }
+  }
+}

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from hsd_jax.lab.bench import rounds
 from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import make_console, make_table, say
+from hsd_jax.models.tensor_files import is_stored
 from hsd_jax.params import Params, stack
 from hsd_jax.planning.acceptance import mean
 from hsd_jax.planning.hierarchy import Hierarchy, RoundParts, all_hierarchies
@@ -69,7 +69,7 @@ def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Pa
     if len(set(folders)) < len(folders):
         raise ValueError(f"--models {' '.join(folders)}: each once")
     found, hashes = {}, {params.fingerprints()[0]: TARGET}
-    drafters = [folder for folder in folders if (Path(folder) / drafter_files.DRAFTER_CONFIG).is_file()]
+    drafters = [folder for folder in folders if is_stored(folder, drafter_files.DRAFTER)]
     for folder in folders:
         if folder in drafters:
             continue

@@ -26,9 +26,10 @@ from hsd_jax import api
 from hsd_jax.arguments import sampling_of_row
 from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.host.distributed import fetch
-from hsd_jax.infer.decode import traced_with
+from hsd_jax.infer.decode import program_for
 from hsd_jax.infer.sampling import perturb, round_noise, row_keys, target_distribution
-from hsd_jax.kernels import native
+from hsd_jax.kernels import native, program
+from hsd_jax.kernels.program import Program
 from hsd_jax.lab.bench.tables import Table, print_table, say
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
@@ -140,7 +141,7 @@ def isas_here(params) -> list[str]:
     """The available instruction sets of the CPU kernels, the most capable first, and OFF."""
     isas = [isa for isa in reversed(native.cpu_isas()) if _runs(isa)]
     if params.mesh is not None or not isas:
-        where = f"{native.traced_platform()}, mesh {params.mesh and dict(params.mesh.shape)}"
+        where = f"{program.here().platform}, mesh {params.mesh and dict(params.mesh.shape)}"
         raise ValueError(
             f"--levels: no CPU kernels run here ({where}); needed are one CPU with avx2 or more, a C++ compiler"
             " and no mesh"
@@ -316,18 +317,16 @@ def replay_logits(
     padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
     padded[: len(text)] = text
     dtype = cache_lib.cache_dtype(weights["embedding"].dtype) if dtype is None else dtype
-    text, num_prompt = jnp.asarray(padded), len(prompt)
-    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
+    text, num_prompt, kernels = jnp.asarray(padded), len(prompt), program_for(use_native=use_native)
+    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, kernels)
     return fetch(logits)[: len(tokens)]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
-)
-def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
+@functools.partial(jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "kernels"))
+def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, kernels):
     capacity = max(text.shape[0], prompt_bucket + num_nodes)
     cache = cache_lib.cache_of(config, 1, capacity, dtype)
-    read, run = (traced_with(None, use_native, None, function) for function in (read_chunk, forward))
+    read, run = kernels.traced(read_chunk), kernels.traced(forward)
     _, cache = read(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
 
     def chunk(cache, _):
@@ -362,14 +361,14 @@ def places(
     return jnp.where(own[:, 0] > -jnp.inf, jnp.minimum(likelier + coins * tied, 1.0), 2.0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "use_native"))
+@functools.partial(jax.jit, static_argnames=("config", "kernels"))
 def _places_of(
     weights: Weights,
     config: ModelConfig,
     row: Int[Array, "T1"],
     coins: Float[Array, "T"],
     sampling: SamplingParams,
-    use_native: bool,
+    kernels: Program,
 ) -> Float[Array, "T"]:
     """The quantiles of all tokens of a text except the first, from one pass over it.
 
@@ -379,8 +378,7 @@ def _places_of(
     num = len(coins)
     dtype = cache_lib.cache_dtype(weights["embedding"].dtype)
     cache = cache_lib.cache_of(config, 1, num, dtype)
-    read = traced_with(None, use_native, None, read_chunk)
-    logits = read(weights, config, cache, row[None, :-1], 0, jnp.full(1, num))[0].logits[0]
+    logits = kernels.traced(read_chunk)(weights, config, cache, row[None, :-1], 0, jnp.full(1, num))[0].logits[0]
     return places(logits, row[1:], coins, sampling)
 
 
@@ -395,15 +393,15 @@ def goodness_of_fit(
     """
     generator = np.random.default_rng(seed)
     sampling = sampling_of_row(settings["temperature"], settings.get("top_k"), settings.get("top_p"))
-    found = []
+    found, kernels = [], program_for(use_native=params.mesh is None)
     for prompt, text in zip(prompts, texts, strict=True):
         if len(text) == 0:
             continue
         row = np.zeros(1 + max(SHORTEST, bucket(len(prompt) + len(text) - 1)), np.int32)
         row[: len(prompt) + len(text)] = [*prompt, *text]
         coins = generator.random(len(row) - 1, np.float32)
-        own = np.asarray(_places_of(params.target, params.target_config, row, coins, sampling, params.mesh is None))
-        found.append(own[len(prompt) - 1 :][: len(text)])
+        own = _places_of(params.target, params.target_config, row, coins, sampling, kernels)
+        found.append(np.asarray(own)[len(prompt) - 1 :][: len(text)])
     return chi_square_test(np.concatenate(found))
 
 

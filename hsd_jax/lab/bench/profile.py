@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from hsd_jax.arguments import Prompt, Sampling
+from hsd_jax.arguments import Prompt
+from hsd_jax.asked import Sampling
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
 from hsd_jax.infer.rules import make_rule

@@ -17,9 +17,10 @@ import numpy as np
 
 from hsd_jax import api
 from hsd_jax.arguments import encode
+from hsd_jax.asked import records
 from hsd_jax.lab.bench.replay import Round, replay
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.request import records, rule_and_scheme
+from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
 

@@ -16,6 +16,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.lab.bench import hierarchy, methods, rounds
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.planning.acceptance import mean
 from hsd_jax.planning.simulate import accepted_lengths
 from hsd_jax.planning.texts import write_texts
@@ -27,8 +28,7 @@ folders, own_cache = command_line.folders, command_line.own_cache
 @pytest.fixture(scope="module")
 def models(folders):
     """Folders of two small models of the target's vocabulary, the larger first."""
-    config = convert.read_config(folders.target)
-    weights = convert.read_weights(folders.target, config)
+    config, weights = find(folders.target).config, find(folders.target).weights()
     convert.save_target(folders.root / "small", config, toy.make_small_lm(weights))
     tiny = dataclasses.replace(config, num_layers=1)
     convert.save_target(folders.root / "tiny", tiny, toy.make_target(tiny, seed=3))
@@ -82,9 +82,9 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
 def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch, capsys):
     """A deeper target, the model that it was grown from, and that model's hidden-state drafter, which drafts for no
     other: so what drafts for the target alone is the model."""
-    config = convert.read_config(folders.target)
+    config = find(folders.target).config
     sources = layer_sources(config.num_layers, 2 * config.num_layers)
-    deep = grown(convert.read_weights(folders.target, config), sources)
+    deep = grown(find(folders.target).weights(), sources)
     convert.save_target(tmp_path / "deep", dataclasses.replace(config, num_layers=len(sources)), deep, eos=(1,))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(f"{folders.target}/{name}", tmp_path / "deep" / name)

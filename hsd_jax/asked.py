@@ -1,0 +1,209 @@
+"""The settings of a call and of `load`: what a caller may ask for, each spelled once.
+
+`decode`, `stream`, `Session`, its requests, the command line and files of methods take the keys below. Type, range,
+default and description stand here. To add a setting, add its key here and use it where it acts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar
+
+from pydantic import Field
+
+from hsd_jax.config import NO_REUSE_FORM, Precision, Quantized, TreeConfig
+from hsd_jax.settings import (
+    Count,
+    Default,
+    Flag,
+    NotNegative,
+    OneOf,
+    PerRow,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    Whole,
+    dataclass,
+    parts_of,
+    record,
+)
+
+if TYPE_CHECKING:
+    from hsd_jax.planning.tuned import Tuned
+else:
+    Tuned = Any  # its module needs jax; `set_up` checks it
+
+AUTO = "auto"
+"""The rule `match`, under which the tokens of a row depend only on its prompt, settings and seed."""
+NEW_TOKENS = 128
+"""The default of `max_new_tokens`."""
+MOST_PAD_ROWS = 256
+"""The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
+Rule = Annotated[str, OneOf.of("infer.rules", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
+Scheme = Annotated[str, OneOf.of("types", lambda module: tuple(scheme.value for scheme in module.DrawScheme)), Field(title="SCHEME")]
+DTYPES = ("float32", "bfloat16")
+Name = Annotated[str, Field(title="NAME")]
+Folder = Annotated[str, Field(title="DIR")]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Length(TypedDict, total=False):
+    """The length of the text, which may be given by position."""
+
+    max_new_tokens: Annotated[PerRow[Whole], Default(NEW_TOKENS)]
+    """Most tokens per row. The end token counts."""
+
+
+class SamplingSettings(TypedDict, total=False):
+    """How the text is drawn. A setting is one value, or one value per row."""
+
+    temperature: Annotated[PerRow[Temperature], Default(0.0)]
+    """0 is greedy."""
+    top_k: Annotated[PerRow[TopK | None], Default(None)]
+    """Keeps the K likeliest tokens. None: all."""
+    top_p: Annotated[PerRow[TopP | None], Default(None)]
+    """Keeps the likeliest tokens of total probability P. None: all."""
+    seed: Annotated[PerRow[Seed], Default(0)]
+    """Of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws with
+    `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
+    eos: Annotated[int | Sequence[int] | None, Default(None)]
+    """End tokens of all rows in place of the checkpoint's; () for none."""
+
+
+class SpeculationSettings(TypedDict, total=False):
+    """How the text is computed. Under the rule `match` none of these changes a text.
+
+    The other rules draw another text from the same distribution, or from another distribution with `lossy`.
+    """
+
+    tree: Annotated[TreeConfig | None, Default(None)]
+    """Shape of the draft tree. All its nodes are then verified in every round. None: `params.tree`. If that is None
+    too, the fastest plan for this number of rows and these lengths and temperatures is chosen. That plan may be plain
+    decoding. `stats.plan` names it. In a chosen tree only the drafts that pay are verified. If none pays, the call
+    continues without drafts and tries them again later."""
+    accept: Annotated[Rule, Default(AUTO)]
+    """Rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal" and "kseq"; drawn
+    chains also "block_verification" (methods.md 6)."""
+    draw: Annotated[Scheme | None, Default(None)]
+    """How trees choose their tokens. "coupled": the tokens that the target most likely draws, given the noise that it
+    draws with (at temperature 0, the likeliest tokens). "arbitrary": the likeliest tokens. "independent" and
+    "without_replacement": tokens drawn with their own noise. "top_then_random": one child of a node is drawn, the
+    others are the likeliest. None: the scheme that suits the rule."""
+    reuse: Annotated[str, Field(title="FORM"), Default(NO_REUSE_FORM)]
+    """How later rounds use trunk states that a round did not use: "none", "sum", "skip" or "skip:N", or "ahead"
+    (docs/design.md, "Reuse")."""
+    speculate: Annotated[Flag, Default(True)]
+    """False decodes plainly, one token per pass of the target."""
+    tuned: Annotated[bool | Tuned, Default(True)]
+    """How the tree is chosen if `tree` is None. True: by the record that `tune` stored for this pair and machine. A
+    `Tuned`: by that record. False: by the cost model, with the measured rates of this machine. The cost model also
+    decides if the record has no choice for calls of this size."""
+    pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
+    """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""
+    lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]
+    """None switches it off. Else a function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
+    functions are "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled
+    text no longer follows the target's distribution. `infer/lossy.py` defines the one that it follows. `stats.lossy`
+    reports the setting. An epsilon of 1 changes nothing."""
+    adaptive: Annotated[Flag | None, Default(None)]
+    """True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small language model
+    end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts
+    that do not pay are left out only if the tree was chosen."""
+
+
+class Settings(SamplingSettings, SpeculationSettings, total=False):
+    """All settings of `decode` and `stream`."""
+
+
+if TYPE_CHECKING:
+
+    @dataclasses.dataclass(frozen=True, init=False)
+    class Sampling:
+        """A type checker sees no fields: they are made of the keys above."""
+
+        def __init__(self, *values: Any, **settings: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    class Speculation(Sampling):
+        """The record of `SpeculationSettings`."""
+else:
+    Sampling = record("Sampling", Length, SamplingSettings)
+    Speculation = record("Speculation", SpeculationSettings)
+
+
+@dataclass
+class Loading:
+    """Arguments of `load`, which explains them at length."""
+
+    target: Name | None = None
+    """demo; smollm2; a Hugging Face folder; a GGUF file; or ORG/NAME on the Hugging Face hub."""
+    revision: Annotated[str, Field(title="REV")] | None = None
+    """Branch, tag or commit of ORG/NAME (default: its main branch)."""
+    tokenizer: Name | None = None
+    """The model whose tokenizer and chat template to take, named as the target is (default: the target's own)."""
+    drafter: Name | None = None
+    """A folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named as a target is;
+    lookup, or lookup:MIN-MAX, for n-grams of the context; FOLDER+lookup for both in one tree (default: that of demo or
+    smollm2; for other targets plain decoding)."""
+    strict: bool = False
+    """Refuse a drafter that was trained for other weights of the same sizes; by default it drafts with a warning."""
+    dtype: Annotated[str, OneOf(DTYPES)] | None = None
+    """Dtype of the target's weights (default: that of the checkpoint)."""
+    quantize: Quantized | None = None
+    """int8 stores 8 bits per weight (on CPUs activations too); this is another target, close to the original."""
+    precision: Precision = "fast"
+    """exact is float32 and highest matmul precision, with which speculation changes no token on one device."""
+    mesh: Annotated[str, Field(title="SPEC")] | None = None
+    """Devices, for example "data=2,model=4" (default: one device)."""
+    max_len: Annotated[Count, Field(title="TOKENS")] | None = None
+    """Most tokens of prompt and answer together (default: the model's limit)."""
+
+
+@dataclass
+class Additions:
+    """What the command line and a method may add to a target and its drafter."""
+
+    rescore: Folder | None = None
+    """The scorer of drafts: n-grams, a model, or 0-gram."""
+    alpha: NotNegative | None = None
+    """Weight of its scores beside the drafter's (default: 0.5)."""
+    pearl: Annotated[Count | Literal["auto"], Field(title="GAMMA")] | None = None
+    """A small model drafts GAMMA tokens while its previous drafts are verified (PEARL); auto measures GAMMA."""
+    devices: Annotated[str, Field(title="T,D")] | None = None
+    """With pearl: numbers of devices of the target and of the small model, which then run at once, as in 6,2; or which
+    devices, as in 0-5:6,7 (default: both on the same devices, one after the other)."""
+    stack: tuple[Annotated[str, Field(title="DIR[@T]")], ...] = ()
+    """A drafter that drafts T tokens per round for the drafter; one more for one more level (hsd plan)."""
+
+    def __post_init__(self):
+        if self.rescore is None and self.alpha is not None:
+            raise ValueError("alpha weighs the scores of rescore: give both")
+        if self.devices is not None and self.pearl is None:
+            raise ValueError("devices is for pearl: give both")
+
+
+def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
+    """Splits keyword arguments of `decode` into the two records."""
+    of_speculation = SpeculationSettings.__annotations__
+    sampling = {name: value for name, value in settings.items() if name not in of_speculation}
+    return Sampling(**sampling), Speculation(**{name: settings[name] for name in settings if name in of_speculation})
+
+
+def takes(*kinds: Any) -> Callable[[Function], Function]:
+    """Writes the keys of settings into the signature and the docstring of a function that takes them as keywords."""
+
+    def explain(function: Function) -> Function:
+        signature = inspect.signature(function)
+        known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        lines = [f"{function.__doc__}\n    Settings, as keywords:"]
+        for name, part in {name: part for kind in kinds for name, part in parts_of(kind).items()}.items():
+            known.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=part.default))
+            lines.append(f"      {name}: {part.description}")
+        function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+        function.__doc__ = "\n".join(lines)
+        return function
+
+    return explain
