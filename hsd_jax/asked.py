@@ -43,7 +43,8 @@ NEW_TOKENS = 128
 MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
 Rule = Annotated[str, OneOf.of("infer.rules", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
-Scheme = Annotated[str, OneOf.of("types", lambda module: tuple(scheme.value for scheme in module.DrawScheme)), Field(title="SCHEME")]
+SCHEMES = OneOf.of("types", lambda module: tuple(scheme.value for scheme in module.DrawScheme))
+Scheme = Annotated[str, SCHEMES, Field(title="SCHEME")]
 DTYPES = ("float32", "bfloat16")
 Name = Annotated[str, Field(title="NAME")]
 Folder = Annotated[str, Field(title="DIR")]
@@ -67,8 +68,8 @@ class SamplingSettings(TypedDict, total=False):
     top_p: Annotated[PerRow[TopP | None], Default(None)]
     """Keeps the likeliest tokens of total probability P. None: all."""
     seed: Annotated[PerRow[Seed], Default(0)]
-    """Of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws with
-    `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
+    """Seed of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws
+    with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
     eos: Annotated[int | Sequence[int] | None, Default(None)]
     """End tokens of all rows in place of the checkpoint's; () for none."""
 
@@ -104,10 +105,10 @@ class SpeculationSettings(TypedDict, total=False):
     pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
     """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""
     lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]
-    """None switches it off. Else a function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
+    """A function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
     functions are "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled
     text no longer follows the target's distribution. `infer/lossy.py` defines the one that it follows. `stats.lossy`
-    reports the setting. An epsilon of 1 changes nothing."""
+    reports the setting. An epsilon of 1 changes nothing. None: off."""
     adaptive: Annotated[Flag | None, Default(None)]
     """True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small language model
     end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts

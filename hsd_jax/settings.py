@@ -133,10 +133,15 @@ def parts_of(kind: Any) -> dict[str, Part]:
     """The fields of a `dataclass`, or the keys of a TypedDict with a `Default`, and the docstrings below them."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if dataclasses.is_dataclass(kind):
-        found = {key: (one.default, one.description or "") for key, one in kind.__pydantic_fields__.items()}
+        texts = {}
+        for each in reversed(kind.__mro__):  # pydantic finds no docstrings of inherited fields
+            own = getattr(each, "__pydantic_fields__", {})
+            texts |= {key: one.description for key, one in own.items() if one.description}
+        found = {key: (one.default, texts.get(key, "")) for key, one in kind.__pydantic_fields__.items()}
     else:
         body: Any = ast.parse(inspect.getsource(kind)).body[0]
-        texts = {key.target.id: text.value.value for key, text in itertools.pairwise(body.body) if hasattr(key, "target")}
+        pairs = itertools.pairwise(body.body)
+        texts = {key.target.id: text.value.value for key, text in pairs if hasattr(key, "target")}
         defaults = {key: one.value for key in texts for one in hints[key].__metadata__ if isinstance(one, Default)}
         found = {key: (defaults[key], text) for key, text in texts.items()}
     return {key: Part(hints[key], default, " ".join(text.split())) for key, (default, text) in found.items()}

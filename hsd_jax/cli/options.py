@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from hsd_jax.lab.bench.tables import say
 from hsd_jax.settings import Count
 
 Group = argparse._ActionsContainer
+OTHERWISE = r" \(default: [^()]*\)$"
+"""What the docstring of a field says of its default, if the field is not the number or text that is taken then."""
 
 
 def checked(function: Callable[[str], Any]):
@@ -67,7 +70,8 @@ def add_record(group: Group, record: Any, *names: str, **changes: dict[str, Any]
 
 def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any]) -> None:
     kinds, default = settings.kinds_of(part.hint), more.get("default", part.default)
-    text = part.description[:1].lower() + part.description[1:].rstrip(".").replace("%", "%%")
+    text = part.description.rstrip(".").replace("%", "%%")
+    text = text if text[:2].isupper() else text[:1].lower() + text[1:]
     own: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
     if [*kinds] == [bool]:
         own["action"] = "store_false" if default else "store_true"
@@ -86,7 +90,9 @@ def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any
         own["metavar"] = _metavar(kinds)
         if default not in (None, (), PydanticUndefined):
             shown = [x if isinstance(x, str) else f"{x:g}" for x in (default if several else [default])]
-            text = f"{text} (default: {' '.join(shown)})".lstrip()
+            text = f"{re.sub(OTHERWISE, '', text)} (default: {' '.join(shown)})".lstrip()
+        elif more.get("required"):
+            text = re.sub(OTHERWISE, "", text)
     group.add_argument(f"--{name}".replace("_", "-"), **own | {"help": text} | more)
 
 
@@ -184,11 +190,11 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--json OUT", NEW_FILE, "write every figure to this file")
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
-    """Declares the options that `prompts_of` reads, but for --max-new-tokens."""
-    group = parser.add_argument_group("prompts")
-    names = "prompts", "limit", "half", "chat_template", "skip_bad_lines"
-    add_record(group, Workload, *names, limit={} if limit is None else {"default": limit})
+def add_prompt_arguments(parser: argparse.ArgumentParser, *more: str, **defaults: Any) -> None:
+    """Declares the fields of `Workload` that `prompts_of` reads, and more of them. Some get another default."""
+    names = "prompts", "limit", "half", "chat_template", "skip_bad_lines", *more
+    changes = {name: {"default": value} for name, value in defaults.items()}
+    add_record(parser.add_argument_group("prompts"), Workload, *names, **changes)
 
 
 def prompts_of(args: argparse.Namespace, params) -> list[Any]:
@@ -287,5 +293,6 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
 def refuse(args: argparse.Namespace, given: str, *names: str) -> None:
     """Raises a ValueError if one of the options `names` is given, because it has no meaning beside `given`."""
     for name in names:
-        if getattr(args, name, None) not in (None, False):
+        if hasattr(args, name):
+            name = f"no-{name}" if getattr(args, name) is False else name
             raise ValueError(f"--{name.replace('_', '-')} with {given}; leave one of them out")

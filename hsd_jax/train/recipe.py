@@ -50,27 +50,27 @@ class HeldOut:
 def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:
     """All keys of a recipe dataclass, section by section, as `section.key (type, default): description`."""
     lines = [f"recipe keys of {name or kind.__name__}, in the YAML file or by --set:"]
+    how = {"initial_indent": "  ", "subsequent_indent": "      ", "break_long_words": False}
     for section, part in settings.parts_of(kind).items():
-        is_section = dataclasses.is_dataclass(part.hint)
-        keys = settings.parts_of(part.hint) if is_section else {"": part}
+        keys = settings.parts_of(part.hint) if dataclasses.is_dataclass(part.hint) else {"": part}
         for key, field in keys.items():
             if (full := f"{section}.{key}".rstrip(".")) not in leave_out:
-                shown = [_type_name(field.hint)]
-                if not dataclasses.is_dataclass(field.default):
-                    default = "required" if field.default is PydanticUndefined else field.default
-                    shown.append(str(list(default) if isinstance(default, tuple) else default))
-                text = f"{full} ({', '.join(shown).replace('None', 'null')})"
-                text += f": {field.description}" if field.description else ""
-                lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+                default = "required" if field.default is PydanticUndefined else field.default
+                default = list(default) if isinstance(default, tuple) else default
+                shown = _type_name(field.hint) + ("" if dataclasses.is_dataclass(default) else f", {default}")
+                text = f"{full} ({shown.replace('None', 'null')}): {field.description}".removesuffix(": ")
+                lines += textwrap.wrap(text, WIDTH, **how)
     return "\n".join(lines)
 
 
 def _type_name(hint: Any) -> str:
+    kind, *others = settings.kinds_of(hint)
+    if others:
+        return " or ".join(map(_type_name, (kind, *others)))
+    if typing.get_origin(kind) is tuple:
+        return f"list of {_type_name(typing.get_args(kind)[0])}"
     names = {int: "integer", float: "number", bool: "boolean"}
-    kinds = settings.kinds_of(hint)
-    inner = [_type_name(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else "" for kind in kinds]
-    outer = ["section" if dataclasses.is_dataclass(kind) else names.get(kind, "string") for kind in kinds]
-    return " or ".join(f"list of {items}" if items else own for items, own in zip(inner, outer, strict=True))
+    return "section" if dataclasses.is_dataclass(kind) else names.get(kind, "string")
 
 
 def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
