@@ -22,7 +22,7 @@ from typing import Any
 
 import hsd_jax
 from hsd_jax.host.files import read_json, write_json
-from hsd_jax.lab.bench.tables import make_console, make_table, say
+from hsd_jax.lab.bench.tables import Table, print_tables, say
 
 SECTIONS = ("device", "passes", "stages", "tau")
 SECTION_SECONDS = 480
@@ -66,19 +66,18 @@ def run_section(name: str, path: Path, is_tiny: bool) -> None:
 
 def print_record(record: dict[str, Any]) -> None:
     """Prints one table for all rows of a section with the same columns, and a line for each failure."""
-    console = make_console()
+    lines, shown = [], []
     for name, about in record["sections"].items():
         tables: dict[tuple[str, ...], list[dict]] = {}
         for item, found in about["items"].items():
             if "failure" in found:
-                console.print(f"{name}, {item}: {found['failure']}", markup=False, highlight=False)
+                lines.append(f"{name}, {item}: {found['failure']}")
             for row in found.get("rows", []):
                 tables.setdefault(tuple(row), []).append(row)
         for columns, rows in tables.items():
-            table = make_table(name + ("" if about.get("done") else ", not done"), 1, *columns)
-            for row in rows:
-                table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
-            console.print(table)
+            cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+            shown.append(Table(name + ("" if about.get("done") else ", not done"), columns, cells))
+    print_tables(shown, lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

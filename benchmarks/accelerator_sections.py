@@ -20,12 +20,12 @@ from jax import lax
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.kernels import ops
-from hsd_jax.lab.bench.machine import hardware
+from hsd_jax.lab.bench.facts import hardware
 from hsd_jax.lab.bench.profile import profile_mode
+from hsd_jax.measure.speeds import Mode
 from hsd_jax.models.cache import cache_dtype, empty_cache, layer_slots
 from hsd_jax.models.target import causal_mask, forward
 from hsd_jax.params import Params
-from hsd_jax.planning.measure import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.request import Speculation
 from hsd_jax.types import Weights

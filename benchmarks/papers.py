@@ -5,7 +5,7 @@
 
 An arm is one training, or a drafter that exists. Every arm is trained with every seed. A seed decides the first weights
 and the anchors, and the order of the text unless the file fixes data.seed. tau is simulated on texts that
-the target wrote, greedy and at temperature 1 with coupled drafts (`planning/simulate.py`), so a busy machine does not
+the target wrote, greedy and at temperature 1 with coupled drafts (`measure/simulate.py`), so a busy machine does not
 change it. `--speed` then decodes by the first seed of each arm in turns with plain decoding.
 A complete training is not repeated: the same command continues, and arms can be added to the file. `--small` trains for
 the few steps that the file names. Choose recipes on the `tune` half; the `report` half is for what was chosen.
@@ -28,15 +28,15 @@ from hsd_jax import TreeConfig, settings
 from hsd_jax.cli import options
 from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
-from hsd_jax.lab.bench.experiment import Experiment
+from hsd_jax.lab.bench.experiment import run_experiment
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
 from hsd_jax.lab.bench.prompts import Workload, read_tasks
 from hsd_jax.lab.bench.tables import Table
+from hsd_jax.measure import simulate
+from hsd_jax.measure.speeds import bootstrap_ratio
+from hsd_jax.measure.texts import Texts, stored_texts
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.params import Params, load, with_drafter
-from hsd_jax.planning import simulate
-from hsd_jax.planning.measure import bootstrap_ratio
-from hsd_jax.planning.texts import Texts, stored_texts
 from hsd_jax.settings import Count, Flag, Seed
 from hsd_jax.train import run
 from hsd_jax.train.recipe import read_recipe
@@ -196,8 +196,7 @@ def score(drafters: list[Params], texts: Texts, depth: int, temperature: float) 
     """Simulates the drafters of an arm, one for each seed, by a chain of `depth` drafts."""
     passes, acceptance, overlaps = [], [], []
     for one in drafters:
-        models = one.drafter, one.drafter_config, one.target, one.target_config
-        (found,), overlap = simulate.accepted_lengths(*models, texts, [TreeConfig.chain(depth)], temperature)
+        (found,), overlap = simulate.accepted_lengths(one, texts, [TreeConfig.chain(depth)], temperature)
         passes.append(list(found.rounds))
         acceptance.append(found.acceptance)
         overlaps.append(overlap)
@@ -250,7 +249,8 @@ def speeds(
     modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
     work = Workload.of(vars(args))
     tasks, temperatures = read_tasks(work, params), list(TEMPERATURES.values())
-    return Experiment(work, modes, tasks, temperatures, methods=methods, with_stages=True).run(args.out / "speed.json")
+    rest = {"methods": methods, "with_stages": True, "path": args.out / "speed.json"}
+    return run_experiment(work, modes, tasks, temperatures, **rest)
 
 
 def main() -> None:

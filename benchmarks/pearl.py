@@ -7,7 +7,7 @@ Plain decoding, chains of every length in `--chains` and PEARL take turns on eve
 compared with the chain that was the fastest of them, whatever its length. That chain is chosen on the same prompts, so
 it is a little favoured. Every token of PEARL is either an accepted draft or the replacement of a rejected one, so
 `acceptance` is an exact count. c is the time of a plain pass of the target over that of the small model, each on its
-own devices (`planning/pearl.measured_c`). Without `--gammas` gamma is round(c). Predictions assume that a round of
+own devices (`measure/pearl.measured_c`). Without `--gammas` gamma is round(c). Predictions assume that a round of
 PEARL takes as long as the slower of a pass of the target and gamma drafts, and that a chain's drafts take 1 / c each.
 
 With `--devices T,D` the target runs on T devices and the small model on D others, at the same time (overlapped). Plain
@@ -27,9 +27,9 @@ import hsd_jax
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
-from hsd_jax.planning.pearl import measured_c
+from hsd_jax.lab.bench.facts import hardware
+from hsd_jax.measure.pearl import measured_c
+from hsd_jax.measure.speeds import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.request import Speculation
 
 PLAIN = "plain"

@@ -267,7 +267,7 @@ class HsdJax:
 
         import hsd_jax
         from hsd_jax import params as params_lib
-        from hsd_jax.planning.measure import parse_tree
+        from hsd_jax.measure.speeds import parse_tree
 
         self.config, self.methods, self.loaded = config, {}, {}
         for method in config["methods"]:
@@ -293,7 +293,7 @@ class HsdJax:
 
     def about(self) -> dict:
         """The machine, as every benchmark records it, and the methods with their dtypes."""
-        from hsd_jax.lab.bench.machine import hardware
+        from hsd_jax.lab.bench.facts import hardware
 
         return hardware() | {"methods": [{"name": n, "dtype": dtype} for n, (dtype, *_) in self.methods.items()]}
 

@@ -63,14 +63,13 @@ import hsd_jax
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import ModelConfig
-from hsd_jax.lab.bench import tables
 from hsd_jax.lab.bench.experiment import repeated_ngram_share
 from hsd_jax.lab.bench.identity import first_difference
 from hsd_jax.lab.bench.prompts import BenchPrompt, short_enough, spec_bench
+from hsd_jax.lab.bench.tables import Table, print_tables
+from hsd_jax.measure.speeds import FEWEST_BATCHES, bootstrap_ratio, parse_trees, spread
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.gguf_header import Header
-from hsd_jax.planning import measure
-from hsd_jax.planning.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.tokenizer import Tokenizer
 
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -204,7 +203,7 @@ def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str,
 
     For a tree of "chosen" `decode` chooses the tree. None is the default tree of the kind of drafter.
     """
-    trees = [t.name for t in measure.parse_trees(args.trees)] if args.trees else []
+    trees = [t.name for t in parse_trees(args.trees)] if args.trees else []
     methods = []
     peer_dtypes = args.llama_dtypes if args.llama_cpp else args.torch_dtypes
     dtypes = [*(["float32"] if "float32" in peer_dtypes else []), None, *([args.quantize] if args.quantize else [])]
@@ -539,18 +538,14 @@ def versions(about: dict[str, Any]) -> str:
 
 def print_record(record: dict[str, Any]) -> None:
     """Prints the tables, the differences of texts, and the machine and versions."""
-    console, settings = tables.make_console(), record["settings"]
+    settings = record["settings"]
     title = f"{settings['num_prompts']} prompts x {settings['max_new_tokens']} new tokens, greedy, batch 1"
-    table = tables.make_table(f"{title}; over {record['reference']}", 1, *COLUMNS)
-    for row in record["rows"]:
-        table.add_row(*cells(row))
-    console.print(table)
+    shown = [Table(f"{title}; over {record['reference']}", COLUMNS, [cells(row) for row in record["rows"]])]
     for clock in CLOCKS if record["tasks"] else ():
-        names = [row["method"] for row in record["rows"]]
-        table = tables.make_table(f"{clock.replace('_', ' ')}, over {record['reference']}", 1, "task", *names)
-        for task, rows in record["tasks"].items():
-            table.add_row(task, *(f"{row['over_reference'][clock]['value']:.2f}" for row in rows))
-        console.print(table)
+        heads = ["task", *(row["method"] for row in record["rows"])]
+        over = lambda row, clock=clock: f"{row['over_reference'][clock]['value']:.2f}"  # noqa: E731
+        rows = [[task, *map(over, own)] for task, own in record["tasks"].items()]
+        shown.append(Table(f"{clock.replace('_', ' ')}, over {record['reference']}", heads, rows))
     lines = []
     for row in record["rows"]:
         for d in row["differences"]:
@@ -571,8 +566,7 @@ def print_record(record: dict[str, Any]) -> None:
         f" {ours['device']}",
         record["command"],
     ]
-    for line in lines:
-        console.print(line, markup=False, highlight=False)
+    print_tables(shown, lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

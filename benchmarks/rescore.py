@@ -3,7 +3,7 @@
     python benchmarks/rescore.py --target demo --scorers 4-gram=runs/ngram --prompts dev.jsonl --trees 8x7x1,16x6x4
 
 Only the target decodes, to write the texts. Under `match` these texts are known beforehand, so tau is a count on them
-(`planning/simulate.py`) and equals that of decoding. alpha is chosen on the `tune` half of the prompts. The table is of
+(`measure/simulate.py`) and equals that of decoding. alpha is chosen on the `tune` half of the prompts. The table is of
 the `report` half: the drafter's own trees, the same without scores between tokens (0-gram), and each scorer.
 """
 
@@ -20,11 +20,11 @@ from hsd_jax.arguments import encode
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
 from hsd_jax.lab.bench.prompts import HALVES, Workload
-from hsd_jax.lab.bench.tables import Table, print_table, say
+from hsd_jax.lab.bench.tables import Table, print_tables, say
+from hsd_jax.measure.simulate import accepted_lengths
+from hsd_jax.measure.speeds import parse_trees
+from hsd_jax.measure.texts import Texts, write_texts
 from hsd_jax.params import Params, rescore
-from hsd_jax.planning.measure import parse_trees
-from hsd_jax.planning.simulate import accepted_lengths
-from hsd_jax.planning.texts import Texts, write_texts
 
 
 def own_texts(params: Params, work: Workload, temperature: float) -> Texts:
@@ -37,8 +37,7 @@ def own_texts(params: Params, work: Workload, temperature: float) -> Texts:
 
 def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:
     """Tokens per target pass of decoding these texts, by simulation."""
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    (found,), _ = accepted_lengths(*models, texts, [tree], temperature)
+    (found,), _ = accepted_lengths(params, texts, [tree], temperature)
     return found.tau
 
 
@@ -70,7 +69,7 @@ def main() -> None:
             tau = tau_of(with_alpha(scored, best), texts, tree, args.temperature)
             rows.append((name, tree.name, f"{best:g}", f"{tau:.2f}"))
     title = f"{len(texts.length)} prompts of the report half, temperature {args.temperature:g}, simulated"
-    print_table(Table(title, ("scorer", "tree", "alpha", "tau"), rows, left=2))
+    print_tables([Table(title, ("scorer", "tree", "alpha", "tau"), rows, left=2)])
 
 
 def with_alpha(params: Params, alpha: float) -> Params:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from hsd_jax.drafters.lookup.config import LookupConfig
     from hsd_jax.host.distributed import initialize, is_writer
     from hsd_jax.host.programs import compilation_cache
+    from hsd_jax.measure.pearl import pearl
+    from hsd_jax.measure.tune import tune
     from hsd_jax.params import Params, load, place, rescore, restrict, stack
-    from hsd_jax.planning.pearl import pearl
-    from hsd_jax.planning.tune import tune
     from hsd_jax.planning.tuned import Tuned
     from hsd_jax.session import Generated, RequestStats, Session, Taken
 
@@ -49,9 +49,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "hsd_jax.planning.pearl": ("pearl",),
+    "hsd_jax.measure.pearl": ("pearl",),
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
-    "hsd_jax.planning.tune": ("tune",),
+    "hsd_jax.measure.tune": ("tune",),
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.host.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),

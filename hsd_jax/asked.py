@@ -42,8 +42,9 @@ NEW_TOKENS = 128
 """The default of `max_new_tokens`."""
 MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
-Rule = Annotated[str, OneOf.of("infer.rules", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
+RULES = OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES))
 SCHEMES = OneOf.of("types", lambda module: tuple(scheme.value for scheme in module.DrawScheme))
+Rule = Annotated[str, RULES, Field(title="RULE")]
 Scheme = Annotated[str, SCHEMES, Field(title="SCHEME")]
 DTYPES = ("float32", "bfloat16")
 Name = Annotated[str, Field(title="NAME")]
@@ -107,8 +108,8 @@ class SpeculationSettings(TypedDict, total=False):
     lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]
     """A function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
     functions are "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled
-    text no longer follows the target's distribution. `infer/lossy.py` defines the one that it follows. `stats.lossy`
-    reports the setting. An epsilon of 1 changes nothing. None: off."""
+    text no longer follows the target's distribution. `infer/rules/lossy.py` defines the one that it follows.
+    `stats.lossy` reports the setting. An epsilon of 1 changes nothing. None: off."""
     adaptive: Annotated[Flag | None, Default(None)]
     """True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small language model
     end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts

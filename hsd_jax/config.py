@@ -180,6 +180,15 @@ class TrunkConfig(DrafterConfig):
     committed_embeddings: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = False
     """Whether its states depend on drafted tokens. If so, a tree costs one pass per level."""
+    activation: ClassVar[str] = "silu"
+    """This and the next fields are those of `ModelConfig` that its layers do not have."""
+    norm_offset: ClassVar[float] = 0.0
+    attention_softcap: ClassVar[float | None] = None
+    post_norms: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
+    output_bias: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool] = False
 
     _: dataclasses.KW_ONLY
     num_layers: Layers
@@ -198,6 +207,10 @@ class TrunkConfig(DrafterConfig):
         least = 2 * self.num_steps  # so that a round sees all states that it reads and computes
         if self.window is not None and self.window < least:
             raise ValueError(f"DrafterConfig.window={self.window}: allowed are 2 * num_steps = {least} and more")
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5
 
 
 _FILLED_IN: Any = None

@@ -381,7 +381,7 @@ def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -
     """Puts the weights on one device, or on a mesh by the table of `host/sharding.py`.
 
     Args:
-      drafter_mesh: mesh of a drafter that is to run beside the target (`planning/pearl.py`). None: `mesh`.
+      drafter_mesh: mesh of a drafter that is to run beside the target (`measure/pearl.py`). None: `mesh`.
     """
     params = dataclasses.replace(arranged(params, mesh, drafter_mesh=drafter_mesh), drafter_mesh=drafter_mesh)
     if mesh is None:

@@ -19,9 +19,9 @@ from hsd_jax.host.distributed import check_mesh
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.host.programs import make_room
 from hsd_jax.infer.decode import GROWTH, Decoder, or_most, program_for
-from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.plain import make_plain_step
-from hsd_jax.infer.rules import RULES, make_rule
+from hsd_jax.infer.rules.lossy import Lossy
+from hsd_jax.infer.rules.table import RULES, make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels.program import Program
 from hsd_jax.models import cache as cache_lib

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.axes import CACHE, ROWS, SLOTS, named
@@ -72,7 +73,7 @@ class KVCache:
 
     keys: tuple[Float[Array, "B G S E"], ...] = flax.struct.field(metadata=named(*CACHE))
     values: tuple[Float[Array, "B G S E"], ...] = flax.struct.field(metadata=named(*CACHE))
-    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    length: Int[Array, "B"]
     """The number of valid slots of each row. In the decode loop it is always the number of committed tokens - 1."""
     capacity: int = flax.struct.field(pytree_node=False, default=0)
     """The largest number of tokens of a row. Layers with fewer slots are rings (`models/cache.py`)."""
@@ -127,8 +128,11 @@ class Verdict:
 
     path: Int[Array, "B D+1"]
     num_accepted: Int[Array, "B"]
-    next_token: Int[Array, "B"]
     emitted: Int[Array, "B D+1"]
+
+    @property
+    def next_token(self) -> Int[Array, "B"]:
+        return jnp.take_along_axis(self.emitted, self.num_accepted[:, None], 1)[:, 0]
 
 
 @flax.struct.dataclass
@@ -244,8 +248,6 @@ class Stop:
 
     log_trust: Float[Array, "B"]
     """The log of the acceptance probability of a draft of which the drafter is certain."""
-    live: Bool[Array, "B"]
-    """Rows that are not done."""
     price: Float[Array, ""]
     """The price of a further level, a number of tokens: its seconds times the tokens per second so far. The level must
     promise as many accepted drafts, over all rows."""
@@ -262,13 +264,12 @@ class RoundInputs:
     keys: jax.Array
     """The keys of the rows. A drafter draws with `sampling.place_keys` and never with these keys directly."""
     sampling: SamplingParams
-    noise: Float[Array, "B M V"] | None = None
-    """The target's own noise at the next positions (`sampling.round_noise`), for COUPLED drafts. `tree.Grower` computes
-    it if it is None."""
+    noise: Float[Array, "B M V"]
+    """The target's own noise at the next positions (`sampling.round_noise`). Only COUPLED drafts may use it."""
+    live: Bool[Array, "B"]
+    """Rows that are not done. Drafts of other rows have no meaning."""
     stop: Stop | None = None
     """None: chains grow to their full depth."""
-    live: Bool[Array, "B"] | None = None
-    """Rows that are not done. Drafts of other rows have no meaning. None: all rows."""
 
 
 class Candidates(NamedTuple):
@@ -295,7 +296,7 @@ then drafts only these tokens, and its cost depends on their number. `expand` is
 is traced from 1 on, and the shapes of the carry stay the same.
 """
 ExpandNamed = Callable[[Any, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Candidates, Any]]
-"""An `Expand` that always returns `Candidates` (`tree.named` makes one)."""
+"""An `Expand` that always returns `Candidates`."""
 
 
 class Drafter(NamedTuple):
@@ -314,7 +315,8 @@ class Drafter(NamedTuple):
     draft: Callable[..., tuple[DraftTree, Any]]
     """`draft(models, state, inputs: RoundInputs) -> (tree, state)`."""
     commit: Callable[..., Any]
-    """`commit(models, state, verdict, output, num_committed) -> state`."""
+    """`commit(models, state, verdict, output, num_committed) -> state`. A row that committed no token gets its old
+    state back, also after `follow`."""
     scheme: DrawScheme
     max_depth: int
     feature_layers: tuple[int, ...] = ()
@@ -328,8 +330,8 @@ class Drafter(NamedTuple):
     state is used for drafting and not by further calls of `read`. None: nothing is left to do."""
     follow: Callable[..., Any] | None = None
     """`follow(models, state, verdict, output, num_committed) -> state`, called after up to max_depth + 1 plain passes
-    without drafts. The path of the verdict lists the nodes of these passes in order. Rows that committed no token keep
-    their state. None: the drafter must draft in every round."""
+    without drafts. The path of the verdict lists the nodes of these passes in order. None: the drafter must draft in
+    every round."""
     drafts_ahead: bool = False
     """Whether a round drafts tokens that later rounds verify. Rules that judge jointly cannot judge such drafts."""
     counts: Callable[[Any], dict[str, Int[Array, "B"]]] | None = None
@@ -347,9 +349,8 @@ class AcceptRule(NamedTuple):
     name: str
     schemes: frozenset[DrawScheme]
     judge: Callable[..., Verdict]
-    """`judge(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`. `noise` is that of
-    `sampling.round_noise` for one position more than the depth of the tree. The rule computes it if it needs it and it
-    is None."""
+    """`judge(keys, tree, logits, sampling, root_position, noise) -> Verdict`. `noise` is that of
+    `sampling.round_noise` for one position more than the depth of the tree."""
     emits_argmax: bool = False
     """Whether every token it emits comes from `ops.argmax`, which on a mesh itself returns INVALID_TOKEN."""
     judges_jointly: bool = False

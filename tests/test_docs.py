@@ -26,7 +26,7 @@ import yaml
 
 import hsd_jax
 from hsd_jax.cli import main as main_lib
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.types import DrawScheme
 
 REPO = Path(__file__).resolve().parent.parent

@@ -16,7 +16,7 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.request import Speculation
 from hsd_jax.train.distill import DistillRecipe
 from hsd_jax.train.drafter import DrafterRecipe
-from hsd_jax.train.target import TargetRecipe
+from hsd_jax.train.pretrain import TargetRecipe
 
 NAN, INF = float("nan"), float("inf")
 MODEL = TARGET_VALUES["model"]

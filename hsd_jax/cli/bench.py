@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures the methods in turns with plain decoding."""
     from hsd_jax.host import lock
     from hsd_jax.lab.bench import experiment, methods, prompts, report
-    from hsd_jax.planning.measure import parse_trees
+    from hsd_jax.measure.speeds import parse_trees
 
     if hasattr(args, "spec_bench"):
         what = "--spec-bench, whose tasks are read whole and through the chat template"
@@ -69,8 +69,9 @@ def run(args: argparse.Namespace) -> int:
         if work.contexts:
             modes = [dataclasses.replace(mode, eos=()) for mode in modes]
             tasks = prompts.at_contexts(params, tasks, work.contexts, work.max_new_tokens)
-        made = experiment.Experiment(work, modes, tasks, work.temperatures, work.batch, named, args.stages)
-        record = made.run(None if args.out is None else args.out / "bench.json")
+        path = None if args.out is None else args.out / "bench.json"
+        settings = tasks, work.temperatures, work.batch
+        record = experiment.run_experiment(work, modes, *settings, named, args.stages, path)
         tables, foot = report.tables_of(record), report.footer(record, report.NOTE)
         report.show(tables, foot, args.out and args.out / "bench.md")
         if args.out is not None:

@@ -137,7 +137,7 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
 
     from hsd_jax.drafters.table import init_drafter
     from hsd_jax.host import sharding
-    from hsd_jax.infer.rules import RULES
+    from hsd_jax.infer.rules.table import RULES
     from hsd_jax.infer.sampling import row_keys
     from hsd_jax.kernels import program
     from hsd_jax.models.cache import cache_dtype
@@ -275,9 +275,9 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.drafters.drafted_for import DraftedFor
     from hsd_jax.drafters.files import check_drafter, read_drafter_config
     from hsd_jax.host.sharding import rows_multiple
+    from hsd_jax.measure.speeds import parse_tree
     from hsd_jax.models.checkpoint import find
     from hsd_jax.params import default_tree
-    from hsd_jax.planning.measure import parse_tree
     from hsd_jax.request import CAPACITY_UNIT, rows_bucket
     from hsd_jax.train.loop import LoopConfig
 

@@ -44,7 +44,7 @@ hsd demo --precision exact --temperature 0.8
 def run(args: argparse.Namespace) -> int:
     """Answers all prompts with plain and with speculative decoding, and prints the table."""
     from hsd_jax.lab.bench import demo
-    from hsd_jax.lab.bench.machine import model_record
+    from hsd_jax.lab.bench.facts import model_record
 
     start = time.perf_counter()
     args.target = getattr(args, "target", None) or _default_target()

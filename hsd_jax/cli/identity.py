@@ -44,7 +44,7 @@ hsd identity --demo --levels --precision exact
 def run(args: argparse.Namespace) -> int:
     """Compares, prints the report, and returns 1 if the check failed."""
     from hsd_jax.lab.bench import identity
-    from hsd_jax.lab.bench.machine import hardware
+    from hsd_jax.lab.bench.facts import hardware
 
     params = options.load_pair(args, "identity")
     tree = options.tree_asked(args, params)

@@ -1,4 +1,4 @@
-"""`hsd plan`: finds which models should draft for which. The work is done in `lab/bench/hierarchy.py`."""
+"""`hsd plan`: finds which models should draft for which. The work is done in `measure/stack.py`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,18 @@ hsd plan --demo --models runs/small-lm lookup --temperature 0.8 --json plan.json
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the result, and writes the record of --json."""
-    from hsd_jax.lab.bench import hierarchy
+    from hsd_jax.lab.bench.facts import hardware
+    from hsd_jax.lab.bench.tables import print_stacks
+    from hsd_jax.measure.stack import measure_stacks
 
-    work = options.record_of(args, Workload)
     load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731
-    record = hierarchy.measure_hierarchies(load(None), args.models, load, work, args.temperature, args.max_length)
-    hierarchy.print_record(record)
+    params = load(None)
+    ids = [prompt.tokens(params.tokenizer) for prompt in options.prompts_of(args, params)]
+    work = options.record_of(args, Workload)
+    how = {name: getattr(work, name) for name in ("max_new_tokens", "seed", "repeats")}
+    how |= {"temperature": args.temperature, "max_length": args.max_length}
+    record = {"command": args.command_line, "hardware": hardware()}
+    record |= measure_stacks(params, args.models, load, ids, **how, report=options.say)
+    print_stacks(record)
     options.write_record(args.json, record)
     return 0

@@ -62,8 +62,8 @@ class Tuning:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table and the choice, and writes the record."""
     from hsd_jax.lab.bench import prompts, tables
-    from hsd_jax.planning.measure import parse_trees
-    from hsd_jax.planning.tune import tune
+    from hsd_jax.measure.speeds import parse_trees
+    from hsd_jax.measure.tune import tune
 
     asked, work = options.record_of(args, Tuning), options.record_of(args, RunOptions)
     trees = parse_trees(asked.trees) if asked.trees else None

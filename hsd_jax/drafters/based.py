@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.method import DraftingMethod, Planning
-from hsd_jax.types import Drafter
+from hsd_jax.drafters.method import Planning, method_of
 
 
 class Based:
@@ -21,31 +20,20 @@ class Based:
     sampled_profile = property(attrgetter("base.sampled_profile"))
 
 
-def on_base(
-    methods: Mapping[str, DraftingMethod],
-    config_type: type,
-    make: Callable[..., Drafter],
-    more_seconds: Callable[..., float],
-) -> DraftingMethod:
-    """The entry of a drafter with a base, from the table with those of all bases.
-
-    `make` takes the method of the base first. `more_seconds` are seconds of drafting in addition to the base.
-    """
+def planning_on_base(more_seconds: Callable[..., float], chains_nest: bool = True) -> Planning:
+    """The planning of a drafter with a base. `more_seconds` are seconds of drafting in addition to the base."""
 
     def of(config: Any) -> Planning:
-        return methods[config.base.kind].planning
-
-    def made(target_config: Any, config: Any, *args: Any, **options: Any) -> Drafter:
-        return make(methods[config.base.kind], target_config, config, *args, **options)
+        return method_of(config.base).planning
 
     def drafting_seconds(model: Any, config: Any, rows: int, tree: TreeConfig) -> float:
         own = of(config).drafting_seconds(model, config.base, rows, tree)
         return own + more_seconds(model, config, rows, tree)
 
-    planning = Planning(
+    return Planning(
         drafting_seconds,
         lambda config: of(config).default_tree(config.base),
         lambda config: of(config).max_depth(config.base),
         grows_wide=True,
+        chains_nest=chains_nest,
     )
-    return DraftingMethod(config_type, made, planning)

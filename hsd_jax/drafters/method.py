@@ -122,3 +122,12 @@ def planning_of_trained(drafting_seconds: Callable[..., float], has_score: bool 
         return TreeConfig.chain(min(7, config.num_steps))
 
     return Planning(drafting_seconds, default_tree, lambda config: config.num_steps, True, has_score)
+
+
+DRAFTING_METHODS: dict[str, DraftingMethod] = {}
+"""The table of drafters by name, which `table.py` fills."""
+
+
+def method_of(config: Any) -> DraftingMethod:
+    """The entry for a drafter's configuration."""
+    return DRAFTING_METHODS[config.kind]

@@ -47,7 +47,9 @@ def read_on(
 
     XLA computes no logits if the caller does not use them. `options` are those of `forward`.
     """
-    output = _read_behind(weights, config, cache, tokens, **options)
+    batch, width = tokens.shape
+    positions = cache.length[:, None] + jnp.arange(width)
+    output = forward(weights, config, tokens, positions, causal_mask(batch, width), cache, **options)
     return output, cache_lib.commit(cache, output.new_kv, None, num, after=output.hidden)
 
 
@@ -60,15 +62,8 @@ def logits_after(
     **options: Any,
 ) -> tuple[Float[Array, "B 1 V"], KVCache]:
     """As `read_on`, but returns the logits after the last token that it reads, and the cache."""
-    output = _read_behind(weights, config, cache, tokens, **options)
-    logits = jnp.take_along_axis(output.logits, num[:, None, None] - 1, 1)
-    return logits, cache_lib.commit(cache, output.new_kv, None, num, after=logits)
-
-
-def _read_behind(weights: Weights, config: ModelConfig, cache: KVCache, tokens: Array, **options: Any) -> ModelOutput:
-    batch, num = tokens.shape
-    positions = cache.length[:, None] + jnp.arange(num)
-    return forward(weights, config, tokens, positions, causal_mask(batch, num), cache, **options)
+    output, cache = read_on(weights, config, cache, tokens, num, **options)
+    return jnp.take_along_axis(output.logits, num[:, None, None] - 1, 1), cache
 
 
 def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: int | None = None) -> Array:

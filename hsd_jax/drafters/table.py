@@ -10,37 +10,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
-from hsd_jax.drafters.both import both
-from hsd_jax.drafters.both.config import BothConfig
+from hsd_jax.drafters.both import BOTH
 from hsd_jax.drafters.eagle import EAGLE
 from hsd_jax.drafters.hidden import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.medusa import MEDUSA
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import DRAFTING_METHODS, DraftingMethod, method_of
 from hsd_jax.drafters.pearl import PEARL
-from hsd_jax.drafters.rescored import RescoredConfig, rescored
+from hsd_jax.drafters.rescored import RESCORED
 from hsd_jax.drafters.small_lm import SMALL_LM
-from hsd_jax.drafters.stack import stack
-from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.stack import STACK
 from hsd_jax.drafters.steered import STEERED
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
-_KINDS = HIDDEN, EAGLE, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL  # if two can load a folder, the first one does
-DRAFTING_METHODS: dict[str, DraftingMethod] = {method.config.kind: method for method in _KINDS}
-DRAFTING_METHODS[RescoredConfig.kind] = rescored(DRAFTING_METHODS)
-DRAFTING_METHODS[StackConfig.kind] = stack(DRAFTING_METHODS)
-DRAFTING_METHODS[BothConfig.kind] = both(DRAFTING_METHODS)
+KINDS = HIDDEN, EAGLE, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL, RESCORED, STACK, BOTH
+"""If two can load a folder, the first one does."""
+DRAFTING_METHODS.update({method.config.kind: method for method in KINDS})
 
 
 def kinds_with(has: Callable[[DraftingMethod], Any]) -> tuple[str, ...]:
     """The names of the kinds whose entry has a property, in the order of the table."""
     return tuple(kind for kind, method in DRAFTING_METHODS.items() if has(method))
-
-
-def method_of(config: Any) -> DraftingMethod:
-    """The entry for a drafter's configuration."""
-    return DRAFTING_METHODS[config.kind]
 
 
 def language_model_of(config: Any) -> Any:

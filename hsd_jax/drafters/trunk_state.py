@@ -48,8 +48,8 @@ def trunk_drafter(
     config: TrunkConfig,
     tree: TreeConfig,
     draft: Callable[..., Any],
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    cache_dtype: Any,
+    scheme: DrawScheme,
     max_pending: int | None = None,
 ) -> Drafter:
     """A `Drafter` whose state is a `TrunkState`, and whose trunk runs in every round.
@@ -93,8 +93,7 @@ def trunk_drafter(
 
     def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         _, cache = read_pending_features(models, target_config, config, state)
-        after = commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
-        return cache_lib.undo_idle_rows(num_committed, state, after)
+        return commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
 
     options = {"lookahead": most - 1, "follow": follow}
     return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, **options)
@@ -106,13 +105,9 @@ def read_pending_features(
     config: TrunkConfig,
     state: TrunkState,
     asking: Int[Array, "B asked"] | None = None,
-) -> tuple[Float[Array, "B asked H"] | None, KVCache]:
-    """One pass over the pending features.
-
-    Returns:
-      The states after the features at the indices `asking`; None if none are asked for.
-      The trunk's cache with all pending features.
-    """
+) -> tuple[Float[Array, "B asked H"], KVCache]:
+    """One pass over the pending features: the states after those at the indices `asking`, and the trunk's cache with
+    all of them. None: no state is read."""
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
     positions = state.cache.length[:, None] + jnp.arange(num)
@@ -123,7 +118,7 @@ def read_pending_features(
     )
     after = _reading_cache(config, states) if asking is None else states
     cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
-    return None if asking is None else states, cache
+    return states, cache
 
 
 def _reading_cache(config: TrunkConfig, states: Float[Array, "B M H"]) -> Float[Array, "B M H"] | None:

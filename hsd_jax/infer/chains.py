@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.types import DraftTree, DrawScheme, Expand, Stop
+from hsd_jax.types import DraftTree, DrawScheme, Expand, RoundInputs, Stop
 
 
 def chain_of(
@@ -50,7 +50,9 @@ Pick = Callable[[Any, Any], Draft]
 """`pick(level, said) -> Draft`: the child of the chain's node of that level. `said` is the result of `expand` there."""
 
 
-def goes_on(stop: Stop, score: Float[Array, "B N"], num_drafts: Int[Array, ""]) -> Bool[Array, ""]:
+def goes_on(
+    stop: Stop, live: Bool[Array, "B"], score: Float[Array, "B N"], num_drafts: Int[Array, ""]
+) -> Bool[Array, ""]:
     """Whether one more draft per row is worth its price, by the scores of the `num_drafts` >= 1 drafts so far.
 
     Each row contributes the probability that all its drafts and the next one are accepted. The score of the next draft
@@ -59,24 +61,25 @@ def goes_on(stop: Stop, score: Float[Array, "B N"], num_drafts: Int[Array, ""]) 
     made = num_drafts.astype(jnp.float32)
     own = jnp.take_along_axis(score, jnp.broadcast_to(num_drafts, (len(score), 1)), 1)[:, 0]
     promised = jnp.exp((made + 1) * (own / made + stop.log_trust))
-    return jnp.sum(jnp.where(stop.live, promised, 0.0)) >= stop.price
+    return jnp.sum(jnp.where(live, promised, 0.0)) >= stop.price
 
 
 def grow_chain(
     expand: Expand,
     carry: Any,
-    root: Int[Array, "B"],
+    inputs: RoundInputs,
+    stop: Stop,
     depth: int,
     pick: Pick,
     scheme: DrawScheme,
-    stop: Stop,
     vocab_size: int | None = None,
 ) -> tuple[DraftTree, Any]:
     """The chain that `pick` chooses, with 1 to `depth` drafts, and the last carry.
 
     All rows have the same number of drafts, the first ones of a chain of the full depth. `vocab_size` is of drawn ones.
     """
-    shape = root.shape[0], depth + 1
+    root = inputs.root
+    shape = len(root), depth + 1
     tokens = jnp.zeros(shape, jnp.int32).at[:, 0].set(root)
     draft_logp = None if vocab_size is None else jnp.zeros((shape[0], depth, vocab_size))
 
@@ -97,7 +100,7 @@ def grow_chain(
         )
 
     def wanted(state: tuple[Array, Chain]) -> Array:
-        return (state[0] < depth) & goes_on(stop, state[1].score, state[0])
+        return (state[0] < depth) & goes_on(stop, inputs.live, state[1].score, state[0])
 
     # This is a loop because XLA would copy the drafter's cache at each branch.
     chain = grown(0, Chain(tokens, jnp.zeros(shape), draft_logp, carry))

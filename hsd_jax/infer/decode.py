@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import of_first
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer import worth
-from hsd_jax.infer.plain import make_block
+from hsd_jax.infer.plain import make_plain_block
 from hsd_jax.infer.sampling import without_exclusions
 from hsd_jax.infer.step import Step
 from hsd_jax.kernels import native, program
@@ -31,7 +32,17 @@ from hsd_jax.kernels.check import gpu_kernels_agree
 from hsd_jax.kernels.program import Program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk
-from hsd_jax.types import NO_TOKEN, Costs, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
+from hsd_jax.types import (
+    NO_TOKEN,
+    Costs,
+    DecodeState,
+    DecodeStats,
+    Drafter,
+    DrawScheme,
+    Limits,
+    ModelOutput,
+    SamplingParams,
+)
 
 GROWTH = 4
 """A full cache grows by this factor. The factor is large because every size needs its own program, while only the slots
@@ -47,7 +58,7 @@ STRETCH = 32
 """The number of chunks of a long prompt that one call of prefill reads."""
 
 
-@jax.tree_util.register_pytree_node_class
+@flax.struct.dataclass
 class FlattenedTree:
     """A tree of weights that is flattened once.
 
@@ -55,27 +66,19 @@ class FlattenedTree:
     have evicted from the processor's caches.
     """
 
-    def __init__(self, leaves: tuple[Any, ...], structure: Any):
-        self._leaves, self._structure = leaves, structure
-
-    @classmethod
-    def of(cls, tree: Any) -> FlattenedTree:
-        leaves, structure = jax.tree.flatten(tree)
-        return cls(tuple(leaves), structure)
+    leaves: list[Any]
+    structure: Any = flax.struct.field(pytree_node=False)
 
     def tree(self) -> Any:
         """The original tree."""
-        return jax.tree.unflatten(self._structure, self._leaves)
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        return self._leaves, self._structure
-
-    @classmethod
-    def tree_unflatten(cls, structure: Any, leaves: Any) -> FlattenedTree:
-        return cls(tuple(leaves), structure)
+        return jax.tree.unflatten(self.structure, self.leaves)
 
 
-def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable[..., DecodeState]:
+NO_DRAFTER = Drafter(*[lambda *_: None] * 4, DrawScheme.ARBITRARY, max_depth=0)  # type: ignore[arg-type]
+"""Stands in for the drafter of plain decoding, which drafts nothing."""
+
+
+def make_begin(config: ModelConfig, drafter: Drafter, cache_dtype=jnp.float32) -> Callable[..., DecodeState]:
     """Makes `begin(tokens [B, P], length [B], keys, limits, costs, capacity=, max_tokens=) -> DecodeState`.
 
     It returns the state before any prompt is read. A row that may get no new token is done.
@@ -93,16 +96,16 @@ def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.flo
     ) -> DecodeState:
         batch, num = tokens.shape
         slots = cache_lib.layer_slots(config, capacity)
-        depth, zeros = 0 if drafter is None else drafter.max_depth, jnp.zeros(batch, jnp.int32)
+        zeros = jnp.zeros(batch, jnp.int32)
         known = jnp.where(jnp.arange(num) < length[:, None], tokens, NO_TOKEN)
         state = DecodeState(
             tokens=jnp.pad(known, ((0, 0), (0, max_tokens - num)), constant_values=NO_TOKEN),
             length=length,
             done=length >= limits.max_length,
             cache=cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity),
-            drafter=None if drafter is None else drafter.init(tokens, length, capacity),
+            drafter=drafter.init(tokens, length, capacity),
             keys=keys,
-            stats=DecodeStats(zeros, jnp.zeros((batch, depth + 1), jnp.int32), zeros),
+            stats=DecodeStats(zeros, jnp.zeros((batch, drafter.max_depth + 1), jnp.int32), zeros),
             control=None if costs is None else worth.first_control(batch, costs.level_seconds is not None),
         )
         return row_lib.placed(state)
@@ -110,7 +113,7 @@ def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.flo
     return begin
 
 
-def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache_dtype=jnp.float32) -> Callable:
+def make_prefill(config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=jnp.float32) -> Callable:
     """Makes `prefill(models, tokens, length, keys, limits, num_chunks, state, costs, capacity=, max_tokens=)`.
 
     `tokens` [B, P] are the padded prompts, `length` [B] their lengths. Prompts are read in chunks against the cache.
@@ -124,7 +127,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
     begin = make_begin(config, drafter, cache_dtype)
 
     def prefill(
-        given: dict | FlattenedTree,
+        models: dict,
         tokens: Int[Array, "B P"],
         length: Int[Array, "B"],
         keys: jax.Array,
@@ -136,10 +139,8 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
         capacity: int,
         max_tokens: int,
     ) -> DecodeState:
-        models: dict = given.tree() if isinstance(given, FlattenedTree) else given
         num, size = tokens.shape[1], min(tokens.shape[1], chunk)
         assert num % size == 0, "caches have a multiple of CHUNK slots"
-        feature_layers = () if drafter is None else drafter.feature_layers
         next_tokens = jnp.roll(tokens, -1, 1)
 
         def read(index: Array, carry):
@@ -148,18 +149,16 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
             now, following = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (tokens, next_tokens))
             # XLA removes the logits, which are not used.
             output, cache = read_chunk(
-                models["target"], config, cache, now, start, length - 1, feature_layers=feature_layers
+                models["target"], config, cache, now, start, length - 1, feature_layers=drafter.feature_layers
             )
-            if drafter is not None:
-                drafter_state = drafter.read(models, drafter_state, output, now, following, start, length)
-            return cache, drafter_state
+            return cache, drafter.read(models, drafter_state, output, now, following, start, length)
 
         if state is None:
             state = begin(tokens, length, keys, limits, costs, capacity=capacity, max_tokens=max_tokens)
         first, after_last = -(-jnp.max(state.cache.length) // size), -(-jnp.max(length - 1) // size)
         end = jnp.minimum(first + num_chunks, after_last)
         cache, drafter_state = lax.fori_loop(first, end, read, (state.cache, state.drafter))
-        if drafter is not None and drafter.ready is not None:
+        if drafter.ready is not None:
             drafter_state = drafter.ready(models, drafter_state)
         return row_lib.placed(dataclasses.replace(state, cache=cache, drafter=drafter_state))
 
@@ -195,17 +194,16 @@ def drafter_after(
     return state if drafter.ready is None else drafter.ready(models, state)
 
 
-def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahead: int) -> Callable:
+def make_loop(config: ModelConfig, step: Step, drafter: Drafter) -> Callable:
     """Makes `loop(models, costs, sampling, limits, num_rounds, least_live, state) -> state`.
 
     It runs rounds until `num_rounds` have run, until fewer than `least_live` >= 1 rows are not done, or until a cache
     is full. If `worth` decides that drafts do not pay, blocks of plain rounds run between those of `step`. Both are
     inner loops of one program and not branches of one round, because XLA would copy the caches at a branch.
-    `lookahead` is the number of slots after its committed tokens that a row may write in a round.
     """
 
     def loop(
-        given: dict | FlattenedTree,
+        models: dict,
         costs: Costs | None,
         sampling: SamplingParams,
         limits: Limits,
@@ -213,14 +211,13 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
         least_live: Int[Array, ""],
         state: DecodeState,
     ) -> DecodeState:
-        models: dict = given.tree() if isinstance(given, FlattenedTree) else given
         capacity = state.cache.capacity
 
         def goes_on(round_index: Array, state: DecodeState) -> Array:
             return (
                 (round_index < num_rounds)
                 & (jnp.sum(~state.done) >= jnp.maximum(least_live, 1))
-                & ~is_full(state.length, state.done, capacity, lookahead)
+                & ~is_full(state.length, state.done, capacity, drafter.most_written)
             )
 
         def round_of(carry):
@@ -228,31 +225,21 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
             return round_index + 1, step(models, sampling, limits, state, costs)
 
         begin = jnp.zeros((), jnp.int32), state
-        if costs is None or drafter is None or drafter.follow is None:
+        if costs is None or drafter.follow is None:
             return lax.while_loop(lambda carry: goes_on(*carry), round_of, begin)[1]
-        start, plain, end = make_block(config, drafter)
+
+        plain_block = make_plain_block(config, drafter)
 
         def drafts_pay(carry):
-            return goes_on(*carry) & ~worth.is_waiting(carry[1].control, costs, carry[1].done)
+            return goes_on(*carry) & ~worth.is_waiting(carry[1], costs)
 
-        def block_goes_on(carry):
-            round_index, state, trail = carry
-            assert drafter is not None, "only drafts can fail to pay"
-            is_waiting = worth.is_waiting(state.control, costs, state.done)
-            return goes_on(round_index, state) & is_waiting & (trail.rounds <= drafter.max_depth)
-
-        def plain_round_of(carry):
-            round_index, state, trail = carry
-            return round_index + 1, *plain(models, sampling, limits, state, trail)
+        def waits(done_rounds: Array, num: Array, state: DecodeState) -> Array:
+            return goes_on(done_rounds + num, state) & worth.is_waiting(state, costs)
 
         def body(carry):
-            round_index, state = lax.while_loop(drafts_pay, round_of, carry)
-            carry = round_index, state, start(state)
-            round_index, state, trail = lax.while_loop(block_goes_on, plain_round_of, carry)
-            state = end(models, state, trail)
-            return round_index, dataclasses.replace(
-                state, control=worth.after_plain_rounds(state.control, trail.rounds)
-            )
+            num_done, state = lax.while_loop(drafts_pay, round_of, carry)
+            state, num = plain_block(functools.partial(waits, num_done), models, sampling, limits, state)
+            return num_done + num, worth.after_plain_rounds(state, num)
 
         return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 
@@ -280,15 +267,14 @@ class Decoder:
         self,
         config: ModelConfig,
         step: Step,
-        drafter: Drafter | None,
+        drafter: Drafter | None = None,
         cache_dtype=jnp.float32,
         precision: str | None = None,
         use_native: bool = True,
         mesh: Mesh | None = None,
     ):
-        self.max_depth = 0 if drafter is None else drafter.max_depth
-        self.lookahead = 0 if drafter is None else drafter.most_written
-        self.drafter = drafter
+        self.drafter = drafter = NO_DRAFTER if drafter is None else drafter
+        self.max_depth, self.lookahead = drafter.max_depth, drafter.most_written
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._program = program_for(precision, use_native, mesh)
         self.chunk = CHUNK if self._program.isa == native.OFF else CHUNK_OF_KERNELS
@@ -299,11 +285,11 @@ class Decoder:
         )
         self.insert = self.compile(insert, donate_argnums=0)
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)
-        self.loop = self.compile(make_loop(config, step, drafter, self.lookahead), donate_argnums=6)
+        self.loop = self.compile(make_loop(config, step, drafter), donate_argnums=6)
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function`, jitted with the matmul precision and the kernels of the loop."""
-        return jax.jit(self._program.traced(function), **options)
+        return jax.jit(self._program.traced(unflattened(function)), **options)
 
     def grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with caches of `capacity` slots. The old buffers are freed one by one."""
@@ -323,8 +309,9 @@ class Decoder:
             return state
         return self.grow(state, or_most(GROWTH * state.cache.capacity, most_slots))
 
-    hold = staticmethod(FlattenedTree.of)
-    """`hold(models)`: the weights in the form with which `run` starts fastest."""
+    def hold(self, models: dict) -> dict | FlattenedTree:
+        """The weights in the form with which `run` starts fastest."""
+        return FlattenedTree(*jax.tree.flatten(models))
 
     def run(
         self,
@@ -374,6 +361,16 @@ class Pace:
 def or_most(capacity: int, most_slots: int) -> int:
     """This number of slots, or the largest one if that is less than twice as large and so not worth a program."""
     return most_slots if 2 * capacity > most_slots else capacity
+
+
+def unflattened(function: Callable) -> Callable:
+    """`function`, which also takes weights that are flattened."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        return function(*(x.tree() if isinstance(x, FlattenedTree) else x for x in args), **kwargs)
+
+    return wrapped
 
 
 def program_for(precision: str | None = None, use_native: bool = True, mesh: Mesh | None = None) -> Program:

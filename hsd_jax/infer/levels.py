@@ -55,7 +55,7 @@ def grow(
         of_tree = draw.level_noise(inputs.keys, num_rows, inputs.position, vocab_size, is_sampled)
         if inputs.stop is not None and config.width == 1:
             pick = drawn_draft(config, scheme, of_tree, vocab_size, sampling)
-            return grow_chain(expand, carry, inputs.root, config.depth, pick, scheme, inputs.stop, vocab_size)
+            return grow_chain(expand, carry, inputs, inputs.stop, config.depth, pick, scheme, vocab_size)
         noise = jnp.split(of_tree, np.cumsum(num_rows)[:-1], axis=1)
     zero = jnp.zeros((batch, 1))
     level = draw.Level(inputs.root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
@@ -92,11 +92,7 @@ def grow(
 
 
 def drawn_draft(
-    config: TreeConfig,
-    scheme: DrawScheme,
-    noise: Float[Array, "B D V"],
-    vocab_size: int,
-    sampling: SamplingParams,
+    config: TreeConfig, scheme: DrawScheme, noise: Float[Array, "B D V"], vocab_size: int, sampling: SamplingParams
 ) -> Pick:
     """The `Pick` that draws the next node of a chain, as `grow` does with this noise.
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import verdict_of
-from hsd_jax.infer.step import Step, advance, cut, or_invalid
+from hsd_jax.infer.rules.accept import verdict_of
+from hsd_jax.infer.step import Step, advance, cut, or_invalid, root_of
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
@@ -47,11 +48,10 @@ def plain_round(
     feature_layers: tuple[int, ...] = (),
 ) -> tuple[DecodeState, ModelOutput, Int[Array, "B 1"], Int[Array, "B"]]:
     """One token per row: the state, the pass's output, the tokens, and how many of them rows commit, 0 or 1."""
-    position, sampling = state.length - 1, sampling_lib.of_rows(sampling, ~state.done)
-    root = jnp.take_along_axis(state.tokens, position[:, None], 1)
-    batch = root.shape[0]
+    (root, position), sampling = root_of(state), sampling_lib.of_rows(sampling, ~state.done)
+    batch = len(root)
     with jax.named_scope("target"):
-        nodes = jnp.broadcast_to(root, (batch, pad_rows))
+        nodes = jnp.broadcast_to(root[:, None], (batch, pad_rows))
         positions = jnp.broadcast_to(position[:, None], (batch, pad_rows))
         mask = jnp.broadcast_to(jnp.eye(pad_rows, dtype=bool), (batch, pad_rows, pad_rows))
         active = jnp.broadcast_to(~state.done[:, None], (batch, pad_rows))
@@ -68,45 +68,70 @@ def plain_round(
         return advance(state, emitted, count, done, cache, state.drafter), output, emitted, count
 
 
-class Trail(NamedTuple):
-    """The results of a block of at most max_depth + 1 plain rounds, for the drafter."""
+def follow_path(
+    drafter: Drafter,
+    models: dict,
+    state: Any,
+    emitted: Int[Array, "B M"],
+    hidden: Float[Array, "B M2 H"],
+    features: tuple[Float[Array, "B M2 H"], ...],
+    num_committed: Int[Array, "B"],
+) -> Any:
+    """The drafter's state after `num_committed` tokens that it did not draft, the first ones of `emitted`.
 
-    hidden: Float[Array, "B M H"]
-    features: tuple[Float[Array, "B M H"], ...]
-    emitted: Int[Array, "B M"]
-    count: Int[Array, "B"]
-    rounds: Int[Array, ""]
-
-
-def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callable, Callable]:
-    """Makes the three functions of a block of plain rounds inside a speculative loop.
-
-    `start(state)` begins a block, `step(models, sampling, limits, state, trail)` runs one round, and
-    `end(models, state, trail)` updates the drafter's state. The drafter sees the block as one round that accepted a
-    complete path.
+    `hidden` and `features` are the target's output at the token before each of them. The drafter sees pieces of these
+    tokens as rounds that accepted a complete path.
     """
-    assert drafter.follow is not None
+    assert drafter.follow is not None, "drafters without it draft in every round"
     follow, num = drafter.follow, drafter.max_depth + 1
 
-    def start(state: DecodeState) -> Trail:
-        batch = state.length.shape[0]
+    def piece(state: Any, emitted: Array, count: Array, *states: Array) -> Any:
+        output = ModelOutput(None, states[0], states[1:], None)  # type: ignore[arg-type]  # they are not read
+        with native.only(count > 0):
+            return cache_lib.undo_idle_rows(
+                count, state, follow(models, state, verdict_of(emitted, count), output, count)
+            )
+
+    if emitted.shape[1] <= num:
+        return piece(state, emitted, num_committed, hidden, *features)
+    path = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), (emitted.shape[0], num))
+
+    def next_piece(index: Array, state: Any) -> Any:
+        first = index * num
+        text, *states = (cache_lib.take_nodes(x, first + path, axis=1) for x in (emitted, hidden, *features))
+        return piece(state, text, jnp.clip(num_committed - first, 0, num), *states)
+
+    return lax.fori_loop(0, -(-jnp.max(num_committed) // num), next_piece, state)
+
+
+def make_plain_block(config: ModelConfig, drafter: Drafter) -> Callable[..., tuple[DecodeState, Int[Array, ""]]]:
+    """Makes `plain_block(goes_on, models, sampling, limits, state) -> (state, num_rounds)`.
+
+    It runs at most max_depth + 1 plain rounds inside a speculative loop, while `goes_on(num_rounds, state)`, and the
+    drafter follows them.
+    """
+
+    def plain_block(goes_on, models, sampling, limits, state):
+        batch, num = len(state.length), drafter.max_depth + 1
         hidden, none = jnp.zeros((batch, num, config.hidden_size)), jnp.zeros((batch, num), jnp.int32)
-        return Trail(hidden, (hidden,) * len(drafter.feature_layers), none, none[:, 0], jnp.zeros((), jnp.int32))
+        trail = none, hidden, *(hidden,) * len(drafter.feature_layers)  # what the drafter reads
 
-    def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, trail: Trail):
-        state, output, emitted, count = plain_round(
-            config, models, sampling, limits, state, feature_layers=drafter.feature_layers
-        )
-        put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, trail.rounds, 1)  # noqa: E731
-        features = tuple(put(old, new) for old, new in zip(trail.features, output.features, strict=True))
-        rest = put(trail.emitted, emitted), trail.count + count, trail.rounds + 1
-        return state, Trail(put(trail.hidden, output.hidden), features, *rest)
+        def is_next(carry):
+            num_rounds, state, _, _ = carry
+            return (num_rounds < num) & goes_on(num_rounds, state)
 
-    def end(models: dict, state: DecodeState, trail: Trail) -> DecodeState:
-        verdict = verdict_of(trail.emitted, trail.count)
-        output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # they are not read
-        with native.only(trail.count > 0):  # includes rows that ended within the block
-            drafter_state = follow(models, state.drafter, verdict, output, trail.count)
-        return dataclasses.replace(state, drafter=drafter_state)
+        def round_of(carry):
+            num_rounds, state, count, trail = carry
+            state, output, emitted, committed = plain_round(
+                config, models, sampling, limits, state, feature_layers=drafter.feature_layers
+            )
+            put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, num_rounds, 1)  # noqa: E731
+            trail = tuple(map(put, trail, (emitted, output.hidden, *output.features)))
+            return num_rounds + 1, state, count + committed, trail
 
-    return start, step, end
+        begin = jnp.zeros((), jnp.int32), state, none[:, 0], trail
+        num_rounds, state, count, (emitted, hidden, *features) = lax.while_loop(is_next, round_of, begin)
+        known = follow_path(drafter, models, state.drafter, emitted, hidden, tuple(features), count)
+        return dataclasses.replace(state, drafter=known), num_rounds
+
+    return plain_block

@@ -218,10 +218,7 @@ def _perturbed(noise: Array | Callable[[], Array], logits: Array, sampling: Samp
 
 
 def draw(
-    keys: jax.Array,
-    logits: Float[Array, "B M V"],
-    positions: Int[Array, "B M"],
-    sampling: SamplingParams,
+    keys: jax.Array, logits: Float[Array, "B M V"], positions: Int[Array, "B M"], sampling: SamplingParams
 ) -> Int[Array, "B M"]:
     """The target's token at absolute position `positions[b, m]`, given the logits that predict it."""
     return gumbel_max(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling)

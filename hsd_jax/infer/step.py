@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import worth
-from hsd_jax.infer.accept import check_legal, without_bonus
+from hsd_jax.infer.rules.accept import check_legal, without_bonus
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import native, program
 from hsd_jax.models import cache as cache_lib
@@ -31,7 +31,6 @@ from hsd_jax.types import (
     DecodeState,
     Drafter,
     DraftTree,
-    DrawScheme,
     Limits,
     ModelOutput,
     RoundInputs,
@@ -53,41 +52,39 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     check_legal(rule, drafter.scheme, drafter.drafts_ahead)
     is_drawn = drafter.scheme in DRAWN_SCHEMES
 
-    def finish(models, sampling, limits, state, tree, drafter_state, noise) -> tuple[DecodeState, Verdict, Array]:
-        """The round from the target's pass on; it returns what `judge_and_commit` returns."""
-        before, state = state.drafter, dataclasses.replace(state, drafter=drafter_state)
-        output, ancestors = target_pass(models, config, drafter, state, tree)
-        after, verdict, count = judge_and_commit(
-            models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise
-        )
-        drafter_state = cache_lib.undo_idle_rows(count, before, after.drafter)
-        return dataclasses.replace(after, drafter=drafter_state), verdict, count
-
     def step(
         models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None
     ) -> DecodeState:
-        sampling = sampling_lib.of_rows(sampling, ~state.done)
+        sampling, before = sampling_lib.of_rows(sampling, ~state.done), state
         with jax.named_scope("noise"), native.only(~state.done):  # once per round, for drafts and target
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
-        if costs is None:
-            drafted = draft(models, drafter, sampling, state, noise, is_drawn and rule.judges_jointly)
-            return finish(models, sampling, limits, state, *drafted, noise)[0]
 
-        control, rows = state.control, (state.length, state.done)
-        assert control is not None, "a decode with costs starts with a control"
-        stop = worth.stop_rule(control, costs, *rows)
-        # `control` has seen rejected drafts. If it decides how long a chain is, the chain must not share their noise.
-        tree, drafter_state = draft(models, drafter, sampling, state, noise, is_drawn, stop)
-        num_made = jnp.sum(tree.valid & (tree.depth > 0), 1)
-        with jax.named_scope("worth"):
-            kept, seconds = worth.select_nodes(tree, control, costs, *rows)
-            tree = dataclasses.replace(tree, valid=kept)
-        after, verdict, count = finish(models, sampling, limits, state, tree, drafter_state, noise)
-        control = worth.after_round(control, costs, tree, num_made, verdict, count, *rows, seconds)
-        return dataclasses.replace(after, control=control)
+        stop = None if costs is None else worth.stop_rule(state, costs)
+        # What is learned has seen rejected drafts. If it decides how long a chain is, the chain must not share their
+        # noise.
+        keys_are_per_round = is_drawn and (rule.judges_jointly or costs is not None)
+        tree, drafter_state = draft(models, drafter, sampling, state, noise, keys_are_per_round, stop)
+        state, drafted = dataclasses.replace(state, drafter=drafter_state), tree
+        if costs is not None:
+            with jax.named_scope("worth"):
+                tree = dataclasses.replace(tree, valid=worth.select_nodes(tree, state, costs))
+
+        output = target_pass(models, config, drafter, state, tree)
+        state, verdict, count = judge_and_commit(models, drafter, rule, sampling, limits, state, tree, output, noise)
+        state = dataclasses.replace(state, drafter=cache_lib.undo_idle_rows(count, before.drafter, state.drafter))
+        if costs is None:
+            return state
+        control = worth.after_round(before, costs, drafted, tree, verdict, count)
+        return dataclasses.replace(state, control=control)
 
     return step
+
+
+def root_of(state: DecodeState) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """The last committed token of each row, and its absolute position."""
+    position = state.length - 1
+    return jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position
 
 
 def draft(
@@ -95,36 +92,30 @@ def draft(
     drafter: Drafter,
     sampling: SamplingParams,
     state: DecodeState,
-    noise: Any,
+    noise: Float[Array, "B M V"],
     keys_are_per_round: bool = False,
     stop: Stop | None = None,
 ) -> tuple[DraftTree, Any]:
-    """The tree of a round, and the drafter's state after it. Only coupled drafts may use the noise of the target.
+    """The tree of a round, and the drafter's state after it.
 
     With `keys_are_per_round` this round shares no noise with drafts of other rounds. This is for rules that judge
     jointly, and for draft lengths that are learned.
     """
-    root_position = state.length - 1
-    root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
-    noise_of_target = noise if drafter.scheme is DrawScheme.COUPLED else None
-    live = ~state.done
+    (root, position), live = root_of(state), ~state.done
     with jax.named_scope("draft"), native.only(live):
-        keys = sampling_lib.round_row_keys(state.keys, root_position) if keys_are_per_round else state.keys
-        inputs = RoundInputs(root, root_position, keys, sampling, noise_of_target, stop, live)
-        return drafter.draft(models, state.drafter, inputs)
+        keys = sampling_lib.round_row_keys(state.keys, position) if keys_are_per_round else state.keys
+        return drafter.draft(models, state.drafter, RoundInputs(root, position, keys, sampling, noise, live, stop))
 
 
 def target_pass(
     models: dict, config: ModelConfig, drafter: Drafter, state: DecodeState, tree: DraftTree
-) -> tuple[ModelOutput, Bool[Array, "B N N"]]:
-    """The target's pass over the nodes of a tree, and the ancestor mask."""
+) -> ModelOutput:
+    """The target's pass over the nodes of a tree, which see the text and their ancestors."""
     with jax.named_scope("target"):
-        ancestors = ancestor_mask(tree, drafter.max_depth)
-        nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestors
+        nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestor_mask(tree, drafter.max_depth)
         active = tree.valid & ~state.done[:, None] & (True if tree.tip is None else ~tree.tip)
-        return forward(
-            models["target"], config, *nodes, state.cache, feature_layers=drafter.feature_layers, active=active
-        ), ancestors
+        layers = drafter.feature_layers
+        return forward(models["target"], config, *nodes, state.cache, feature_layers=layers, active=active)
 
 
 def judge_and_commit(
@@ -136,13 +127,12 @@ def judge_and_commit(
     state: DecodeState,
     tree: DraftTree,
     output: ModelOutput,
-    ancestors: Bool[Array, "B N N"],
-    noise: Any,
+    noise: Float[Array, "B M V"],
 ) -> tuple[DecodeState, Verdict, Int[Array, "B"]]:
     """The state after a tree is judged and its path committed, the verdict, and the number of tokens per row."""
     live = ~state.done
     with jax.named_scope("judge"), native.only(live):
-        verdict = rule.judge(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
+        verdict = rule.judge(state.keys, tree, output.logits, sampling, state.length - 1, noise)
         verdict = without_bonus(verdict, tree)
         emitted = or_invalid(verdict.emitted, verdict.path, output, rule.emits_argmax)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)

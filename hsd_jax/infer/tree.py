@@ -31,7 +31,6 @@ from hsd_jax.types import (
     ExpandNamed,
     Inject,
     RoundInputs,
-    SamplingParams,
 )
 
 SHARPEST = 3.0
@@ -64,31 +63,6 @@ def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
     divides the logits, and with them the drafter's error, so s is smaller at a lower temperature.
     """
     return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
-
-
-def named(expand: Expand, draft_to_target: Int[Array, "C"] | None) -> ExpandNamed:
-    """An `expand` that also names the tokens: those of `draft_to_target` if the drafter names none."""
-
-    def expand_named(level: Any, tokens: Array, parents: Array, carry: Any):
-        said, carry = expand(level, tokens, parents, carry)
-        return said if isinstance(said, Candidates) else Candidates(said, draft_to_target), carry
-
-    return expand_named
-
-
-def coupled(expand: ExpandNamed, noise: Float[Array, "B M V"], sampling: SamplingParams) -> ExpandNamed:
-    """An `expand` that returns log q + g up to a constant per node, with q of the drafter and g the target's noise.
-
-    All nodes of a level predict the same position, so they use the same noise, one number per token. Greedy rows do not
-    change. A filtered or cold token has q = 0 for any noise.
-    """
-
-    def expand_coupled(level: Any, tokens: Array, parents: Array, carry: Any):
-        said, carry = expand(level, tokens, parents, carry)
-        logits = sampling_lib.perturb(lambda: draft_columns(said.tokens, noise[:, level, None]), said.logits, sampling)
-        return said._replace(logits=logits), carry
-
-    return expand_coupled
 
 
 def token_free(base_logits: Float[Array, "B D C"], inject: Inject | None) -> Callable[..., tuple[Array, Any]]:
@@ -124,28 +98,32 @@ class Grower(NamedTuple):
         Without `TreeConfig.branching`, an ARBITRARY or COUPLED tree is a beam over all levels, a WITHOUT_REPLACEMENT
         tree is a stochastic beam (RSD-S), and INDEPENDENT chains branch at the root. With a branching, every node of a
         level has the same number of children under every scheme (`levels.py`). An ARBITRARY tree uses no key, and of
-        the settings only the temperature (`sharpness`). A COUPLED tree uses the logits of `coupled`.
+        the settings only the temperature (`sharpness`). A COUPLED tree uses log q + g up to a constant per node, with q
+        of the drafter and g the target's noise: one number per token for all nodes of a level, because they predict
+        the same position. Greedy rows use none. A filtered or cold token has q = 0 for any noise.
 
         Args:
           draft_to_target: the token of each column of the logits, if `expand` names none. None: column c is token c.
           num_levels: number of levels of each row that have logits. Nodes below are not valid. None: all levels.
         """
-        sampling, scale = inputs.sampling, None
-        named_expand = named(expand, draft_to_target)
+        sampling, scale, is_coupled = inputs.sampling, None, self.scheme is DrawScheme.COUPLED
+
+        def named_expand(level: Any, tokens: Array, parents: Array, carry: Any):
+            said, carry = expand(level, tokens, parents, carry)
+            logits, of_columns = said if isinstance(said, Candidates) else (said, draft_to_target)
+            if is_coupled:
+                own = lambda: draft_columns(of_columns, inputs.noise[:, level, None])  # noqa: E731
+                logits = sampling_lib.perturb(own, logits, sampling)
+            return Candidates(logits, of_columns), carry
+
         if self.scheme not in DRAWN_SCHEMES:
-            scale = sharpness(sampling.temperature)
-            if self.scheme is DrawScheme.COUPLED:
-                noise, size = inputs.noise, (self.config.depth, self.vocab_size)
-                if noise is None:
-                    noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
-                named_expand = coupled(named_expand, noise, sampling)
-                scale = coupled_sharpness(sampling.temperature)
+            scale = (coupled_sharpness if is_coupled else sharpness)(sampling.temperature)
             if inputs.stop is not None and self.config.width == 1:
-                rest = self.config.depth, likeliest_draft(scale), self.scheme, inputs.stop
-                return grow_chain(named_expand, carry, inputs.root, *rest)
+                rest = self.config.depth, likeliest_draft(scale), self.scheme
+                return grow_chain(named_expand, carry, inputs, inputs.stop, *rest)
             if self.config.branching is None or self.config.width == 1:
-                beam = _chain if self.config.width == 1 else _beam
-                return beam(named_expand, carry, inputs.root, self.config, scale, num_levels, self.scheme)
+                beam = self._chain if self.config.width == 1 else self._beam
+                return beam(named_expand, carry, inputs.root, scale, num_levels)
         rest = num_levels, self.vocab_size
         return levels.grow(named_expand, carry, inputs, self.config, self.scheme, scale, *rest)
 
@@ -160,6 +138,59 @@ class Grower(NamedTuple):
         """The tree of `grow` for states that do not read drafted tokens."""
         return self.grow(token_free(base_logits, inject), None, inputs, draft_to_target, num_levels)[0]
 
+    def _chain(
+        self, expand: ExpandNamed, carry: Any, root: Int[Array, "B"], scale: Float[Array, "B"], num_levels: Any
+    ) -> tuple[DraftTree, Any]:
+        """The tree of `_beam` for width 1, where no nodes compete. (XLA removes the scores if they are not used.)"""
+        token, drafts = root[:, None], []
+        scores, pick = [jnp.zeros(token.shape)], likeliest_draft(scale)
+        for level in range(self.config.depth):
+            said, carry = expand(level, token, jnp.zeros_like(token), carry)
+            token, log_confidence, _ = pick(level, said)
+            scores.append(scores[-1] + jnp.fmin(log_confidence, 0.0))
+            drafts.append(token)
+        num, score = self.config.depth if num_levels is None else num_levels, jnp.concatenate(scores, 1)
+        return chain_of(root, jnp.concatenate(drafts, 1), num, scheme=self.scheme, score=score), carry
+
+    def _beam(
+        self, expand: ExpandNamed, carry: Any, root: Int[Array, "B"], scale: Float[Array, "B"], num_levels: Any
+    ) -> tuple[DraftTree, Any]:
+        """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
+
+        At every level the `width` best nodes are expanded, each into its `width` likeliest candidates under the
+        log-softmax of `scale` times the logits of `expand`. Scores fall along a path, and the shallower node wins a
+        tie. The kept nodes therefore include all their ancestors, and the order of scores puts parents first. Nodes
+        below a row's levels come last.
+        """
+        batch, width = root.shape[0], self.config.width
+        frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
+        frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is not a candidate
+        frontier_parents = jnp.zeros((batch, 1), jnp.int32)
+        scores, tokens, parents = [], [], []
+        for level in range(self.config.depth):
+            said, carry = expand(level, frontier_tokens, frontier_parents, carry)
+            count = min(width, said.logits.shape[-1])
+            top, children, total = ops.top_k(said.logits * scale[:, None, None], count)
+            # A NaN score, or one above the parent's, would separate a node from its parent, so no drafter is trusted.
+            logp = jnp.fmin(top - total, 0.0)
+            level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
+            if num_levels is not None:
+                level_scores = jnp.where(level < num_levels[:, None], level_scores, -jnp.inf)
+            level_tokens = to_tokens(said.tokens, children).reshape(batch, -1)
+            first_id = sum(s.shape[1] for s in scores)
+            scores.append(level_scores)
+            tokens.append(level_tokens)
+            parents.append(jnp.repeat(frontier_ids, count, axis=1))
+            frontier_scores, best = lax.top_k(level_scores, min(width, level_scores.shape[1]))
+            frontier_tokens = jnp.take_along_axis(level_tokens, best, 1)
+            frontier_ids = first_id + best
+            frontier_parents = best // count
+        candidate_depth = np.repeat(np.arange(1, self.config.depth + 1), [x.shape[1] for x in scores])
+        scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
+        more = {"scheme": self.scheme, "may_lack": num_levels is not None}
+        depths = jnp.broadcast_to(jnp.asarray(candidate_depth, jnp.int32), tokens.shape)
+        return best_tree(root, tokens, parents, depths, scores, self.config.nodes, **more), carry
+
 
 def likeliest_draft(scale: Float[Array, "B"]) -> Pick:
     """The `Pick` of the likeliest child. Its confidence is the log-softmax of `scale` times the logits."""
@@ -171,73 +202,6 @@ def likeliest_draft(scale: Float[Array, "B"]) -> Pick:
         return Draft(to_tokens(said.tokens, best)[:, :, 0], top - jax.nn.logsumexp(scaled, axis=-1))
 
     return pick
-
-
-def _chain(
-    expand: ExpandNamed,
-    carry: Any,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    scale: Float[Array, "B"],
-    num_levels: Int[Array, "B"] | None,
-    scheme: DrawScheme,
-) -> tuple[DraftTree, Any]:
-    """The tree of `_beam` for width 1, where no nodes compete. (XLA removes the scores if they are not used.)"""
-    token, drafts = root[:, None], []
-    scores, pick = [jnp.zeros(token.shape)], likeliest_draft(scale)
-    for level in range(config.depth):
-        said, carry = expand(level, token, jnp.zeros_like(token), carry)
-        token, log_confidence, _ = pick(level, said)
-        scores.append(scores[-1] + jnp.fmin(log_confidence, 0.0))
-        drafts.append(token)
-    num, score = config.depth if num_levels is None else num_levels, jnp.concatenate(scores, 1)
-    return chain_of(root, jnp.concatenate(drafts, 1), num, scheme=scheme, score=score), carry
-
-
-def _beam(
-    expand: ExpandNamed,
-    carry: Any,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    scale: Float[Array, "B"],
-    num_levels: Int[Array, "B"] | None,
-    scheme: DrawScheme,
-) -> tuple[DraftTree, Any]:
-    """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
-
-    At every level the `width` best nodes are expanded, each into its `width` likeliest candidates under the log-softmax
-    of `scale` times the logits of `expand`. Scores fall along a path, and the shallower node wins a tie. The kept nodes
-    therefore include all their ancestors, and the order of scores puts parents first. `scheme` is ARBITRARY, or COUPLED
-    if the logits of `expand` include the target's noise. Nodes below a row's levels come last.
-    """
-    batch, width = root.shape[0], config.width
-    frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
-    frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is not a candidate
-    frontier_parents = jnp.zeros((batch, 1), jnp.int32)
-    scores, tokens, parents = [], [], []
-    for level in range(config.depth):
-        said, carry = expand(level, frontier_tokens, frontier_parents, carry)
-        count = min(width, said.logits.shape[-1])
-        top, children, total = ops.top_k(said.logits * scale[:, None, None], count)
-        # A NaN score, or one above the parent's, would separate a node from its parent, so no drafter is trusted.
-        logp = jnp.fmin(top - total, 0.0)
-        level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
-        if num_levels is not None:
-            level_scores = jnp.where(level < num_levels[:, None], level_scores, -jnp.inf)
-        level_tokens = to_tokens(said.tokens, children).reshape(batch, -1)
-        first_id = sum(s.shape[1] for s in scores)
-        scores.append(level_scores)
-        tokens.append(level_tokens)
-        parents.append(jnp.repeat(frontier_ids, count, axis=1))
-        frontier_scores, best = lax.top_k(level_scores, min(width, level_scores.shape[1]))
-        frontier_tokens = jnp.take_along_axis(level_tokens, best, 1)
-        frontier_ids = first_id + best
-        frontier_parents = best // count
-    candidate_depth = np.repeat(np.arange(1, config.depth + 1), [x.shape[1] for x in scores])
-    scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
-    more = {"scheme": scheme, "may_lack": num_levels is not None}
-    depths = jnp.broadcast_to(jnp.asarray(candidate_depth, jnp.int32), tokens.shape)
-    return best_tree(root, tokens, parents, depths, scores, config.nodes, **more), carry
 
 
 def best_tree(

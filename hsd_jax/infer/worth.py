@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DraftTree, Stop, Verdict
+from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DecodeState, DraftTree, Stop, Verdict
 
 DECAY = 0.97
 """The factor by which each round reduces the weight of earlier rounds in every average."""
@@ -58,15 +58,23 @@ def after_admission(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Ar
     return _in_rows(slot_mask, dataclasses.replace(fresh, **of_new), control)
 
 
-def is_waiting(control: Control, costs: Costs, done: Bool[Array, "B"]) -> Bool[Array, ""]:
+def _control(state: DecodeState) -> Control:
+    assert state.control is not None, "a decode with costs begins with a control"
+    return state.control
+
+
+def is_waiting(state: DecodeState, costs: Costs) -> Bool[Array, ""]:
     """Whether the next round is plain."""
-    has_to_wait = _most(control.wait, ~done) > 0
-    return has_to_wait if costs.worth_trying is None else has_to_wait | ~costs.worth_trying[jnp.sum(~done)]
+    has_to_wait = _most(_control(state).wait, ~state.done) > 0
+    return has_to_wait if costs.worth_trying is None else has_to_wait | ~costs.worth_trying[jnp.sum(~state.done)]
 
 
-def after_plain_rounds(control: Control, num_rounds: Int[Array, ""]) -> Control:
-    """The control after `num_rounds` plain rounds. A call of the loop may be shorter than a block."""
-    return dataclasses.replace(control, wait=jnp.maximum(control.wait - num_rounds, 0))
+def after_plain_rounds(state: DecodeState, num_rounds: Int[Array, ""]) -> DecodeState:
+    """The state with the control after `num_rounds` plain rounds. A call of the loop may be shorter than a block."""
+    control = _control(state)
+    return dataclasses.replace(
+        state, control=dataclasses.replace(control, wait=jnp.maximum(control.wait - num_rounds, 0))
+    )
 
 
 def _sum(x: Float[Array, "B"], rows: Bool[Array, "B"]) -> Float[Array, ""]:
@@ -105,7 +113,7 @@ def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
     return log_share(control.accepted, control.predicted, costs.first_trust)
 
 
-def stop_rule(control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Stop | None:
+def stop_rule(state: DecodeState, costs: Costs) -> Stop | None:
     """The condition under which chains end early. None if they do not.
 
     A further level costs a pass of the drafter and one node per row. It must promise as many tokens as the rounds so
@@ -113,24 +121,21 @@ def stop_rule(control: Control, costs: Costs, length: Int[Array, "B"], done: Boo
     """
     if costs.level_seconds is None:
         return None
-    num_nodes = (costs.pass_seconds.shape[0] - 1) // len(length)  # of a full tree
-    node = _node_seconds(costs, num_nodes, done) * jnp.sum(~done).astype(jnp.float32)
-    price = speed_so_far(control, costs, length, done) * (costs.level_seconds[jnp.sum(~done)] + node)
-    return Stop(log_trust(control, costs), ~done, price)
+    live = ~state.done
+    num_live, num_nodes = jnp.sum(live), (costs.pass_seconds.shape[0] - 1) // len(live)  # of a full tree
+    some = jnp.maximum(num_live, 1)
+    # One more node, averaged over trees of 1 to `num_nodes` nodes in every unfinished row.
+    all_of_them = costs.pass_seconds[some * num_nodes] - costs.pass_seconds[some]
+    node = all_of_them / (_num_live(state.done) * (num_nodes - 1)) * num_live.astype(jnp.float32)
+    price = speed_so_far(state, costs) * (costs.level_seconds[num_live] + node)
+    return Stop(log_trust(_control(state), costs), price)
 
 
-def speed_so_far(control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
+def speed_so_far(state: DecodeState, costs: Costs) -> Float[Array, ""]:
     """The expected tokens per second with drafts: plain speed times the gain so far, smoothed by a plain round."""
-    num = _num_live(done)
-    gain = (_sum(control.tokens, ~done) + num) / (_sum(control.plain, ~done) + num)
-    return gain * num / plain_seconds(costs, length, done)
-
-
-def _node_seconds(costs: Costs, num_nodes: int, done: Bool[Array, "B"]) -> Float[Array, ""]:
-    """Seconds to verify one more node, averaged over trees of 1 to `num_nodes` nodes in every unfinished row."""
-    num = jnp.maximum(jnp.sum(~done), 1)
-    all_of_them = costs.pass_seconds[num * num_nodes] - costs.pass_seconds[num]
-    return all_of_them / (_num_live(done) * (num_nodes - 1))
+    num, control, live = _num_live(state.done), _control(state), ~state.done
+    gain = (_sum(control.tokens, live) + num) / (_sum(control.plain, live) + num)
+    return gain * num / plain_seconds(state, costs)
 
 
 def _score(tree: DraftTree) -> Float[Array, "B N"]:
@@ -148,10 +153,8 @@ def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B
     return jnp.where(tree.valid, jnp.where(tree.depth == 0, 1.0, likely), 0.0)
 
 
-def select_nodes(
-    tree: DraftTree, control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
-) -> tuple[Bool[Array, "B N"], Float[Array, ""]]:
-    """The nodes to verify, and the predicted seconds of the round.
+def select_nodes(tree: DraftTree, state: DecodeState, costs: Costs) -> Bool[Array, "B N"]:
+    """The nodes to verify.
 
     A second is worth the tokens that the rounds so far gave in one (Dinkelbach 1967). The value of a node is its chance
     to be accepted, less the seconds of its attention. The nodes of all rows are ranked by it. The best ones are kept,
@@ -160,12 +163,12 @@ def select_nodes(
     than its parent and comes after it, so the kept nodes include all their ancestors.
     """
     num_nodes = tree.tokens.shape[1]
-    speed, live, num_live = speed_so_far(control, costs, length, done), ~done[:, None], jnp.sum(~done)
+    speed, num_live = speed_so_far(state, costs), jnp.sum(~state.done)
     # Nodes are counted in their order. Parents come first, so a node costs no less than its parent.
-    attention = jnp.diff(_attention(costs, length[:, None], jnp.arange(num_nodes + 1)))
+    attention = jnp.diff(_attention(costs, state.length[:, None], jnp.arange(num_nodes + 1)))
     is_root = tree.depth == 0
-    value = survival(tree, control, costs) - speed * attention
-    value = jnp.where(tree.valid & live & ~is_root, value, -jnp.inf).ravel()
+    value = survival(tree, _control(state), costs) - speed * attention
+    value = jnp.where(tree.valid & ~state.done[:, None] & ~is_root, value, -jnp.inf).ravel()
     place = jnp.arange(len(value))
     # Compared all with all, because a sort is many launches on a GPU. Of equal nodes the first one is better, so a
     # parent is before its children.
@@ -178,19 +181,24 @@ def select_nodes(
     # Of equally good numbers the largest. A compiler may compute `gain` twice and round it in two ways.
     pays = (rank <= jnp.max(jnp.where(gain >= best - 1e-5, rank, -1))).reshape(tree.valid.shape)
     # To drop a drawn node because of its own token would bias the text (methods.md 0.5).
-    kept = tree.valid & (is_root | pays | (tree.scheme in DRAWN_SCHEMES))
-    counts = kept & live
-    attending = jnp.sum(jnp.where(done, 0.0, _attention(costs, length, jnp.sum(counts, 1))))
+    return tree.valid & (is_root | pays | (tree.scheme in DRAWN_SCHEMES))
+
+
+def round_seconds(drafted: DraftTree, kept: Bool[Array, "B N"], state: DecodeState, costs: Costs) -> Float[Array, ""]:
+    """The predicted seconds of a round that drafts a tree and verifies the nodes `kept`."""
+    counts, num_live = kept & ~state.done[:, None], jnp.sum(~state.done)
+    attending = _sum(_attention(costs, state.length, jnp.sum(counts, 1)), ~state.done)
     drafting = costs.draft_seconds[num_live]
     if costs.level_seconds is not None:
-        num_levels = jnp.max(jnp.where(tree.valid, tree.depth, 0)).astype(jnp.float32)
+        num_levels = jnp.max(jnp.where(drafted.valid, drafted.depth, 0)).astype(jnp.float32)
         drafting = costs.level_seconds[num_live] * num_levels
-    return kept, drafting + costs.pass_seconds[jnp.sum(counts)] + attending
+    return drafting + costs.pass_seconds[jnp.sum(counts)] + attending
 
 
-def plain_seconds(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
+def plain_seconds(state: DecodeState, costs: Costs) -> Float[Array, ""]:
     """The predicted seconds of a plain pass over the unfinished rows."""
-    return costs.plain_seconds[jnp.sum(~done)] + jnp.sum(jnp.where(done, 0.0, _attention(costs, length, jnp.ones(()))))
+    attending = _sum(_attention(costs, state.length, jnp.ones(())), ~state.done)
+    return costs.plain_seconds[jnp.sum(~state.done)] + attending
 
 
 def _attention(costs: Costs, length: Int[Array, "..."], num_nodes: Array) -> Float[Array, "..."]:
@@ -223,34 +231,32 @@ def expected_drafts(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array
 
 
 def after_round(
-    control: Control,
+    before: DecodeState,
     costs: Costs,
+    drafted: DraftTree,
     tree: DraftTree,
-    num_made: Int[Array, "B"],
     verdict: Verdict,
     num_committed: Int[Array, "B"],
-    length: Int[Array, "B"],
-    done: Bool[Array, "B"],
-    seconds: Float[Array, ""],
 ) -> Control:
-    """The control after a round with drafts. Rows that were done before the round do not change.
+    """The control after a round with drafts. Rows that were done `before` the round do not change.
 
-    Only the verified nodes of `tree` are valid; `num_made` counts all drafts. `length` and `done` are of before.
+    `tree` is the `drafted` one of which only the verified nodes are valid.
     """
-    num = tree.tokens.shape[1]
+    control, done, num = _control(before), before.done, tree.tokens.shape[1]
     is_at = jnp.arange(num) == verdict.path[:, :, None]
     on_path = jnp.any(is_at & (jnp.arange(verdict.path.shape[1]) <= verdict.num_accepted[:, None])[:, :, None], 1)
     predicted = expected_drafts(tree, on_path)
     rounds, backoff = _most(control.rounds, ~done) + 1, _most(control.backoff, ~done)
     tokens = DECAY * control.tokens + num_committed.astype(jnp.float32)
-    plain = DECAY * control.plain + seconds / plain_seconds(costs, length, done)  # in which each row gains a token
+    seconds = round_seconds(drafted, tree.valid, before, costs)
+    plain = DECAY * control.plain + seconds / plain_seconds(before, costs)  # in which each row gains a token
     sample = _num_live(done) * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - DECAY))
     is_behind = _sum(tokens, ~done) < _sum(plain, ~done) * (1 - STOP_MARGIN / jnp.sqrt(sample))
     is_poor = (rounds >= FEWEST_ROUNDS) & is_behind
     is_good = rounds >= 4 * FEWEST_ROUNDS
     drafts = control.drafts
     if drafts is not None:
-        drafts += jnp.stack([num_made, jnp.sum(tree.valid & (tree.depth > 0), 1)], 1)
+        drafts += jnp.stack([jnp.sum(one.valid & (one.depth > 0), 1) for one in (drafted, tree)], 1)
     now = Control(
         accepted=DECAY * control.accepted + verdict.num_accepted.astype(jnp.float32),
         predicted=DECAY * control.predicted + predicted,

@@ -1,1 +1,1 @@
-"""Experiments, pictures and compiled programs. The commands of `hsd` use this package; decoding does not."""
+"""Experiments and pictures. The commands of `hsd` use this package; decoding does not."""

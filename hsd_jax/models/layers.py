@@ -120,45 +120,35 @@ class Attention(nn.Module):
     the nodes whose output is computed. None: all nodes. Keys and values are always computed for all nodes.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    scale: float
-    eps: float
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    norm_offset: float = 0.0
-    softcap: float | None = None
-    output_std: float | None = None
+    config: Any
+    """As that of `Block`."""
 
     @nn.compact
     def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None):
-        batch = len(x)
-        groups, width = self.num_kv_heads, self.head_dim
-        per_group = self.num_heads // groups
+        c, batch = self.config, len(x)
+        groups, width = c.num_kv_heads, c.head_dim
+        per_group = c.num_heads // groups
 
         is_packed = self.has_variable("params", "qkv")  # `packing.py`
         if is_packed:
-            joint = Weight((self.num_heads + 2 * groups) * width, x.shape[-1], self.qkv_bias, name="qkv")
+            joint = Weight((c.num_heads + 2 * groups) * width, x.shape[-1], c.qkv_bias, name="qkv")
             heads = linears(x, joint)[0].reshape(batch, x.shape[1], groups, per_group + 2, width)
             query, key, value = (
                 y.reshape(batch, x.shape[1], -1, width) for y in jnp.split(heads, (per_group, per_group + 1), axis=3)
             )
             query = query if asking is None else take_nodes(query, asking, 1)
         else:
-            counts = {"q": self.num_heads, "k": groups, "v": groups}
-            projections = [Weight(n * width, x.shape[-1], self.qkv_bias, name=name) for name, n in counts.items()]
+            counts = {"q": c.num_heads, "k": groups, "v": groups}
+            projections = [Weight(n * width, x.shape[-1], c.qkv_bias, name=name) for name, n in counts.items()]
             if asking is None:
                 products = linears(x, *projections)
             else:
                 products = linears(take_nodes(x, asking, 1), projections[0]) + linears(x, *projections[1:])
             query, key, value = (y.reshape(batch, y.shape[1], -1, width) for y in products)
-        if self.qk_norm:
-            query = RMSNorm(self.eps, self.norm_offset, name="q_norm")(query)
-            key = RMSNorm(self.eps, self.norm_offset, name="k_norm")(key)
-        if is_packed and cached is not None and asking is None and not self.qk_norm and triton.rope_applies(heads):
+        if c.qk_norm:
+            query = RMSNorm(c.norm_eps, c.norm_offset, name="q_norm")(query)
+            key = RMSNorm(c.norm_eps, c.norm_offset, name="k_norm")(key)
+        if is_packed and cached is not None and asking is None and not c.qk_norm and triton.rope_applies(heads):
             query, key, value = triton.rope(heads, table, cached[0].dtype)
         else:
             key = apply_rope(key, table)
@@ -172,11 +162,11 @@ class Attention(nn.Module):
             key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
             if cached is not None:  # round as the cache does: a node's logits must not depend on the round
                 key, value = rounded(key, cached[0].dtype), rounded(value, cached[1].dtype)
-        out = attend_fn(query, (key, value), new_mask, cached, seen, self.scale, self.softcap)
+        out = attend_fn(query, (key, value), new_mask, cached, seen, c.attention_scale, c.attention_softcap)
         num = query.shape[2] // per_group
         out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
-        out = out.reshape(batch, num, self.num_heads * width)
-        output = Weight(self.hidden_size, out.shape[-1], self.output_bias, self.output_std, name="o")
+        out = out.reshape(batch, num, c.num_heads * width)
+        output = Weight(c.hidden_size, out.shape[-1], c.output_bias, output_std(c), name="o")
         return linears(out, output)[0], (key, value)
 
 
@@ -212,38 +202,26 @@ class MLP(nn.Module):
         return linears(activate(gate, self.activation) * up, down_weight)[0]
 
 
+def output_std(config: Any) -> float:
+    """The standard deviation of fresh kernels whose products are added to the residual stream."""
+    return (2 * config.num_layers * config.hidden_size) ** -0.5
+
+
 class Block(nn.Module):
     """One decoder layer, with Gemma's second norms if `post_norms` is set."""
 
     config: Any
-    """A `ModelConfig` or a `TrunkConfig`. Fields that a drafter lacks take their default values."""
+    """A `ModelConfig` or a `TrunkConfig`."""
 
     @nn.compact
     def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None, up_bias=None):
         c = self.config
-        get = lambda name, default: getattr(c, name, default)  # noqa: E731
-        offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
-        output_std = (2 * c.num_layers * c.hidden_size) ** -0.5
-
-        norm = functools.partial(RMSNorm, c.norm_eps, offset)
-        attended, kv = Attention(
-            c.num_heads,
-            c.num_kv_heads,
-            c.head_dim,
-            c.hidden_size,
-            get("attention_scale", c.head_dim**-0.5),
-            c.norm_eps,
-            get("qkv_bias", False),
-            get("output_bias", False),
-            get("qk_norm", False),
-            offset,
-            get("attention_softcap", None),
-            output_std,
-            name="attn",
-        )(norm(feeds_product=True, name="attn_norm")(x), table, new_mask, cached, seen, attend_fn, asking)
+        norm = functools.partial(RMSNorm, c.norm_eps, c.norm_offset)
+        normed = norm(feeds_product=True, name="attn_norm")(x)
+        attended, kv = Attention(c, name="attn")(normed, table, new_mask, cached, seen, attend_fn, asking)
         x = x if asking is None else take_nodes(x, asking, 1)
-        x = x + (norm(name="attn_post_norm")(attended) if post_norms else attended)
-        mlp = MLP(c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp")(
+        x = x + (norm(name="attn_post_norm")(attended) if c.post_norms else attended)
+        mlp = MLP(c.intermediate_size, c.activation, c.mlp_bias, output_std(c), name="mlp")(
             norm(feeds_product=True, name="mlp_norm")(x), up_bias
         )
-        return x + (norm(name="mlp_post_norm")(mlp) if post_norms else mlp), kv
+        return x + (norm(name="mlp_post_norm")(mlp) if c.post_norms else mlp), kv

@@ -176,11 +176,7 @@ def sequence_layout(
 
 
 def forward_sequence(
-    weights: Weights,
-    config: ModelConfig,
-    tokens: Int[Array, "B T"],
-    starts: Int[Array, "B T"] | None = None,
-    **options,
+    weights: Weights, config: ModelConfig, tokens: Int[Array, "B T"], starts: Int[Array, "B T"] | None = None, **options
 ) -> ModelOutput:
     """One causal pass over complete sequences from position 0. `starts` is as in `sequence_layout`."""
     positions, sees = sequence_layout(tokens.shape[0], tokens.shape[1], starts)

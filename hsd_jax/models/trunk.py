@@ -96,6 +96,11 @@ class Trunk(nn.Module):
         return x, NewKV(tuple(keys), tuple(values))
 
 
+def apply_trunk(weights: Weights, config: TrunkConfig, *args: Any, **options: Any) -> Any:
+    """`Trunk.__call__`, or its `method`, with these weights."""
+    return Trunk(config).apply({"params": weights["trunk"]}, *args, **options)
+
+
 def trunk_pass(
     weights: Weights,
     config: TrunkConfig,
@@ -122,11 +127,9 @@ def trunk_pass(
     Returns:
       The next states before the output norm, and the keys and values of all N states, which are not yet committed.
     """
-    variables = {"params": weights["trunk"]}
-    rest: dict[str, Any] = {"asking": asking, "active": active}
+    of_pass = states, embeddings, positions, new_mask, cache, earlier
     with native.only(active):
-        output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier, **rest)
-    return cast(tuple[Array, NewKV], output)
+        return apply_trunk(weights, config, *of_pass, asking=asking, active=active)
 
 
 def embed_committed(
@@ -136,23 +139,6 @@ def embed_committed(
     if not config.committed_embeddings:
         return None
     return embed(target_weights["embedding"], tokens) * target_config.embed_scale
-
-
-def trunk_inputs(
-    weights: Weights,
-    config: TrunkConfig,
-    states: Float[Array, "B N H"],
-    embeddings: Float[Array, "B N H"] | None,
-) -> Float[Array, "B N H"]:
-    """The input of the first layer of `trunk_pass` for these states."""
-    return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, states, embeddings, method="inputs"))
-
-
-def slot_inputs(
-    weights: Weights, config: TrunkConfig, last: Float[Array, "B A H"], num_slots: int
-) -> Float[Array, "B A slots H"]:
-    """The inputs of the first layer for the slots after committed positions whose inputs are `last`."""
-    return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, last, num_slots, method="slot_inputs"))
 
 
 def recurrent_states(
@@ -208,11 +194,10 @@ def parallel_states(
     is_padding = (num_features[:, None] <= node) & (node < num)
     sees = causal_mask(batch, num + num_slots) & ~((node >= num)[:, None] & is_padding[:, None])
     last = jnp.maximum(num_features - 1, 0)
-    variables = {"params": weights["trunk"]}
     slots = jnp.broadcast_to(num + jnp.arange(num_slots), (batch, num_slots))
     asking = jnp.concatenate([last[:, None], slots], 1)
-    output = Trunk(config).apply(variables, features, embeddings, positions, sees, cache, None, num_slots, last, asking)
-    states, kv = cast(tuple[Array, NewKV], output)
+    of_pass = features, embeddings, positions, sees, cache, None, num_slots, last, asking
+    states, kv = apply_trunk(weights, config, *of_pass)
     return states, jax.tree.map(lambda x: x[:, :, :num], kv)
 
 
@@ -221,10 +206,7 @@ STATES = {RECURRENT: recurrent_states, PARALLEL: parallel_states}
 
 
 def trunk_features(
-    weights: Weights,
-    config: DrafterConfig,
-    hidden: Float[Array, "... H"],
-    features: tuple[Float[Array, "... H"], ...],
+    weights: Weights, config: DrafterConfig, hidden: Float[Array, "... H"], features: tuple[Float[Array, "... H"], ...]
 ) -> Float[Array, "... H"]:
     """The trunk's input from a pass of the target: final hidden states, or fused residual streams of several layers.
 

@@ -23,7 +23,7 @@ from hsd_jax.config import PARALLEL, TrunkConfig
 from hsd_jax.kernels.attention import MASKED, widen
 from hsd_jax.models.layers import Block, rope_table
 from hsd_jax.models.target import masks_within, sequence_layout
-from hsd_jax.models.trunk import slot_inputs, trunk_inputs
+from hsd_jax.models.trunk import apply_trunk
 from hsd_jax.types import Weights
 
 KV = tuple[Array, Array]
@@ -140,7 +140,7 @@ def unroll(
     context = _Context(config.window, positions, _take(positions, anchors), _take(causal, anchors))
 
     assert embeddings is not None or not config.committed_embeddings, "the drafter reads embeddings of committed tokens"
-    inputs = x = trunk_inputs(weights, config, features, embeddings)
+    inputs = x = apply_trunk(weights, config, features, embeddings, method="inputs")
     committed: list[KV] = []
     for layer in range(config.num_layers):
         before, (x, kv) = x, _block(weights, config, layer, x, table, sees, None, None)
@@ -186,7 +186,7 @@ def _recurrence(
         at = rope_table(config.rope, config.head_dim, context.at_anchors + step)
         mask = context.mask(step)
         drafted = None if embed_draft is None else embed_draft(step, state)
-        state = trunk_inputs(weights, config, state, drafted)
+        state = apply_trunk(weights, config, state, drafted, method="inputs")
         for layer in range(config.num_layers):
             see = functools.partial(attend_own, own=own[layer])
             state, kv = _block(weights, config, layer, state, at, None, committed[layer], mask, attend_fn=see)
@@ -196,15 +196,11 @@ def _recurrence(
 
 
 def _all_slots(
-    weights: Weights,
-    config: TrunkConfig,
-    last: Float[Array, "B A H"],
-    context: _Context,
-    committed: list[KV],
+    weights: Weights, config: TrunkConfig, last: Float[Array, "B A H"], context: _Context, committed: list[KV]
 ) -> Float[Array, "B A later H"]:
     """g_2..g_K of every anchor, in one pass over K - 1 slots per anchor. `last` is the trunk's input at the anchors."""
     (batch, num), num_slots = context.at_anchors.shape, config.num_steps - 1
-    x = slot_inputs(weights, config, last, num_slots).reshape(batch, num * num_slots, -1)
+    x = apply_trunk(weights, config, last, num_slots, method="slot_inputs").reshape(batch, num * num_slots, -1)
     positions = context.at_anchors[:, :, None] + 1 + jnp.arange(num_slots)
     table = rope_table(config.rope, config.head_dim, positions.reshape(batch, -1))
     mask = jnp.stack([context.mask(1 + slot) for slot in range(num_slots)], 2).reshape(batch, num * num_slots, -1)

@@ -1,1 +1,1 @@
-"""Predicts or measures what a round costs and yields, and chooses the fastest way to decode."""
+"""Predicts what a round costs and yields, and chooses how a call is decoded. Nothing here decodes."""

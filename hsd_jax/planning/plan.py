@@ -17,7 +17,7 @@ import numpy as np
 from hsd_jax import settings
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import profile_of
 from hsd_jax.planning.costs import CostModel

@@ -146,16 +146,12 @@ class Tuned:
     conditions: Conditions
     choices: tuple[Choice, ...]
 
-    def alike(self, rows: int, temperature: float) -> list[Choice]:
-        """The choices for this number of rows on the same side of WARM, for caches of any size."""
-        return [c for c in self.choices if c.rows == rows and is_warm(c.temperature) == is_warm(temperature)]
-
     def choice(self, rows: int, slots: int, temperature: float) -> Choice | None:
         """The choice for as many rows of a program, the nearest slots and the same side of WARM; None: none is near.
 
         `temperature` is the highest of all rows.
         """
-        alike = self.alike(rows, temperature)
+        alike = [c for c in self.choices if c.rows == rows and is_warm(c.temperature) == is_warm(temperature)]
         near = [(max(c.slots, slots) / min(c.slots, slots), number) for number, c in enumerate(alike)]
         distance, number = min(near, default=(FARTHEST_CACHE + 1, 0))
         return alike[number] if distance <= FARTHEST_CACHE else None

@@ -28,17 +28,17 @@ from hsd_jax.drafters.method import Distilled
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import Layer
 from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with
+from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.params import Params
-from hsd_jax.planning.texts import Texts
 from hsd_jax.settings import NotNegative, OneOf, ProperShare
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.own_text import OnPolicyConfig
+from hsd_jax.train.pretrain import starts_of, target_states
 from hsd_jax.train.recipe import HeldOut, Recipe
-from hsd_jax.train.target import starts_of, target_states
 from hsd_jax.types import Weights
 
 NLL = "nll"

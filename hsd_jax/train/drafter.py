@@ -41,8 +41,8 @@ from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, s
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
+from hsd_jax.train.pretrain import starts_of, target_states
 from hsd_jax.train.recipe import HeldOut, Recipe
-from hsd_jax.train.target import starts_of, target_states
 
 TRAINED = kinds_with(lambda method: method.training is not None)
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")

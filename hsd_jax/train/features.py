@@ -29,8 +29,8 @@ from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import OneOf
 from hsd_jax.train import manifest, vocab_sample
 from hsd_jax.train.journal import ProgressReport, Report
+from hsd_jax.train.pretrain import starts_of
 from hsd_jax.train.rows import Rows
-from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
 MANIFEST, FILE = "manifest.json", "features.bin"

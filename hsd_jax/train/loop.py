@@ -23,8 +23,8 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import fetch, put
 from hsd_jax.kernels import program
 from hsd_jax.settings import AtLeastTwo, Count, NotNegative, OneOf, Positive, Share, Whole
-from hsd_jax.train.checkpoint import Checkpointer
 from hsd_jax.train.journal import Journal
+from hsd_jax.train.resume import Checkpointer
 
 Batch = dict[str, Any]
 """`tokens` int32 [B, T+1], `mask` bool [B, T+1] and perhaps `hidden` [B, T, H], see `data.Batches`."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
+from hsd_jax.measure import texts
 from hsd_jax.params import Params
-from hsd_jax.planning import texts
 from hsd_jax.settings import Count, Share, Temperature
 from hsd_jax.train import data
 from hsd_jax.train.loop import LoopConfig

@@ -1,6 +1,6 @@
 """Reads a recipe as the user gives it, the YAML file and the changes of --set, and writes its keys as help text.
 
-The keys themselves are fields of the records of each section: `drafter.py`, `distill.py`, `target.py`, `data.py`,
+The keys themselves are fields of the records of each section: `drafter.py`, `distill.py`, `pretrain.py`, `data.py`,
 `features.py`, `loop.py`, `own_text.py`, and `HeldOut` here.
 """
 

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import lock
 from hsd_jax.host.files import read_json, write_json
+from hsd_jax.measure import texts
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
-from hsd_jax.planning import texts
 from hsd_jax.session import MOST_SLOTS, Generated
 from hsd_jax.train import data, manifest
 from hsd_jax.train.journal import ProgressReport, Report

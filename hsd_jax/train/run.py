@@ -30,9 +30,9 @@ from hsd_jax.train.distill import DISTILLED, DistillRecipe
 from hsd_jax.train.drafter import TRAINED, DrafterRecipe
 from hsd_jax.train.journal import Journal, Report
 from hsd_jax.train.loop import Evaluator, LoopConfig, fit
+from hsd_jax.train.pretrain import TargetRecipe
 from hsd_jax.train.recipe import HeldOut
 from hsd_jax.train.rows import beginnings
-from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tasks import TASKS
 
 AnyRecipe = TargetRecipe | DrafterRecipe | DistillRecipe

@@ -23,6 +23,8 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter, load_foreign
 from hsd_jax.host.distributed import fetch, wait_for_all
 from hsd_jax.host.files import is_writer, read_json, replace_folder, write_json
+from hsd_jax.measure import simulate
+from hsd_jax.measure import texts as texts_lib
 from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.hf_config import format_config
@@ -30,10 +32,8 @@ from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import weights_file
 from hsd_jax.params import Params, check_loads
-from hsd_jax.planning import simulate
-from hsd_jax.planning import texts as texts_lib
 from hsd_jax.tokenizer import TOKENIZER_FILES
-from hsd_jax.train import data, distill, drafter, features, frequent_tokens, manifest, target
+from hsd_jax.train import data, distill, drafter, features, frequent_tokens, manifest, pretrain
 from hsd_jax.train.journal import Report, line_of
 from hsd_jax.train.loop import Loss
 from hsd_jax.train.own_text import MixedBatches
@@ -120,11 +120,11 @@ class TargetTask(Task):
         path = self.words.path
         files = [path / TOKENIZER_FILES[0] if path.is_dir() else path]
         about: dict[str, Any] = {"tokenizer": manifest.fingerprints(files)}
-        self.start = None if self.start_dir is None else target.grown_from(find(self.start_dir), self.config)
+        self.start = None if self.start_dir is None else pretrain.grown_from(find(self.start_dir), self.config)
         return about if self.start is None else about | {"start": convert.weights_hash(self.start)}
 
     def initialize(self, rows: data.Rows) -> Weights:
-        self.loss = target.make_loss(self.config, self.recipe.train.remat)
+        self.loss = pretrain.make_loss(self.config, self.recipe.train.remat)
         return init_target(jax.random.key(self.recipe.train.seed), self.config) if self.start is None else self.start
 
     def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
@@ -248,7 +248,8 @@ class DrafterTask(TaughtTask):
             values, models = {}, (self.frozen, self.reads)
             whole = draft_vocab.attach(params, self.hot, *models)
             for name, (text, temperature) in texts.items():
-                found = simulate.simulate(whole, self.config, *models, text, tree, temperature)
+                pair = dataclasses.replace(self.teacher, drafter=whole, drafter_config=self.config)
+                found = simulate.simulate(pair, text, tree, temperature)
                 values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
             return values
 
@@ -284,7 +285,7 @@ class DistillTask(TaughtTask):
         if share and (self.mesh is not None or jax.process_count() > 1):
             raise ValueError(f"on_policy.share={share:g}: the drafter writes its text on one device, without --mesh")
         self.start, num = find(self.start_dir), self.recipe.model.num_layers
-        config = self.start.config if num is None else target.cut_config(self.start.config, num)
+        config = self.start.config if num is None else pretrain.cut_config(self.start.config, num)
         format_config(config)  # what cannot be written must not be trained
         self.recipe.train.check_length(config)
 
@@ -296,7 +297,7 @@ class DistillTask(TaughtTask):
                 f"--start {start}: is of kind {own.kind}, whose layers cannot be cut; give --kind {own.kind}"
             )
         if model.num_layers is not None:
-            own, weights = target.cut_config(own, model.num_layers), target.cut(weights, model.num_layers)
+            own, weights = pretrain.cut_config(own, model.num_layers), pretrain.cut(weights, model.num_layers)
         self.config = model.how.config_of(own, self.reads, owner.hash, model.steering_layers, model.steps)
         fresh = model.how.added(jax.random.key(self.recipe.train.seed), self.config)
         self.added, weights = tuple(fresh), fresh | weights  # names of the parts that a plain language model lacks
@@ -355,5 +356,5 @@ class DistillTask(TaughtTask):
                 self.report(name + line_of(read_json(path)))
 
 
-TASKS = {target.TargetRecipe: TargetTask, drafter.DrafterRecipe: DrafterTask, distill.DistillRecipe: DistillTask}
+TASKS = {pretrain.TargetRecipe: TargetTask, drafter.DrafterRecipe: DrafterTask, distill.DistillRecipe: DistillTask}
 """The task of each recipe."""

@@ -21,7 +21,7 @@ from support.command_line import SHORT, TEXTS, TREE, both, hsd
 import hsd_jax
 from hsd_jax.cli import options
 from hsd_jax.drafters.table import DRAFTING_METHODS
-from hsd_jax.planning import pearl
+from hsd_jax.measure import pearl
 from hsd_jax.train import recipe
 
 folders, own_cache = command_line.folders, command_line.own_cache
@@ -207,7 +207,7 @@ def test_generate_by_lookup(folders, capsys):
 
 
 def test_the_rules_of_the_command_line_are_those_of_the_library():
-    from hsd_jax.infer.rules import RULES
+    from hsd_jax.infer.rules.table import RULES
     from hsd_jax.request import AUTO
     from hsd_jax.types import DrawScheme
 

@@ -24,8 +24,8 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.lookup.draft import Copied
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import worth
-from hsd_jax.infer.accept import verdict_of
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.accept import verdict_of
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.placement import Placement
 from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, ModelOutput

@@ -40,7 +40,7 @@ from hsd_jax.kernels.attention import MASKED
 from hsd_jax.models import draft_vocab
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train import frequent_tokens, losses, on_policy
-from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
+from hsd_jax.types import DrawScheme, SamplingParams
 
 HOT = setups.DRAFT_TO_TARGET
 COLD = np.setdiff1d(np.arange(toy.VOCAB), HOT)
@@ -170,7 +170,7 @@ def test_a_drawn_tree_is_that_of_a_full_distribution_without_the_cold_tokens():
             base = base_logits(weights, one.drafter_config, target, one.config, states)
             base = base if name == "hot" else base.at[..., COLD].set(-jnp.inf)  # the full one may not either
             bias = functools.partial(toy.token_info, weights, one.drafter_config)
-            inputs = RoundInputs(root, jnp.full(len(root), 7), keys, sampling)
+            inputs = toy.round_inputs(root, jnp.full(len(root), 7), keys, sampling)
             grower = Grower(TreeConfig(6, 2, 3), DrawScheme.WITHOUT_REPLACEMENT, toy.VOCAB)
             return grower.grow_token_free(base, toy.of_tokens(bias), inputs, weights.get("draft_to_target"))
 

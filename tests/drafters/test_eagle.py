@@ -16,13 +16,13 @@ from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import recursive_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.step import make_step
+from hsd_jax.infer.rules.accept import recursive_rule
+from hsd_jax.infer.step import make_step, root_of
 from hsd_jax.infer.tree import sharpness
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import DrawScheme
 
 LOUD = 10
 """A factor by which the layer's outputs grow, which are small in the toy drafter."""
@@ -91,11 +91,10 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
         assert not bool(state.done.all())
         pending = np.asarray(state.drafter.num_pending)
         pending = pending[pending > 0]
-    position = state.length - 1
-    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
-    _, _, keys, _, sampling = call.arrays()
+    sampling = call.arrays()[-1]
+    root, _ = root_of(state)
     scale = np.asarray(sharpness(sampling.temperature))
-    drafted, _ = jax.jit(setup.drafter.draft)(models, state.drafter, RoundInputs(root, position, keys, sampling))
+    drafted, _ = setups.draft(setup, state, sampling, models=models)
     for row in np.flatnonzero(np.asarray(state.drafter.num_pending))[:3]:
         text = np.asarray(state.tokens)[row, : int(state.length[row])]
         of_path = logits_of_paths(setup, models, text)
@@ -118,10 +117,8 @@ def test_drawn_trees():
     assert call.temperature[row] == 1.0 and call.top_k[row] == 0 and call.top_p[row] == 1.0
     state = call.resume(decoder, setup.models, call.start(decoder, setup.models), 2)
     text = np.asarray(state.tokens)[row, : int(state.length[row])]
-    position = state.length - 1
-    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
-    _, _, keys, _, sampling = call.arrays()
-    drawn, _ = jax.jit(drafter.draft)(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
+    root, _ = root_of(state)
+    drawn, _ = setups.draft(setup, state, call.arrays()[-1], drafter)
     paths, logits = [(int(root[row]),)], logits_of_paths(setup, setup.models, text)
     for token, parent in zip(drawn.tokens[row, 1:].tolist(), drawn.parents[row, 1:].tolist(), strict=True):
         paths.append((*paths[parent], token))

@@ -20,13 +20,13 @@ from support import calls, setups, toy
 from hsd_jax.config import DrafterConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
-from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
-from hsd_jax.drafters.table import init_drafter
+from hsd_jax.drafters.table import init_drafter, make_drafter
+from hsd_jax.infer.step import root_of
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import DrawScheme
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -71,10 +71,9 @@ def test_the_recurrence_is_that_of_plain_loops():
 @functools.cache
 def mid_state(proposer: str = "path"):
     """Models and the decode state of six rows after three rounds, the roots, and base logits of four depths."""
-    setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
-    position = state.length - 1
-    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+    setup = setups.setup("llama", proposer)
+    state = setup.after(3)
+    root, position = root_of(state)
     config = setup.drafter_config
 
     @jax.jit
@@ -88,7 +87,7 @@ def mid_state(proposer: str = "path"):
 def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=None):
     """The trees that these drafters draw at temperature 1, one greedily so, and the logs of their nodes' scores."""
     setup, state, root, position, _ = mid_state()
-    drafter = hidden_drafter(setup.config, config, tree, scheme=scheme)
+    drafter = make_drafter(setup.config, config, tree, scheme=scheme)
     models = setup.models
     if injector is not None:
         models = models | {"drafter": models["drafter"] | {"injector": injector}}
@@ -97,7 +96,7 @@ def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=
 
     @jax.jit
     def grown(models, state):
-        tree, _ = drafter.draft(models, state, RoundInputs(root, position, keys, sampling))
+        tree, _ = drafter.draft(models, state, toy.round_inputs(root, position, keys, sampling))
         above = jnp.take_along_axis(tree.score, jnp.maximum(tree.parents, 0), 1) if tree.score is not None else 0.0
         return tree, None if tree.score is None else tree.score - above
 

@@ -12,7 +12,8 @@ from support import calls, setups, toy
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.drafters.lookup.draft import LookupState, copied_chain, lookup_drafter
+from hsd_jax.drafters.lookup.draft import LookupState, copied_chain
+from hsd_jax.drafters.table import make_drafter
 
 BATCH, ROOM, DEPTH = 300, 24, 6
 
@@ -41,10 +42,7 @@ def test_drafts_are_those_of_plain_loops(max_ngram, min_ngram):
 
 def test_the_copy_of_the_context_is_the_text():
     """After every round, from caches so small that they grow on the way."""
-    setup, call = setups.setup("llama", "lookup"), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
-    while not bool(state.done.all()):
-        state = call.resume(setup.decoder, setup.models, state, 3)
+    for state in setups.setup("llama", "lookup").rounds(calls.OUTGROWN):
         length, copied, tokens = map(np.asarray, (state.length, state.drafter.tokens, state.tokens))
         np.testing.assert_array_equal(state.drafter.length, length)
         for row in np.flatnonzero(~np.asarray(state.done)):
@@ -67,7 +65,7 @@ def test_names(text, wanted):
 def test_only_chains_that_are_not_drawn():
     """Refused before anything compiles, by `decode` too."""
     with pytest.raises(ValueError, match=r"TreeConfig\.width=2: .*1"):
-        lookup_drafter(toy.target_config(), LookupConfig(), TreeConfig(5, 3, 2))
+        make_drafter(toy.target_config(), LookupConfig(), TreeConfig(5, 3, 2))
     params = hsd_jax.Params(setups.weights("llama"), {}, toy.target_config(), LookupConfig(), tree=TreeConfig(4, 3, 1))
     with pytest.raises(ValueError, match="arbitrary"):
         hsd_jax.decode(params, [1, 2], accept="recursive")

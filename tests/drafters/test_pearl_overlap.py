@@ -16,7 +16,7 @@ import hsd_jax
 from hsd_jax.asked import Sampling
 from hsd_jax.drafters.pearl import overlap
 from hsd_jax.infer.decode import UNBOUNDED
-from hsd_jax.planning import pearl
+from hsd_jax.measure import pearl
 from hsd_jax.session import prepare
 
 pytestmark = needs_devices
@@ -129,7 +129,7 @@ def test_rounds_end_when_fewer_rows_go_on_than_are_wanted(apart):
 # --- the host ---------------------------------------------------------------------------------------------------------
 
 
-def test_drafts_are_made_while_the_target_reads(apart):
+def test_drafts_are_made_while_the_target_reads(apart, monkeypatch):
     """With a target that is slow, two rounds are dispatched and the first one's drafts are there before its verdict."""
     session = prepare(apart, PROMPTS[0], Sampling(8))
     decoder, (state, sampling, limits) = session.setup.decoder, session.rows
@@ -141,32 +141,22 @@ def test_drafts_are_made_while_the_target_reads(apart):
         spun = lax.fori_loop(0, 8_000_000, lambda i, y: 0.999 * y + 0.001 * jnp.sin(y), (large @ large)[0, :16])
         return x.at[0, 0, :16].add(0 * spun)
 
-    def look(*args):
-        output, noise = decoder.look(*args)
+    def look(*args, look=decoder.look):
+        output, noise = look(*args)
         return output, late(noise)
 
     late(jax.device_put(jnp.zeros((1, GAMMA + 1, apart.target_config.vocab_size)), apart.mesh.devices[0]))
-    rounds = overlap.OverlappedDecode(decoder, session.setup.models, sampling, limits, state)
-    rounds.dispatch()  # compiles
-    rounds.decoder = Slow(decoder, look)
-    jax.block_until_ready(rounds.state.length)
-    where = rounds.dispatch()
-    drafted = rounds.base.cache.length
+    given = session.setup.models, decoder._across((state.keys, sampling)), sampling, limits
+    flight, _ = decoder.dispatch(*given, decoder.flight(state))  # compiles
+    monkeypatch.setattr(decoder, "look", look)
+    jax.block_until_ready(flight.state.length)
+    flight, where = decoder.dispatch(*given, flight)
+    drafted = flight.base.cache.length
     jax.block_until_ready(drafted)
     assert not where.is_ready()
-    later = rounds.dispatch()
+    _, later = decoder.dispatch(*given, flight)
     assert not where.is_ready() and not later.is_ready()
     assert np.asarray(later)[0, 0] > np.asarray(where)[0, 0]
-
-
-class Slow:
-    """A decoder with another pass of the target."""
-
-    def __init__(self, decoder, look):
-        self.decoder, self.look = decoder, look
-
-    def __getattr__(self, name):
-        return getattr(self.decoder, name)
 
 
 # --- users ------------------------------------------------------------------------------------------------------------

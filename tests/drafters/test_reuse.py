@@ -21,9 +21,10 @@ from hsd_jax.config import SKIP, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.infer.step import root_of
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.trunk import base_logits
-from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
+from hsd_jax.types import DrawScheme, SamplingParams
 
 NUM_STATES, COLUMNS = 5, 3
 
@@ -125,7 +126,7 @@ def test_drawn_trees_lose_whole_levels():
     @jax.jit
     def grow(num_levels):
         bias = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
-        inputs = RoundInputs(zero, zero, keys, sampling)
+        inputs = toy.round_inputs(zero, zero, keys, sampling)
         return grower.grow_token_free(base, bias, inputs, None, num_levels)
 
     whole, cut = grow(jnp.full(4, 3)), grow(jnp.arange(4))
@@ -191,13 +192,11 @@ def test_ahead_drafts_from_what_was_known_a_round_before():
     np.testing.assert_allclose(first.logits, own_logits("ahead")(state.drafter), rtol=1e-4, atol=1e-4)
     assert first.num.tolist() == [2 * setup.drafter.max_depth + 1] * call.batch
     state = call.resume(setup.decoder, setup.models, state, 2)
-    _, _, keys, _, sampling = call.arrays()
-    position = state.length - 1
-    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+    inputs = toy.round_inputs(*root_of(state), state.keys, call.arrays()[-1])
 
     @setup.decoder.compile
     def draft(drafter_state):
-        return setup.drafter.draft(setup.models, drafter_state, RoundInputs(root, position, keys, sampling))
+        return setup.drafter.draft(setup.models, drafter_state, inputs)
 
     tree, after = draft(state.drafter)
     other = state.drafter.replace(pending=state.drafter.pending + 1.0)
@@ -214,15 +213,12 @@ def test_ahead_drafts_from_what_was_known_a_round_before():
 def skipping(proposer: str = "block_skip"):
     """A state of four rounds, and the jitted draft from any spares: (setup, state, draft(spares) -> tree, state)."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 4)
-    _, _, keys, _, sampling = call.arrays()
-    position = state.length - 1
-    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+    state = setup.after(4)
+    inputs = toy.round_inputs(*root_of(state), state.keys, call.arrays()[-1])
 
     @setup.decoder.compile
     def draft(weights, spares):
         models = setup.models | {"drafter": setup.models["drafter"] | weights}
-        inputs = RoundInputs(root, position, keys, sampling)
         return setup.drafter.draft(models, state.drafter.replace(spares=spares), inputs)
 
     return setup, state, draft

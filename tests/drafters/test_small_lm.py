@@ -11,19 +11,15 @@ from oracles import branching as branching_oracle
 from oracles import chain as oracle
 from scipy import stats
 from support import calls, setups, toy
-from support.tiny_pairs import FEW, FEW_SLOTS
+from support.tiny_pairs import FEW_SLOTS, decoder_of, many_rows
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.small_lm.draft import small_lm_drafter
-from hsd_jax.infer.accept import recursive_rule
-from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.step import make_step
+from hsd_jax.drafters.table import make_drafter
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.params import default_tree, with_drafter
-from hsd_jax.types import DrawScheme, RoundInputs
 
 DEPTH = setups.TREES["chain"].depth
 
@@ -39,32 +35,19 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     fresh = toy.causal_pass(setup.models["drafter"], setup.config, np.maximum(state.tokens, 0)).new_kv
     fresh = jax.tree.map(np.asarray, fresh)
     for row, cached in enumerate(drafter.cache.length):
-        for found, wanted in zip(
-            (*drafter.cache.keys, *drafter.cache.values), (*fresh.keys, *fresh.values), strict=True
-        ):
-            if not np.allclose(found[row, :, :cached], wanted[row, :, :cached], rtol=1e-4, atol=1e-5):
-                return f"cache, row {row}"
+        if not setups.is_cached(drafter.cache, row, fresh):
+            return f"cache, row {row}"
         count = int(drafter.num_pending[row])
         if drafter.pending[row, :count].tolist() != state.tokens[row, cached : length[row]].tolist():
             return f"pending tokens, row {row}"
     return None
 
 
-@pytest.mark.parametrize(
-    ("proposer", "wanted"),
-    [
-        ("small_lm", {1, 2}),
-        ("small_lm_branching", {1, 2, 3, 4}),
-    ],
-)
+@pytest.mark.parametrize(("proposer", "wanted"), [("small_lm", {1, 2}), ("small_lm_branching", {1, 2, 3, 4})])
 def test_the_cache_is_consistent_after_every_round(proposer, wanted):
     """Whatever was refused, through growing buckets, and for finished rows that are carried along."""
-    setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
-    assert find_stale_slot(setup, state) is None
-    pending = set()
-    while not bool(state.done.all()):
-        state = call.resume(setup.decoder, setup.models, state, 1)
+    setup, pending = setups.setup("llama", proposer), set()
+    for state in setup.rounds(calls.OUTGROWN):
         assert find_stale_slot(setup, state) is None
         pending |= set(np.asarray(state.drafter.num_pending).tolist())
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
@@ -82,32 +65,13 @@ def rolled(distribution: np.ndarray) -> np.ndarray:
     return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
 
 
-def markov_decoder(target: np.ndarray, draft: np.ndarray):
-    """The decoder of two Markov models with these logits, whose chains are drawn, and their weights."""
-    config, weights = toy.markov_target(target)
-    _, small = toy.markov_target(draft)
-    tree = TreeConfig(DEPTH + 1, DEPTH, 1)
-    drafter = small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
-    step = make_step(config, drafter, recursive_rule(DEPTH, 1))
-    decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
-    return decoder, {"target": weights, "drafter": small}
-
-
-def call_of(temperature: float, rows: int) -> calls.Call:
-    prompts = [np.array([row % VOCAB, (row // VOCAB) % VOCAB], np.int32) for row in range(rows)]
-    return calls.Call(prompts, [20] * rows, [temperature] * rows, [0] * rows, [1.0] * rows, list(range(rows)), **FEW)
-
-
 def test_a_tree_has_the_likeliest_children_of_every_node():
     """Of a model that attends: behind each path, what one causal pass over the text and that path says."""
     setup, call = setups.setup("llama", "small_lm_branching"), calls.mixed_call()
-    drafter = small_lm_drafter(setup.config, setup.drafter_config, setups.BRANCHING)
-    state = call.start(setup.decoder, setup.models, capacity=calls.OUTGROWN)
-    state = call.resume(setup.decoder, setup.models, state, 2)
-    _, _, keys, _, sampling = call.arrays()
+    drafter = make_drafter(setup.config, setup.drafter_config, setups.BRANCHING)
+    state = setup.after(2, calls.OUTGROWN)
+    tree, _ = setups.draft(setup, state, call.arrays()[-1], drafter)
     length = np.asarray(state.length)
-    root = jnp.asarray(np.asarray(state.tokens)[np.arange(call.batch), length - 1])
-    tree, _ = jax.jit(drafter.draft)(setup.models, state.drafter, RoundInputs(root, state.length - 1, keys, sampling))
     layout = branching_oracle.layout((3, 2, 1))
     texts = np.zeros((len(layout.parents), 60), np.int32)
     row = 3  # sampled: an arbitrary tree reads no noise
@@ -130,8 +94,9 @@ def test_acceptance_is_that_of_speculative_sampling():
     Three chi-squares, each of which fires falsely once in 10^6.
     """
     p, q = np.random.default_rng(1).dirichlet(np.ones(VOCAB), 2)
-    decoder, models = markov_decoder(np.log(rolled(p)), np.log(rolled(q)))
-    call = call_of(1.0, ROWS)
+    (config, target), (_, small) = (toy.markov_target(np.log(rolled(x))) for x in (p, q))
+    decoder = decoder_of(config, SmallLMConfig(**vars(config)), TreeConfig.chain(DEPTH))
+    models, call = {"target": target, "drafter": small}, many_rows(rows=ROWS, new_tokens=20)
     distribution = oracle.accepted_distribution(p, q, DEPTH)
     state, before = call.start(decoder, models, FEW_SLOTS), 0
     for _ in range(3):

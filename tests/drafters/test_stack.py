@@ -19,7 +19,7 @@ from oracles import hierarchy as oracle
 from scipy import stats
 from support import calls, setups, toy
 from support.cases import cases
-from support.tiny_pairs import FALSE_ALARM, FEW, FEW_SLOTS
+from support.tiny_pairs import FALSE_ALARM, FEW_SLOTS, decoder_of, many_rows
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -28,12 +28,11 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.rules import make_rule
-from hsd_jax.infer.step import make_step
+from hsd_jax.infer.step import root_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import DrawScheme
 
 # --- enumeration ------------------------------------------------------------------------------------------------------
 
@@ -96,18 +95,8 @@ def three_models(inner: str):
 def least_p_value(inner: str) -> float:
     """Of the first two tokens of the texts, and of two after a few rounds."""
     config, drafter_config, models = three_models(inner)
-    drafter = make_drafter(config, drafter_config, CHAIN, scheme=DrawScheme.WITHOUT_REPLACEMENT)
-    step = make_step(config, drafter, make_rule("recursive", CHAIN))
-    call = calls.Call(
-        prompts=[np.array([0], np.int32)] * ROWS,
-        new_tokens=[8] * ROWS,
-        temperature=[1.0] * ROWS,
-        top_k=[0] * ROWS,
-        top_p=[1.0] * ROWS,
-        seeds=list(range(ROWS)),
-        **FEW,
-    )
-    state = call.run(Decoder(config, step, drafter, precision="highest", use_native=False), models, FEW_SLOTS)
+    decoder = decoder_of(config, drafter_config, CHAIN)
+    state = many_rows(rows=ROWS, new_tokens=8, first=0).run(decoder, models, FEW_SLOTS)
     assert (np.asarray(state.stats.accepted_histogram).sum(0) > 0).all()
     assert (np.asarray(state.drafter.stats.accepted_histogram).sum(0) > 0).all()
     found, table = np.asarray(state.tokens), rolled(TARGET)
@@ -139,7 +128,7 @@ def looking(proposer: str):
     def both(models, state, inputs):
         chain, state = setup.drafter.draft(models, state, inputs)
         own = {"target": models["drafter"]["middle"], "drafter": models["drafter"]["inner"]}
-        below, _ = inner.draft(own, state.inner, dataclasses.replace(inputs, noise=None))
+        below, _ = inner.draft(own, state.inner, inputs)
         return chain, below, state.cache
 
     return jax.jit(both)
@@ -160,17 +149,15 @@ def find_disagreement(proposer: str, call: calls.Call, state) -> str | None:
     fresh = setup.decoder.prefill(
         setup.models, tokens, state.length, keys, limits, capacity=state.cache.capacity, max_tokens=calls.MAX_TOKENS
     )
-    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
-    inputs = RoundInputs(root, state.length - 1, keys, sampling)
+    inputs = toy.round_inputs(*root_of(state), keys, sampling)
     (chain, below, cache), (chain2, below2, cache2) = (
         jax.tree.map(np.asarray, looking(proposer)(setup.models, one, inputs)) for one in (known, fresh.drafter)
     )
     for row, length in enumerate(np.asarray(cache.length)):
         if length != state.length[row] - 1 or length != cache2.length[row]:
             return f"length of the middle cache, row {row}"
-        for one, other in zip((*cache.keys, *cache.values), (*cache2.keys, *cache2.values), strict=True):
-            if not np.allclose(one[row, :, :length], other[row, :, :length], rtol=1e-4, atol=1e-5):
-                return f"middle cache, row {row}"
+        if not setups.is_cached(cache, row, cache2):
+            return f"middle cache, row {row}"
     for name, one, other in (("chain", chain, chain2), ("inner drafts", below, below2)):
         if not (one.valid == other.valid).all() or not (one.tokens == other.tokens)[one.valid].all():
             return name
@@ -193,8 +180,7 @@ def first_disagreement(proposer: str, decoder: Decoder) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "proposer",
-    cases(["stack_lookup", "stack_hidden", "stack_stack"], slow=["stack_hidden", "stack_stack"]),
+    "proposer", cases(["stack_lookup", "stack_hidden", "stack_stack"], slow=["stack_hidden", "stack_stack"])
 )
 def test_the_levels_agree_on_the_committed_prefix_after_every_round(proposer):
     """With what a fresh read of the prefix gives, whatever was refused, also in rows that are finished."""

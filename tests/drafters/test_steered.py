@@ -115,10 +115,10 @@ def wrong_entries(setup: setups.Setup, state, sources: np.ndarray) -> int:
     own = np.take_along_axis(states, np.maximum(sources, 0)[..., None], 1)
     drafter, features = state.drafter, jnp.asarray(np.where(sources[..., None] < 0, 0.0, own))
     kv = steered_entries(setup.models["drafter"], setup.drafter_config, rest, features)
-    same = lambda a, b: np.allclose(a, b, rtol=1e-3, atol=1e-4)  # noqa: E731
-    for row, length in enumerate(np.asarray(drafter.cache.length)):
-        for found, wanted in zip((*drafter.cache.keys, *drafter.cache.values), (*kv.keys, *kv.values), strict=True):
-            wrong += not same(np.asarray(found)[row, :, :length], np.asarray(wanted)[row, :, :length])
+    same = functools.partial(np.allclose, rtol=1e-3, atol=1e-4)
+    cache, kv = jax.tree.map(np.asarray, (drafter.cache, kv))
+    for row, length in enumerate(cache.length):
+        wrong += not setups.is_cached(cache, row, kv, rtol=1e-3, atol=1e-4)
         for place in range(int(drafter.num_pending[row])):
             at = length + place
             before = states[row, at - 1] if at > 0 else np.zeros_like(states[row, 0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 
@@ -20,9 +19,8 @@ from hsd_jax import settings
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.draft import static_tree
 from hsd_jax.infer import draw
-from hsd_jax.infer.tree import Grower
-from hsd_jax.planning.measure import parse_tree, parse_trees
-from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, RoundInputs, SamplingParams
+from hsd_jax.measure.speeds import parse_tree, parse_trees
+from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, SamplingParams
 
 VOCAB = 7
 VECTORS = [(3, 2), (2, 2), (3, 2, 1), (1, 3, 2), (4,), (1, 1, 1), (VOCAB, 2)]
@@ -60,16 +58,6 @@ def test_names_of_no_tree_are_refused(text):
 # --- growing ----------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def jitted(config: TreeConfig, scheme: DrawScheme, has_levels: bool = False):
-    def grow(base, table, root, seeds, position, sampling, num_levels):
-        inputs = RoundInputs(root, position, jax.vmap(jax.random.key)(seeds), sampling)
-        grower, bias = Grower(config, scheme, base.shape[-1]), toy.of_tokens(lambda tokens: table[tokens])
-        return grower.grow_token_free(base, bias, inputs, None, num_levels if has_levels else None)
-
-    return jax.jit(grow)
-
-
 def grown(
     branching, scheme: DrawScheme, temperature=1.0, top_k=0, rows: int = 64, levels=None, **shape
 ) -> tuple[DraftTree, np.ndarray, np.ndarray]:
@@ -81,14 +69,16 @@ def grown(
     ints = jnp.full(rows, 2, jnp.int32)
     warm = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (rows,))
     sampling = SamplingParams(warm, jnp.full(rows, top_k, jnp.int32), jnp.ones(rows))
-    tree = jitted(config, scheme, levels is not None)(
+    tree = toy.grow_tree(
+        config,
+        scheme,
         jnp.broadcast_to(base, (rows, *base.shape[1:])),
         table,
         ints,
-        jnp.arange(rows, dtype=jnp.uint32),
+        toy.keys_of(range(rows)),
         ints,
         sampling,
-        jnp.zeros(rows, jnp.int32) if levels is None else jnp.asarray(levels, jnp.int32),
+        None if levels is None else jnp.asarray(levels, jnp.int32),
     )
     return jax.tree.map(np.asarray, tree), base[0], table
 

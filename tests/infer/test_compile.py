@@ -15,11 +15,10 @@ from support.cases import cases
 
 from hsd_jax.config import NO_REUSE, PARALLEL, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.draft import hidden_drafter
-from hsd_jax.drafters.table import init_drafter
-from hsd_jax.infer.accept import match_rule, recursive_rule
+from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.rules.accept import match_rule, recursive_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import int8, native
 from hsd_jax.models.target import forward_sequence, init_target
@@ -101,7 +100,7 @@ def lowered_programs(
     drafter, step = None, make_plain_step(config)
     if drafter_config is not None:
         tree = TreeConfig(nodes=8, depth=4, width=3)
-        drafter = hidden_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse)
+        drafter = make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse)
         rule = match_rule(tree.depth) if scheme is DrawScheme.ARBITRARY else recursive_rule(tree.depth, tree.width)
         step = make_step(config, drafter, rule)
     decoder = Decoder(config, step, drafter)

@@ -17,9 +17,8 @@ from support import calls, setups, toy
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.step import or_invalid
-from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native, ops, program
-from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV, RoundInputs, SamplingParams
+from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV
 
 VOCAB = 9
 HOT = np.array([0, 2, 3, 5, 6, 8], np.int32)
@@ -36,34 +35,7 @@ SETTINGS = [
 ]
 
 
-def settings_of(rows) -> SamplingParams:
-    temperature, top_k, top_p = zip(*rows, strict=True)
-    return SamplingParams(
-        jnp.asarray(temperature, jnp.float32),
-        jnp.asarray([k or 0 for k in top_k], jnp.int32),
-        jnp.asarray([p or 1.0 for p in top_p], jnp.float32),
-    )
-
-
-def keys_of(seeds) -> jax.Array:
-    return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
-
-
 # --- trees ------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def jitted(config: TreeConfig, scheme: DrawScheme, is_hot: bool, is_given: bool = True):
-    """Grows trees with the noise of the round given, or left to the tree."""
-    draft_to_target = jnp.asarray(HOT) if is_hot else None
-
-    def grow(base, table, root, keys, position, sampling):
-        noise = sampling_lib.round_noise(keys, position, config.depth + 1, VOCAB, sampling) if is_given else None
-        bias = toy.of_tokens(lambda tokens: table[tokens])
-        inputs = RoundInputs(root, position, keys, sampling, noise)
-        return Grower(config, scheme, VOCAB).grow_token_free(base, bias, inputs, draft_to_target)
-
-    return jax.jit(grow)
 
 
 def inputs(config: TreeConfig, seed: int, is_hot: bool, rows=SETTINGS):
@@ -72,8 +44,11 @@ def inputs(config: TreeConfig, seed: int, is_hot: bool, rows=SETTINGS):
     base = rng.normal(0, 1.5, (len(rows), config.depth, columns)).astype(np.float32)
     table = rng.normal(0, 1.5, (VOCAB, columns)).astype(np.float32)
     root = jnp.asarray(rng.integers(0, VOCAB, len(rows)), jnp.int32)
-    keys, position = keys_of(rng.integers(0, 2**32, len(rows))), jnp.asarray(rng.integers(0, 50, len(rows)), jnp.int32)
-    return base, table, root, keys, position, settings_of(rows)
+    keys, position = (
+        toy.keys_of(rng.integers(0, 2**32, len(rows))),
+        jnp.asarray(rng.integers(0, 50, len(rows)), jnp.int32),
+    )
+    return base, table, root, keys, position, toy.sampling_of(rows)
 
 
 def find_difference(
@@ -81,7 +56,9 @@ def find_difference(
 ) -> str | None:
     """Where a tree and the oracle's differ, or None."""
     base, table, root, keys, position, sampling = inputs(config, seed, is_hot, rows)
-    tree = jax.tree.map(np.asarray, jitted(config, scheme, is_hot)(base, table, root, keys, position, sampling))
+    hot = jnp.asarray(HOT) if is_hot else None
+    grown = toy.grow_tree(config, scheme, base, table, root, keys, position, sampling, None, hot)
+    tree = jax.tree.map(np.asarray, grown)
     predicted = np.asarray(position)[:, None] + 1 + np.arange(config.depth, dtype=np.int32)
     noise = np.asarray(sampling_lib.position_noise(keys, jnp.asarray(predicted), VOCAB), np.float64)
     for row, setting in enumerate(rows):
@@ -123,8 +100,8 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
     if is_native and not native.available():
         pytest.skip("needs the compiled kernels")
     isa = native.usable_isa() if is_native else native.OFF
-    keys, root, depth = keys_of([3, 9]), jnp.array([17, 40], jnp.int32), 7
-    sampling = settings_of([(1.0, None, None), (0.7, None, None)])
+    keys, root, depth = toy.keys_of([3, 9]), jnp.array([17, 40], jnp.int32), 7
+    sampling = toy.sampling_of([(1.0, None, None), (0.7, None, None)])
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def noise(root, num, rows):

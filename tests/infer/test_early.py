@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from oracles import distribution as distribution_oracle
 from oracles import recursive as oracle
-from support import calls, setups
+from support import calls, setups, toy
 
 import hsd_jax
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import chains
-from hsd_jax.infer.rules import make_rule
-from hsd_jax.infer.step import make_step
-from hsd_jax.types import Costs, DrawScheme, RoundInputs, Stop
+from hsd_jax.infer.rules.table import make_rule
+from hsd_jax.infer.step import make_step, root_of
+from hsd_jax.types import Costs, DrawScheme, Stop
 
 
 def costs(batch: int, level: float, nodes: int = setups.CHAIN_OF_4.nodes) -> Costs:
@@ -75,10 +75,9 @@ def test_a_chain_that_ends_early_is_the_top_of_the_whole_one(scheme):
     """The same drafts, distributions and, where drafts are not drawn, scores; the length is that of a plain loop."""
     setup, call, price = setup_of(scheme), calls.mixed_call(), 0.05
     state = call.start(setup.decoder, setup.models)
-    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
     live = jnp.arange(call.batch) != 2
-    stop = Stop(jnp.log(jnp.linspace(0.5, 0.9, call.batch)), live, jnp.asarray(price, jnp.float32))
-    inputs = RoundInputs(root, state.length - 1, state.keys, call.arrays()[-1])
+    stop = Stop(jnp.log(jnp.linspace(0.5, 0.9, call.batch)), jnp.asarray(price, jnp.float32))
+    inputs = dataclasses.replace(toy.round_inputs(*root_of(state), state.keys, call.arrays()[-1]), live=live)
     draft = jitted_draft(scheme)
     whole, _ = draft(setup.models, state.drafter, inputs)
     free, _ = draft(setup.models, state.drafter, dataclasses.replace(inputs, stop=stop.replace(price=jnp.zeros(()))))
@@ -104,10 +103,11 @@ def test_drafting_really_stops():
     def pick(level, logits):
         return chains.Draft(jnp.argmax(logits, -1), jnp.full((1, 1), jnp.log(0.5)))
 
+    greedy = toy.sampling_of([(0.0, None, None)])
     for price, wanted in ((0.0, 6), (0.2, 2), (0.25, 2), (0.26, 1), (jnp.nan, 1)):
-        stop = Stop(jnp.zeros(1), jnp.ones(1, bool), jnp.asarray(price))
-        args = expand, jnp.zeros((), jnp.int32), jnp.ones(1, jnp.int32), 6, pick, DrawScheme.ARBITRARY, stop
-        tree, count = chains.grow_chain(*args)
+        inputs = toy.round_inputs(jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), toy.keys_of([0]), greedy, 6, 4)
+        args = inputs, Stop(jnp.zeros(1), jnp.asarray(price)), 6, pick, DrawScheme.ARBITRARY
+        tree, count = chains.grow_chain(expand, jnp.zeros((), jnp.int32), *args)
         assert int(count) == int(tree.valid.sum()) - 1 == wanted
 
 

@@ -16,7 +16,7 @@ from support.rules import drawn_schemes, judges, keyed
 from support.texts import first_difference
 
 from hsd_jax.drafters.table import DRAFTING_METHODS
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.types import NO_TOKEN
 
 OTHER_TARGETS = [
@@ -41,11 +41,7 @@ def test_every_kind_of_drafter_is_in_the_table():
     assert not lacking, f"no proposer of tests/support/setups.py drafts with {sorted(lacking)} in a fast test: add one"
 
 
-TREES = {
-    "beam": setups.DRAWN_BEAM,
-    "branching": setups.BRANCHING,
-    "chain": setups.CHAIN_OF_4,
-}
+TREES = {"beam": setups.DRAWN_BEAM, "branching": setups.BRANCHING, "chain": setups.CHAIN_OF_4}
 JUDGED = [
     (rule, scheme, tree)
     for rule in RULES
@@ -88,8 +84,10 @@ def assert_counts_agree(call: calls.Call, state) -> None:
     np.testing.assert_array_equal(histogram @ np.arange(1, histogram.shape[1] + 1), num_tokens)
 
 
-def assert_buffers_agree(call: calls.Call, state, wanted: list[list[int]]) -> None:
-    """Prompt, text, then NO_TOKEN: nothing else is left in the token buffer."""
+def assert_text(call: calls.Call, state, wanted: list[list[int]]) -> None:
+    """The text, and nothing else in the token buffer: prompt, text, then NO_TOKEN. The counts agree with it."""
+    assert first_difference(calls.generated(call, state), wanted) is None
+    assert_counts_agree(call, state)
     for row, prompt in enumerate(call.prompts):
         whole = [*prompt.tolist(), *wanted[row]]
         assert state.tokens[row].tolist() == whole + [NO_TOKEN] * (state.tokens.shape[1] - len(whole))
@@ -101,9 +99,7 @@ def assert_exact(
     """Decodes `call` and returns the final state."""
     setup = setups.setup(variant, proposer)
     state = call.run(setup.decoder, setup.models, capacity)
-    assert first_difference(calls.generated(call, state), wanted) is None
-    assert_buffers_agree(call, state, wanted)
-    assert_counts_agree(call, state)
+    assert_text(call, state, wanted)
     assert bool(state.done.all())
     return state
 
@@ -164,9 +160,7 @@ def test_end_tokens_cut_a_path_anywhere(where, places):
     assert len(wanted[row]) == place + 1
     setup = setups.setup("llama", setups.DECOYS_ORACLE)
     state = call.run(setup.decoder, without_mistakes(setup))
-    assert first_difference(calls.generated(call, state), wanted) is None
-    assert_buffers_agree(call, state, wanted)
-    assert_counts_agree(call, state)
+    assert_text(call, state, wanted)
 
 
 def test_end_tokens_in_every_row():
@@ -185,9 +179,7 @@ def test_the_last_round_is_cut_at_max_new_tokens(new_tokens):
     state = call.run(setup.decoder, without_mistakes(setup))
     wanted = setups.expected("llama", call)
     assert [len(text) for text in wanted] == new_tokens
-    assert first_difference(calls.generated(call, state), wanted) is None
-    assert_buffers_agree(call, state, wanted)
-    assert_counts_agree(call, state)
+    assert_text(call, state, wanted)
     assert state.stats.num_target_passes.tolist() == [-(-n // (DEPTH + 1)) for n in new_tokens]
 
 

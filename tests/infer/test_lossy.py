@@ -13,18 +13,16 @@ import pytest
 from oracles import lossy as oracle
 from oracles.recursive import INDEPENDENT, WITHOUT_REPLACEMENT
 from scipy import stats
-from support import calls, toy
+from support import tiny_pairs, toy
 from support.cases import cases
-from support.tiny_pairs import FEW, FEW_SLOTS, ROWS, TINY, tiny_pair
+from support.tiny_pairs import FEW_SLOTS, ROWS, TINY, tiny_pair
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import recursion
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.lossy import FUNCTIONS, Lossy
-from hsd_jax.infer.rules import make_rule
-from hsd_jax.infer.step import make_step
+from hsd_jax.infer.rules.accept import recursion
+from hsd_jax.infer.rules.lossy import FUNCTIONS, Lossy
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.types import DraftTree, DrawScheme
 
 P = [Fraction(n, 12) for n in (5, 1, 4, 2)]
@@ -98,9 +96,7 @@ def test_the_enumeration_finds_the_wrong_function():
 def decoder_of(lossy: Lossy | None, width: int) -> Decoder:
     config, _, drafter_config, _ = tiny_pair()
     tree = TreeConfig(2 * width + 1, 2, width)
-    drafter = make_drafter(config, drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
-    step = make_step(config, drafter, make_rule("recursive", tree, lossy))
-    return Decoder(config, step, drafter, precision="highest", use_native=False)
+    return tiny_pairs.decoder_of(config, drafter_config, tree, rule=make_rule("recursive", tree, lossy))
 
 
 SOME = 512
@@ -110,8 +106,7 @@ SOME = 512
 @functools.cache
 def texts(lossy: Lossy | None, temperature: float = 1.0, width: int = 1, rows: int = ROWS) -> np.ndarray:
     """Six tokens of every row of the compiled loop, each with a seed of its own."""
-    same = {"new_tokens": [6] * rows, "temperature": [temperature] * rows, "top_k": [0] * rows, "top_p": [1.0] * rows}
-    call = calls.Call(prompts=[np.array([1], np.int32)] * rows, seeds=list(range(rows)), **same, **FEW)
+    call = tiny_pairs.many_rows([(temperature, None, None)], rows, new_tokens=6)
     return np.asarray(call.run(decoder_of(lossy, width), tiny_pair()[-1], FEW_SLOTS).tokens)[:, 1:7]
 
 

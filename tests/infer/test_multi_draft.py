@@ -20,14 +20,15 @@ from support.rules import depths_of
 from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_pair, tiny_small_lm, tiny_texts
 
 from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
-from hsd_jax.infer import accept as accept_lib
-from hsd_jax.infer import kseq as kseq_lib
-from hsd_jax.infer.accept import check_legal, recursion
-from hsd_jax.infer.block import block
-from hsd_jax.infer.kseq import kseq
-from hsd_jax.infer.optimal import chain_and_match
-from hsd_jax.infer.rules import RULES, make_rule
-from hsd_jax.types import Drafter, DraftTree, DrawScheme, SamplingParams
+from hsd_jax.infer.rules import accept as accept_lib
+from hsd_jax.infer.rules import kseq as kseq_lib
+from hsd_jax.infer.rules.accept import recursion
+from hsd_jax.infer.rules.block import block
+from hsd_jax.infer.rules.kseq import kseq
+from hsd_jax.infer.rules.optimal import chain_and_match
+from hsd_jax.infer.rules.table import RULES, make_rule
+from hsd_jax.infer.step import make_step
+from hsd_jax.types import Drafter, DraftTree, DrawScheme
 
 ROOT, EXACT = 0, 1e-12
 INDEPENDENT, WITHOUT_REPLACEMENT, TOP_THEN_RANDOM = (
@@ -285,10 +286,6 @@ def test_the_enumeration_finds_blocks_whose_residual_lacks_the_weight():
     assert worst > 1e-3
 
 
-def settings_of(rows: int) -> SamplingParams:
-    return SamplingParams(jnp.ones(rows), jnp.zeros(rows, jnp.int32), jnp.ones(rows))
-
-
 # --- the compiled loop ------------------------------------------------------------------------------------------------
 
 CHAIN = TreeConfig(nodes=4, depth=3, width=1)
@@ -346,13 +343,14 @@ LEGAL = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_other_schemes_and_trees_are_refused(name):
-    rule = make_rule(name, TreeConfig(3, 2, 1))
+    rule, config = make_rule(name, TreeConfig(3, 2, 1)), tiny_pair()[0]
     for scheme in DrawScheme:
+        drafter = Drafter(*[lambda *_: None] * 4, scheme, 2)
         if scheme in LEGAL[name]:
-            check_legal(rule, scheme)
+            make_step(config, drafter, rule)
             continue
         with pytest.raises(ValueError, match=rf"accept='{name}'.*draw='{scheme.value}'"):
-            check_legal(rule, scheme)
+            make_step(config, drafter, rule)
     if name == "block_verification":
         with pytest.raises(ValueError, match="chains"):
             make_rule(name, TreeConfig(branching=(2, 1)))

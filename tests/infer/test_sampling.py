@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from oracles import sampling as oracle
 from scipy import stats
+from support import toy
 
 from hsd_jax.infer.sampling import draw, position_noise, warp
-from hsd_jax.types import SamplingParams
 
 VOCAB = 40
 OFF = (None, None)
@@ -19,19 +19,9 @@ jitted_warp = jax.jit(warp)
 jitted_draw = jax.jit(draw)
 
 
-def settings(rows: list[tuple[float, int | None, float | None]]) -> SamplingParams:
-    """One (temperature, top_k, top_p) a row; None as `arguments.py` writes it."""
-    temperature, top_k, top_p = zip(*rows, strict=True)
-    return SamplingParams(
-        jnp.asarray(temperature, jnp.float32),
-        jnp.asarray([0 if k is None else k for k in top_k], jnp.int32),
-        jnp.asarray([1.0 if p is None else p for p in top_p], jnp.float32),
-    )
-
-
 def assert_warps_as_the_oracle(logits: np.ndarray, rows: list) -> None:
     """`logits` [B, M, V]."""
-    found = np.asarray(jitted_warp(jnp.asarray(logits, jnp.float32), settings(rows)))
+    found = np.asarray(jitted_warp(jnp.asarray(logits, jnp.float32), toy.sampling_of(rows)))
     for row, setting in enumerate(rows):
         for node in range(logits.shape[1]):
             wanted = oracle.warp(logits[row, node], *setting)
@@ -80,7 +70,7 @@ def test_warp_without_filters(rows):
     ],
 )
 def test_edges_and_ties(logits, setting, kept):
-    found = np.asarray(jitted_warp(jnp.asarray([[logits]], jnp.float32), settings([setting])))[0, 0]
+    found = np.asarray(jitted_warp(jnp.asarray([[logits]], jnp.float32), toy.sampling_of([setting])))[0, 0]
     assert np.flatnonzero(~np.isneginf(found)).tolist() == kept
     assert_warps_as_the_oracle(np.array([[logits]]), [setting])
 
@@ -89,7 +79,7 @@ def test_top_p_counts_what_top_k_left():
     """Of the tokens top-k kept (0.5, 0.5 after renormalising), the first alone reaches p = 0.45."""
     logits = np.log([[[0.2501, 0.2499, 0.25 - 1e-3, 0.25 + 1e-3]]])
     assert_warps_as_the_oracle(logits, [(1.0, 2, 0.45)])
-    found = np.asarray(jitted_warp(jnp.asarray(logits, jnp.float32), settings([(1.0, 2, 0.45)])))
+    found = np.asarray(jitted_warp(jnp.asarray(logits, jnp.float32), toy.sampling_of([(1.0, 2, 0.45)])))
     assert np.isfinite(found).sum() == 1
 
 
@@ -98,7 +88,7 @@ def test_temperature_zero_takes_the_first_largest_logit():
     keys = jax.vmap(jax.random.key)(jnp.arange(1, dtype=jnp.uint32))
     positions = jnp.asarray([[3, 4]], jnp.int32)
     for setting in [(0.0, None, None), (0.0, 1, 0.1)]:
-        assert jitted_draw(keys, logits, positions, settings([setting])).tolist() == [[1, 0]]
+        assert jitted_draw(keys, logits, positions, toy.sampling_of([setting])).tolist() == [[1, 0]]
 
 
 def test_noise_is_a_function_of_key_and_position():
@@ -134,7 +124,7 @@ def chi_square_p_value(draws: np.ndarray, distribution: np.ndarray) -> float:
 
 def draw_many(logits: np.ndarray, setting, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One draw for each (seed, position) from the same logits."""
-    sampling = settings([setting])
+    sampling = toy.sampling_of([setting])
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(x, len(seeds)), sampling)
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
     positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (len(seeds), len(positions)))

@@ -90,10 +90,7 @@ def test_only_none_is_chosen(pair):
 
 @pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
 @pytest.mark.usefixtures("fully_optimized")
-@pytest.mark.parametrize(
-    ("dtype", "nums"),
-    [("bfloat16", (33,)), pytest.param("float32", (1, 17, 33), marks=slow)],
-)
+@pytest.mark.parametrize(("dtype", "nums"), [("bfloat16", (33,)), pytest.param("float32", (1, 17, 33), marks=slow)])
 def test_a_row_is_the_same_among_any_number_of_rows(pair, dtype, nums):
     """Plain or not, with more rows than a kernel's block and prompts of other lengths beside it, to the last bit."""
     rng = np.random.default_rng(0)

@@ -17,8 +17,8 @@ from support.trees import assert_well_formed
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
-from hsd_jax.infer.tree import Grower, ancestor_mask
-from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, RoundInputs, SamplingParams
+from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, SamplingParams
 
 VOCAB = 7
 CONFIGS = [
@@ -103,7 +103,7 @@ def test_a_beam_is_grown_for_the_temperature_of_its_row():
     base, root = np.repeat(base, rows, 0), np.repeat(root, rows)
     none = jnp.zeros(rows, jnp.int32)
     sampling = SamplingParams(jnp.asarray(temperature), none, jnp.ones(rows))
-    grown = jitted_sampled(config, DrawScheme.ARBITRARY)(base, table, root, none.astype(jnp.uint32), none, sampling)
+    grown = toy.grow_tree(config, DrawScheme.ARBITRARY, base, table, root, toy.keys_of(none), none, sampling)
     found = [(grown.tokens[row].tolist(), grown.parents[row].tolist()) for row in range(rows)]
     for row, scale in enumerate([3.0, 3.0, 2.0, 1.0, 0.5]):
         wanted = oracle.grow_beam(scale * base[row], lambda t, s=scale: s * table[t], int(root[row]), 7, 3, 3)
@@ -117,17 +117,6 @@ SCHEMES = [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT]
 SAMPLED = TreeConfig(nodes=9, depth=3, width=4)  # 4, 3 and 1 nodes a level
 
 
-@functools.cache
-def jitted_sampled(config: TreeConfig, scheme: DrawScheme):
-    def grow(base, table, root, seeds, position, sampling):
-        keys = jax.vmap(jax.random.key)(seeds)
-        bias = toy.of_tokens(lambda tokens: table[tokens])
-        inputs = RoundInputs(root, position, keys, sampling)
-        return Grower(config, scheme, base.shape[-1]).grow_token_free(base, bias, inputs)
-
-    return jax.jit(grow)
-
-
 ROWS = 40_000
 
 
@@ -138,8 +127,7 @@ def grow_many(scheme: DrawScheme, temperature: float = 1.0, top_k: int = 0, rows
     ints = jnp.full(ROWS, 2, jnp.int32)
     sampling = SamplingParams(jnp.full(ROWS, temperature), jnp.full(ROWS, top_k, jnp.int32), jnp.ones(ROWS))
     base = jnp.broadcast_to(jnp.asarray(base), (ROWS, *base.shape[1:]))
-    seeds = jnp.arange(ROWS, dtype=jnp.uint32)
-    tree = jitted_sampled(SAMPLED, scheme)(base, jnp.asarray(table), ints, seeds, ints, sampling)
+    tree = toy.grow_tree(SAMPLED, scheme, base, table, ints, toy.keys_of(range(ROWS)), ints, sampling)
     return jax.tree.map(lambda x: np.asarray(x)[:rows], tree)
 
 
@@ -203,9 +191,9 @@ def test_levels_are_drawn_with_noise_of_their_own():
     base = jnp.zeros((rows, 2, VOCAB))
     ints = jnp.zeros(rows, jnp.int32)
     sampling = SamplingParams(jnp.ones(rows), ints, jnp.ones(rows))
-    seeds = jnp.arange(rows, dtype=jnp.uint32)
+    keys, table = toy.keys_of(range(rows)), jnp.zeros((VOCAB, VOCAB))
     for scheme in SCHEMES:
-        tree = jitted_sampled(config, scheme)(base, jnp.zeros((VOCAB, VOCAB)), ints, seeds, ints, sampling)
+        tree = toy.grow_tree(config, scheme, base, table, ints, keys, ints, sampling)
         cells = np.asarray(tree.tokens[:, 1] * VOCAB + tree.tokens[:, 2])
         assert p_value(cells, np.full(VOCAB**2, VOCAB**-2.0)) > FALSE_ALARM
 

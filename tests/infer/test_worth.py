@@ -14,7 +14,7 @@ from support import calls, setups
 from support.cases import cases
 
 from hsd_jax.infer import worth
-from hsd_jax.types import Costs, DraftTree, RoundInputs
+from hsd_jax.types import Costs, DecodeState, DecodeStats, DraftTree, KVCache
 
 
 def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: float = 0.5, slot: float = 0.0) -> Costs:
@@ -25,13 +25,26 @@ def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: fl
 
 @functools.cache
 def selecting(price: float):
-    return jax.jit(lambda *args: worth.select_nodes(*args))
+    def select(tree, state, costs):
+        kept = worth.select_nodes(tree, state, costs)
+        return kept, worth.round_seconds(tree, kept, state, costs)
+
+    return jax.jit(select)
 
 
 def select_nodes(*args):
-    """`worth.select_nodes` as one program at the price of the test: operation by operation it takes several times as
-    long."""
+    """`worth.select_nodes` as one program at the price of the test, and the seconds of the round: operation by
+    operation it takes several times as long."""
     return selecting(worth.SHARE_OF_PRICE)(*args)
+
+
+def state_of(control, *done: int) -> DecodeState:
+    """Rows of 50 tokens, of which some are done."""
+    batch = len(control.wait)
+    none, length = jnp.zeros(batch, jnp.int32), jnp.full(batch, 50)
+    keys, stats = jax.random.split(jax.random.key(0), batch), DecodeStats(none, none[:, None], none)
+    is_done = jnp.isin(jnp.arange(batch), jnp.asarray(done, jnp.int32))
+    return DecodeState(none[:, None], length, is_done, KVCache((), (), none), None, keys, stats, control)
 
 
 def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
@@ -57,7 +70,7 @@ def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
     node's parent."""
     rng, tile = np.random.default_rng(seed), 4
     batch, num = 3, 6
-    tree, done = random_tree(rng, batch, num), np.zeros(batch, bool)
+    tree = random_tree(rng, batch, num)
     node, fixed, draft = rng.uniform(0.05, 1.0), 1.0, 0.7
     passes = fixed + node * tile * np.ceil(np.arange(batch * num + 1) / tile)
     priced = costs(batch * num, batch, node=node, fixed=fixed, draft=draft)
@@ -69,7 +82,7 @@ def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
         np.sort(likely.ravel())[::-1][:count].sum() / (passes[count] + draft) for count in range(batch, batch * num + 1)
     )
     for _ in range(30):  # rounds that give what was promised
-        kept, seconds = select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
+        kept, seconds = select_nodes(tree, state_of(control), priced)
         tokens = jnp.sum(jnp.where(kept, likely, 0.0))
         assert float(seconds) == pytest.approx(passes[int(kept.sum())] + draft)
         plain = seconds / (fixed + batch * node)  # tokens of a row
@@ -77,7 +90,7 @@ def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
         for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
             assert n == 0 or kept[b, int(tree.parents[b, n])]
     assert float(tokens / seconds) >= 0.97 * best  # the average still remembers the first rounds
-    kept, _ = select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray([True, False, False]))
+    kept, _ = select_nodes(tree, state_of(control, 0), priced)
     assert bool(kept[0, 0])
 
 
@@ -115,8 +128,7 @@ def decoded(proposer: str, priced: Costs, call: calls.Call, num_rounds: int = 2*
 
 def num_nodes(setup: setups.Setup, call: calls.Call) -> int:
     state = call.start(setup.decoder, setup.models)
-    inputs = RoundInputs(state.length, state.length - 1, state.keys, call.arrays()[-1])
-    tree, _ = jax.eval_shape(setup.drafter.draft, setup.models, state.drafter, inputs)
+    tree, _ = jax.eval_shape(lambda: setups.draft(setup, state, call.arrays()[-1]))
     return tree.tokens.shape[1]
 
 
@@ -147,8 +159,7 @@ def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
 
 
 @pytest.mark.parametrize(
-    "proposer",
-    cases([*FOLLOWING, "path_chain"], slow=[x for x in setups.LEFT_TO_SLOW if x in FOLLOWING]),
+    "proposer", cases([*FOLLOWING, "path_chain"], slow=[x for x in setups.LEFT_TO_SLOW if x in FOLLOWING])
 )
 def test_a_drafter_follows_plain_rounds(proposer):
     """Behind them it drafts what it drafts behind a prompt of the same tokens."""
@@ -163,12 +174,8 @@ def test_a_drafter_follows_plain_rounds(proposer):
     sizes = {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
     fresh = setup.decoder.prefill(setup.models, tokens, state.length, keys, limits, **sizes)
 
-    def trees(drafter_state):
-        root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
-        draft = jax.jit(setup.drafter.draft)
-        return draft(setup.models, drafter_state, RoundInputs(root, state.length - 1, state.keys, sampling))[0]
-
-    own, expected = trees(state.drafter), trees(fresh.drafter)
+    after_prompt = dataclasses.replace(state, drafter=fresh.drafter)
+    own, expected = (setups.draft(setup, one, sampling)[0] for one in (state, after_prompt))
     np.testing.assert_array_equal(own.valid, expected.valid)
     np.testing.assert_array_equal(jnp.where(own.valid, own.tokens, 0), jnp.where(own.valid, expected.tokens, 0))
 

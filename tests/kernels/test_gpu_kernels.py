@@ -22,8 +22,8 @@ from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host import sharding
 from hsd_jax.infer import decode, draw, sampling
-from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import attention, check, int8, ops, program, triton
 from hsd_jax.models import cache as cache_lib
@@ -322,7 +322,7 @@ def test_a_row_that_enters_a_greedy_program_for_a_gpu_keeps_its_settings():
     assert (first.all_greedy, first.unfiltered, new.all_greedy, new.unfiltered) == (True, True, False, False)
     limits = Limits(jnp.full(1, 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32))
     one = jnp.ones(1, jnp.int32)
-    begin = decode.make_begin(toy.target_config(), None)
+    begin = decode.make_begin(toy.target_config(), decode.NO_DRAFTER)
     state = begin(one[:, None], one, sampling.row_keys([(0, 0)]), limits, capacity=16, max_tokens=17)
     _, found, _ = decode.insert(
         (state, jax.device_put(first), limits), (state, jax.device_put(new), limits), jnp.array(0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hsd_jax.infer.decode import UNBOUNDED, Decoder
 from hsd_jax.types import NO_TOKEN, Costs, DecodeState, Limits, SamplingParams
-from support.toy import VOCAB
+from support.toy import VOCAB, sampling_of
 
 PROMPT_BUCKET = 16
 CAPACITY = 64
@@ -57,11 +57,7 @@ class Call:
         eos = np.array([*self.eos, *[NO_TOKEN] * (4 - len(self.eos))], np.int32)
         ends = jnp.asarray(np.tile(eos, (self.batch, 1)))
         limits = Limits(jnp.asarray(self.length + np.array(self.new_tokens, np.int32)), ends)
-        sampling = SamplingParams(
-            jnp.asarray(self.temperature, jnp.float32),
-            jnp.asarray(self.top_k, jnp.int32),
-            jnp.asarray(self.top_p, jnp.float32),
-        )
+        sampling = sampling_of(zip(self.temperature, self.top_k, self.top_p, strict=True))
         keys = jax.vmap(jax.random.key)(jnp.asarray(self.seeds, jnp.uint32))
         return jnp.asarray(tokens), jnp.asarray(self.length), keys, limits, sampling
 

@@ -20,16 +20,17 @@ import numpy as np
 import hsd_jax
 from hsd_jax.asked import Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.lab.bench import prompts
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.session import prepare
-from hsd_jax.types import DrawScheme, RoundInputs
+from hsd_jax.types import DrawScheme
+from support import toy
 
 FILE = Path(__file__).with_name("golden.json")
 COMMAND = "python -m tests.support.golden"
@@ -94,13 +95,14 @@ def _drafted(models, state, root, noise, *rest):
     states, _ = trunk_states(models, p.target_config, p.drafter_config, p.tree.depth, state)
     base = base_logits(weights, p.drafter_config, models["target"], p.target_config, states)
     vocab, draft_to_target = p.target_config.vocab_size, weights.get("draft_to_target")
+    inputs = toy.round_inputs(root, *rest, vocab=vocab)
     if noise is None:
-        drafter = hidden_drafter(p.target_config, p.drafter_config, p.tree)
-        tree, _ = drafter.draft(models, state, RoundInputs(root, *rest))
+        drafter = make_drafter(p.target_config, p.drafter_config, p.tree)
+        tree, _ = drafter.draft(models, state, inputs)
     else:
         added_by = functools.partial(inject, weights, p.drafter_config)
         grower = Grower(p.tree, DrawScheme.ARBITRARY, vocab)
-        tree = grower.grow_token_free(base + noise, added_by, RoundInputs(root, *rest), draft_to_target)
+        tree = grower.grow_token_free(base + noise, added_by, inputs, draft_to_target)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no distribution
     added, read = inject(weights, p.drafter_config, tree.tokens, None)
     for _ in range(p.tree.depth if read is not None else 0):  # each pass is right one level further down

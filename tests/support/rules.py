@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import match_path
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.accept import match_path
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, AcceptRule, DrawScheme
 
 DEPTH = 3
@@ -37,8 +37,8 @@ def depths_of(parents: list[int]) -> list[int]:
 def keyed(predicted, max_depth: int = DEPTH) -> AcceptRule:
     """The match rule with noise taken at `predicted(root_position [B, 1], depth [B, N])`."""
 
-    def judge(keys, tree, ancestors, logits, sampling, root_position, noise=None):
+    def judge(keys, tree, logits, sampling, root_position, noise):
         positions = predicted(root_position[:, None], tree.depth)
-        return match_path(tree, ancestors, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
+        return match_path(tree, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
 
     return AcceptRule("keyed", frozenset(DrawScheme), judge)

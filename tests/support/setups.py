@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
@@ -40,17 +41,17 @@ from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.infer import step
-from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.accept import match_rule
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
 from hsd_jax.params import Params
 from hsd_jax.train.ngram import make_ngram
-from hsd_jax.types import DecodeState, Drafter, DraftTree, DrawScheme, SamplingParams
-from support.calls import Call, cut, generated, mixed_call
+from hsd_jax.types import DecodeState, Drafter, DraftTree, DrawScheme, KVCache, NewKV, SamplingParams
+from support.calls import CAPACITY, Call, cut, generated, mixed_call
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
 from support.toy import VOCAB, drafter_config, make_drafter, make_small_lm, make_target, target_config
 
@@ -229,17 +230,7 @@ _STACKS = [
         ("stack", _stacked(SMALL_LM), True),
     )
 ]
-_LISTED = (
-    *_READING,
-    *_STEERED,
-    *_OTHER,
-    *_AHEAD,
-    *_STEERED_BY_STATES,
-    *_SMALL_LM_TREES,
-    *_RESCORED,
-    *_BOTH,
-    *_STACKS,
-)
+_LISTED = (*_READING, *_STEERED, *_OTHER, *_AHEAD, *_STEERED_BY_STATES, *_SMALL_LM_TREES, *_RESCORED, *_BOTH, *_STACKS)
 
 
 def _unlisted() -> list[Proposer]:
@@ -327,6 +318,20 @@ class Setup:
     models: dict[str, Any]
     decoder: Decoder
 
+    def rounds(self, capacity: int = CAPACITY) -> Iterator[DecodeState]:
+        """The state of `mixed_call` after its prompts, and after every round until all rows are done."""
+        call = mixed_call()
+        state = call.start(self.decoder, self.models, capacity)
+        yield state
+        while not bool(state.done.all()):
+            state = call.resume(self.decoder, self.models, state, 1)
+            yield state
+
+    def after(self, num_rounds: int, capacity: int = CAPACITY) -> DecodeState:
+        """The state of `mixed_call` after some rounds."""
+        call = mixed_call()
+        return call.resume(self.decoder, self.models, call.start(self.decoder, self.models, capacity), num_rounds)
+
     def decoder_with(self, rule=None) -> Decoder:
         """Another decoder of the same pair; `rule` in place of the match rule."""
         if self.drafter is None:
@@ -388,15 +393,24 @@ def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "re
     return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))
 
 
-def draft(one: Setup, state: DecodeState, sampling: SamplingParams) -> tuple[DraftTree, Any]:
-    """What a round drafts, with the noise of the round."""
-    size = one.drafter.max_depth, one.config.vocab_size
+def is_cached(cache: KVCache, row: int, fresh: NewKV, rtol: float = 1e-4, atol: float = 1e-5) -> bool:
+    """Whether the valid slots of a row hold the keys and values of a fresh pass."""
+    num = int(cache.length[row])
+    pairs = zip((*cache.keys, *cache.values), (*fresh.keys, *fresh.values), strict=True)
+    return all(np.allclose(one[row, :, :num], other[row, :, :num], rtol=rtol, atol=atol) for one, other in pairs)
+
+
+def draft(
+    one: Setup, state: DecodeState, sampling: SamplingParams, drafter: Drafter | None = None, models: Any = None
+) -> tuple[DraftTree, Any]:
+    """What a round drafts, with the noise of the round; `drafter` and `models` stand in for those of the setup."""
+    made = drafter or one.drafter
 
     def drafted(models, state):
-        noise = round_noise(state.keys, state.length - 1, *size, sampling)
-        return step.draft(models, one.drafter, sampling, state, noise)
+        noise = round_noise(state.keys, state.length - 1, made.max_depth, one.config.vocab_size, sampling)
+        return step.draft(models, made, sampling, state, noise)
 
-    return jax.jit(drafted)(one.models, state)
+    return jax.jit(drafted)(models or one.models, state)
 
 
 def params_of(proposer: str, variant: str = "llama", **options: Any) -> Params:

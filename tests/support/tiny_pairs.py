@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from oracles import sampling as sampling_oracle
 from scipy import stats
 
-from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.step import make_step
-from hsd_jax.types import DrawScheme
+from hsd_jax.types import AcceptRule, DrawScheme
 from support import calls, toy
 
 ROWS, TINY, NEW_TOKENS = 16_384, 4, 8
-FEW = {"prompt_bucket": 2, "max_tokens": 24}
-"""Sizes of a call of many rows and short texts: what a row takes is what such a test takes."""
 FEW_SLOTS = 24
-"""Of its caches."""
+"""Of the caches of a call of many rows and short texts: what a row takes is what such a test takes."""
 
 TREES = {
     "deep": TreeConfig(nodes=6, depth=3, width=2),
@@ -58,6 +57,37 @@ def tiny_small_lm():
     return config, logits, SmallLMConfig(**vars(config)), models | {"drafter": small}
 
 
+def decoder_of(
+    config: ModelConfig,
+    drafter_config: Any,
+    tree: TreeConfig,
+    scheme: DrawScheme = DrawScheme.WITHOUT_REPLACEMENT,
+    rule: AcceptRule | None = None,
+    change=lambda drafter: drafter,
+    reuse: ReuseConfig = NO_REUSE,
+) -> Decoder:
+    """Of a pair whose drafts are drawn, under the recursive rule if no other is given."""
+    drafter = change(make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse))
+    step = make_step(config, drafter, rule or make_rule("recursive", tree))
+    return Decoder(config, step, drafter, precision="highest", use_native=False)
+
+
+def many_rows(settings=((1.0, None, None),), rows: int = ROWS, new_tokens: int = NEW_TOKENS, first: int = 1):
+    """A call of short texts behind one token, each row with a seed of its own; the settings are those of rows in
+    turns."""
+    temperature, top_k, top_p = zip(*(settings[row % len(settings)] for row in range(rows)), strict=True)
+    return calls.Call(
+        prompts=[np.array([first], np.int32)] * rows,
+        new_tokens=[new_tokens] * rows,
+        temperature=list(temperature),
+        top_k=[k or 0 for k in top_k],
+        top_p=[p or 1.0 for p in top_p],
+        seeds=list(range(rows)),
+        prompt_bucket=2,
+        max_tokens=FEW_SLOTS,
+    )
+
+
 def tiny_texts(
     tree: TreeConfig,
     scheme: DrawScheme,
@@ -66,25 +96,13 @@ def tiny_texts(
     reuse: ReuseConfig = NO_REUSE,
     accept: str = "recursive",
 ) -> np.ndarray:
-    """The texts [ROWS, NEW_TOKENS] of the compiled loop, each row with a seed of its own."""
+    """The texts [ROWS, NEW_TOKENS] of the compiled loop."""
     config, _, drafter_config, models = pair()
-    drafter = change(make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse))
-    step = make_step(config, drafter, make_rule(accept, tree))
-    decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
-    per_row = [SETTINGS[row % len(SETTINGS)] for row in range(ROWS)]
-    call = calls.Call(
-        prompts=[np.array([1], np.int32)] * ROWS,
-        new_tokens=[NEW_TOKENS] * ROWS,
-        temperature=[t for t, _, _ in per_row],
-        top_k=[k or 0 for _, k, _ in per_row],
-        top_p=[p or 1.0 for _, _, p in per_row],
-        seeds=list(range(ROWS)),
-        **FEW,
-    )
-    state = call.run(decoder, models, FEW_SLOTS)
+    decoder = decoder_of(config, drafter_config, tree, scheme, make_rule(accept, tree), change, reuse)
+    state = many_rows(SETTINGS).run(decoder, models, FEW_SLOTS)
     assert state.cache.capacity == FEW_SLOTS
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
-    reached = histogram[:-1] if drafter.drafts_ahead else histogram  # a tip has no token behind it
+    reached = histogram[:-1] if decoder.drafter.drafts_ahead else histogram  # a tip has no token behind it
     assert (reached > 0).all(), histogram
     return np.asarray(state.tokens)[:, 1 : 1 + NEW_TOKENS]
 

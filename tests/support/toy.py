@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
+from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
@@ -157,9 +159,37 @@ def of_tokens(bias):
     return lambda tokens, above: (bias(tokens), None)
 
 
+def sampling_of(rows) -> SamplingParams:
+    """Of one (temperature, top_k, top_p) a row; None switches a filter off."""
+    temperature, top_k, top_p = zip(*rows, strict=True)
+    return SamplingParams(
+        jnp.asarray(temperature, jnp.float32),
+        jnp.asarray([k or 0 for k in top_k], jnp.int32),
+        jnp.asarray([1.0 if p is None else p for p in top_p], jnp.float32),
+    )
+
+
+def round_inputs(root, position, keys, sampling: SamplingParams, num: int = 8, vocab: int = VOCAB) -> RoundInputs:
+    """The inputs of a round in which all rows go on, with the target's noise at the next `num` positions."""
+    noise = round_noise(keys, position, num, vocab, sampling)
+    return RoundInputs(root, position, keys, sampling, noise, jnp.ones(root.shape, bool))
+
+
+def keys_of(seeds) -> jax.Array:
+    return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def grow_tree(config, scheme, base, table, root, keys, position, sampling, num_levels=None, draft_to_target=None):
+    """Trees of states [B, D, C] that read no token; token a adds `table[a]` to the logits behind it."""
+    inputs = round_inputs(root, position, keys, sampling, config.depth + 1, len(table))
+    bias = of_tokens(lambda tokens: table[tokens])
+    return Grower(config, scheme, len(table)).grow_token_free(base, bias, inputs, draft_to_target, num_levels)
+
+
 def grow_beam(base_logits, bias, root, config: TreeConfig, draft_to_target=None, num_levels=None):
     """The beam of a `Grower` at temperature 1, which multiplies no logit; it reads no key and no position."""
     one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
-    inputs = RoundInputs(root, zero, jax.random.key(0), SamplingParams(one, zero, one))
+    inputs = round_inputs(root, zero, jax.vmap(jax.random.key)(zero.astype(jnp.uint32)), SamplingParams(one, zero, one))
     grower = Grower(config, DrawScheme.ARBITRARY, base_logits.shape[-1])
     return grower.grow_token_free(base_logits, of_tokens(bias), inputs, draft_to_target, num_levels)

@@ -17,7 +17,7 @@ from hsd_jax.config import FULL, SLIDING
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target, lm_head
-from hsd_jax.train import distill, run, target
+from hsd_jax.train import distill, pretrain, run
 from hsd_jax.train.tokenizer import train_tokenizer
 
 LAYERS, KEPT = 3, 2
@@ -67,9 +67,9 @@ def test_a_cut_head_of_its_own_and_kinds_of_layers_are_kept():
     """Without tied embeddings the head goes with it, and each layer keeps its kind of attention."""
     kinds = (SLIDING, FULL, SLIDING)
     shape = dict(TARGET_VALUES["model"], num_layers=LAYERS, tie_embeddings=False, sliding_window=4, layer_types=kinds)
-    config = target.TargetRecipe.from_dict(dict(TARGET_VALUES, model=shape), "t").model
+    config = pretrain.TargetRecipe.from_dict(dict(TARGET_VALUES, model=shape), "t").model
     weights = random_weights(init_target, config)
-    small, own = target.cut_config(config, KEPT), target.cut(weights, KEPT)
+    small, own = pretrain.cut_config(config, KEPT), pretrain.cut(weights, KEPT)
     assert small.layer_types == (SLIDING, FULL)
     assert jax.tree.structure(own) == jax.tree.structure(jax.eval_shape(lambda: init_target(jax.random.key(1), small)))
     assert_same(own, {name: part for name, part in weights.items() if name != "layer_2"})

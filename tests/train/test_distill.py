@@ -24,7 +24,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target
-from hsd_jax.train import distill, run, target, tasks
+from hsd_jax.train import distill, pretrain, run, tasks
 
 SMALL = SmallLMConfig(
     **vars(dataclasses.replace(TARGET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4))
@@ -107,7 +107,7 @@ def folders(tmp_path_factory):
     for name, seed, tokenizer in (("target", 0, None), ("start", 5, folder / "target")):
         model = TARGET_VALUES["model"] | {"tie_embeddings": tokenizer is None}
         values = TARGET_VALUES | {"model": model, "train": dict(LOOP, steps=1, seed=seed)}
-        recipe = target.TargetRecipe.from_dict(values, "t")
+        recipe = pretrain.TargetRecipe.from_dict(values, "t")
         with jax.numpy_dtype_promotion("standard"):
             run.train(tokenizer, [text], folder / name, recipe, report=str)
     return folder
@@ -128,7 +128,7 @@ def test_a_cache_of_the_targets_states_changes_nothing(folders, tmp_path, monkey
     plain = distil(folders, tmp_path / "plain", **changes)
     cache = {"cache": str(tmp_path / "cache"), "dtype": "float32"}
     distil(folders, tmp_path / "filled", **changes, features=cache)
-    monkeypatch.setattr(target, "forward_sequence", None)
+    monkeypatch.setattr(pretrain, "forward_sequence", None)
     cached = distil(folders, tmp_path / "cached", **changes, features=cache)
     for path in plain.glob("*.safetensors"):
         want, found = (load_file(folder / path.name) for folder in (plain, cached))

@@ -23,8 +23,8 @@ import hsd_jax
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.measure import texts
 from hsd_jax.models import convert
-from hsd_jax.planning import texts
 from hsd_jax.session import Session
 from hsd_jax.train import data, responses
 from hsd_jax.train.documents import load_documents

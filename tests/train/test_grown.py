@@ -13,12 +13,12 @@ from support.recipes import LOOP, TARGET_VALUES, TEXT
 
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target
-from hsd_jax.train import run, target
+from hsd_jax.train import pretrain, run
 
 
-def recipe_of(num_layers: int, **train) -> target.TargetRecipe:
+def recipe_of(num_layers: int, **train) -> pretrain.TargetRecipe:
     values = dict(TARGET_VALUES, model=dict(TARGET_VALUES["model"], num_layers=num_layers), train=dict(LOOP, **train))
-    return target.TargetRecipe.from_dict(values, "recipe")
+    return pretrain.TargetRecipe.from_dict(values, "recipe")
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,11 @@ def shallow(tmp_path_factory):
 
 
 def test_layers_are_spread_evenly():
-    assert target.layer_sources(2, 5) == [0, 0, 0, 1, 1]
-    assert target.layer_sources(6, 24) == [i for i in range(6) for _ in range(4)]
-    assert target.layer_sources(3, 3) == [0, 1, 2]
+    assert pretrain.layer_sources(2, 5) == [0, 0, 0, 1, 1]
+    assert pretrain.layer_sources(6, 24) == [i for i in range(6) for _ in range(4)]
+    assert pretrain.layer_sources(3, 3) == [0, 1, 2]
     with pytest.raises(ValueError, match=r"model\.num_layers=2: .* 3"):
-        target.layer_sources(3, 2)
+        pretrain.layer_sources(3, 2)
 
 
 @pytest.mark.parametrize("change", [{}, {"output_bias": True, "mlp_bias": True, "post_norms": True}])
@@ -44,7 +44,7 @@ def test_a_grown_model_says_the_same(change):
     """To the last bit but those of adding zeros; and its new layers are copies, but for what they add."""
     config = dataclasses.replace(recipe_of(2).model, **change)
     weights = jax.tree.map(lambda x: x + 0.1, init_target(jax.random.key(0), config))
-    deep = target.grown(weights, target.layer_sources(2, 5))
+    deep = pretrain.grown(weights, pretrain.layer_sources(2, 5))
     tokens = jnp.arange(12).reshape(1, 12)
     before = toy.causal_pass(weights, config, tokens).logits
     after = toy.causal_pass(deep, dataclasses.replace(config, num_layers=5), tokens).logits

@@ -33,8 +33,8 @@ from hsd_jax.train import (
     drafter,
     journal,
     loop,
+    pretrain,
     run,
-    target,
     tasks,
     trained,
 )
@@ -89,7 +89,7 @@ def files(tmp_path_factory):
     lines = TEXT.splitlines(keepends=True)
     documents = ["".join(lines[i : i + 24]) for i in range(0, len(lines), 24)]  # so that rows pack several
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
+    recipe = pretrain.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
     with jax.numpy_dtype_promotion("standard"):
         run.train(None, [folder / "text.jsonl"], folder / "target", recipe, report=lambda line: None)
     return folder
@@ -298,12 +298,12 @@ def wait_for(folder: Path) -> None:
 
 
 def test_a_folder_with_another_recipe_is_refused(files):
-    recipe = target.TargetRecipe.from_dict(dict(TARGET_VALUES, train=dict(LOOP, seed=7)), "recipe")
+    recipe = pretrain.TargetRecipe.from_dict(dict(TARGET_VALUES, train=dict(LOOP, seed=7)), "recipe")
     with pytest.raises(ValueError, match=r"train\.seed.*0.*7"):
         run.train(None, [files / "text.jsonl"], files / "target", recipe, report=lambda line: None)
     (files / "other").mkdir()
     (files / "other" / "text.jsonl").write_text(json.dumps({"text": TEXT + "!"}))
-    recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
+    recipe = pretrain.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
     with pytest.raises(ValueError, match=r"files\.0"):
         run.train(None, [files / "other" / "text.jsonl"], files / "target", recipe, report=lambda line: None)
 
@@ -325,7 +325,7 @@ def test_recipes_that_do_not_fit(files, tmp_path, change, message):
 
 def test_shipped_recipes_are_valid():
     read = lambda name: yaml.safe_load((REPO / "configs" / name).read_text())  # noqa: E731
-    made = target.TargetRecipe.from_dict(read("demo_target.yaml"), "demo_target.yaml")
+    made = pretrain.TargetRecipe.from_dict(read("demo_target.yaml"), "demo_target.yaml")
     recipe = drafter.DrafterRecipe.from_dict(read("demo_drafter.yaml"), "demo_drafter.yaml")
     assert drafter.drafter_config(recipe.model, made.model).num_heads == 8
     assert drafter.DrafterRecipe.from_dict({}, "-") == drafter.DrafterRecipe()

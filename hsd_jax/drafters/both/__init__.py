@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.based import on_base
+from hsd_jax.drafters.based import planning_on_base
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.both.draft import both_drafter
 from hsd_jax.drafters.lookup import LOOKUP
@@ -18,8 +17,7 @@ def copying_seconds(model: Any, config: BothConfig, rows: int, tree: TreeConfig)
     return 2 * LOOKUP.planning.drafting_seconds(model, config.lookup, rows, tree)
 
 
-def both(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
-    """The entry of the table, built from the entries of the trained drafters."""
-    row = on_base(methods, BothConfig, both_drafter, copying_seconds)
-    planning = row.planning._replace(chains_nest=False)  # its length decides which drafter makes a chain
-    return row._replace(planning=planning, has_weights_of_base=True)
+# The length of a chain decides which drafter makes it, so chains do not nest.
+BOTH = DraftingMethod(
+    BothConfig, both_drafter, planning_on_base(copying_seconds, chains_nest=False), has_weights_of_base=True
+)

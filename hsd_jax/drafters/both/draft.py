@@ -18,23 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.axes import ROWS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.both.config import LONGEST, BothConfig
 from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_drafter
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import method_of
 from hsd_jax.infer import worth
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
-from hsd_jax.types import (
-    DRAWN_SCHEMES,
-    Drafter,
-    DraftTree,
-    DrawScheme,
-    ModelOutput,
-    RoundInputs,
-    Verdict,
-)
+from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
 SHARED, LEAVES, BEYOND = range(3)
 """The place of a copied token: on a node of the base's tree, where the chain leaves that tree, or after that. Where the
@@ -56,13 +47,13 @@ FIRST_SHARE = np.array(
 class Record:
     """Acceptance of both drafts in the rounds of each row so far. The sums decay as those of `worth.py`."""
 
-    accepted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    accepted: Float[Array, "B"]
     """The number of drafts of the base that the text contains."""
-    predicted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    predicted: Float[Array, "B"]
     """The number of accepted drafts that the base expected."""
-    copied: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
+    copied: Float[Array, "B 3 R"]
     """The number of correct copied tokens, by place and after repetitions of 1, 2, ... R = LONGEST tokens."""
-    tried: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
+    tried: Float[Array, "B 3 R"]
     """The number of correct copied tokens and of the first wrong token of each chain."""
 
 
@@ -193,11 +184,7 @@ def learned_of_tree(
 
 
 def learned_of_copied(
-    record: Record,
-    found: Copied,
-    is_shared: Bool[Array, "B D"],
-    text: Int[Array, "B M"],
-    num_known: Int[Array, "B"],
+    record: Record, found: Copied, is_shared: Bool[Array, "B D"], text: Int[Array, "B M"], num_known: Int[Array, "B"]
 ) -> Record:
     """The record after a copied chain was compared with a text. Tokens up to the first wrong one count."""
     depth = found.tokens.shape[1]
@@ -217,22 +204,17 @@ def learned_of_copied(
 
 
 def both_drafter(
-    method: DraftingMethod,
-    target_config: ModelConfig,
-    config: BothConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: BothConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
-    """A `Drafter` whose trees have the best nodes of `config.base`, whose `method` is given, and of lookup.
+    """A `Drafter` whose trees have the best nodes of `config.base` and of lookup.
 
     For chains each round takes the chain of one of the two, the likelier one.
     """
     if scheme in DRAWN_SCHEMES:
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled")
-    depth = tree.depth
+    depth, method = tree.depth, method_of(config.base)
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
-    lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth))
+    lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth), cache_dtype, scheme)
     assert base.ready is None and base.follow is not None and base.counts is None, "true of every base without reuse"
     follow_base = base.follow
 

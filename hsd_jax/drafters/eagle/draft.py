@@ -38,11 +38,7 @@ def init_weights(key: jax.Array, config: EagleConfig) -> Weights:
 
 
 def eagle_drafter(
-    target_config: ModelConfig,
-    config: EagleConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: EagleConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """The `Drafter`. A round costs `tree.depth` trunk passes and as many products with the LM head.
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, trunk_logits, trunk_states
+from hsd_jax.drafters.hidden.schedule import append_pending, fresh_logits, make_schedule, trunk_states
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
 from hsd_jax.infer.tree import Grower
@@ -31,8 +31,8 @@ def hidden_drafter(
     target_config: ModelConfig,
     config: HiddenConfig,
     tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    cache_dtype: Any,
+    scheme: DrawScheme,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
     """The `Drafter`. Without reuse all functions except `draft` are those of `trunk_drafter`.
@@ -42,14 +42,14 @@ def hidden_drafter(
     """
     reuse_lib.check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)
-    levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
+    logits_of_round = make_schedule(target_config, config, tree, reuse, num_states)
     grower = Grower(tree, scheme, config.vocab_size)
     runs_every_round = reuse.form != SKIP
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
-        levels, state = levels_of_round(models, state, inputs.live)
+        logits, num_levels, state = logits_of_round(models, state, inputs.live)
         with jax.named_scope("tree"):
-            return grow(grower, models["drafter"], config, levels.logits, inputs, levels.num), state
+            return grow(grower, models["drafter"], config, logits, inputs, num_levels), state
 
     # A row without a trunk run keeps its pending features. A tree is no deeper than the number of spares that it grows
     # from, so a row commits at most K + 1 tokens from one trunk run to the next.
@@ -65,7 +65,7 @@ def hidden_drafter(
 
     def ready(models, state: TrunkState):
         """AHEAD: makes the states of the first tree, because no round before has made any."""
-        logits, _ = trunk_logits(models, target_config, config, num_states, state)
+        logits, _ = fresh_logits(models, target_config, config, num_states, state)
         return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
@@ -118,10 +118,9 @@ def parts(
 
 def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) -> Callable[..., Any]:
     """As `DraftingMethod.lattice`: the base logits of fresh states, and the injector if there is one."""
-    levels_of_round = make_schedule(target_config, config, tree, NO_REUSE, tree.depth)
 
     def levels(models, state: TrunkState):
-        fresh, state = levels_of_round(models, state)
-        return fresh.logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state
+        logits, state = fresh_logits(models, target_config, config, tree.depth, state)
+        return logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state
 
     return levels

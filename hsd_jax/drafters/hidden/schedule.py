@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,6 @@ from hsd_jax.models.trunk import STATES, base_logits, embed_committed
 from hsd_jax.types import KVCache, NewKV
 
 
-class Forecast(NamedTuple):
-    """The base logits from which the tree of a round grows."""
-
-    logits: Float[Array, "B D C"]
-    num: Int[Array, "B"] | None = None
-    """The number of levels of each row that have logits; None: all."""
-
-
 def run_trunk(
     models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> tuple[Float[Array, "B K H"], NewKV]:
@@ -38,20 +29,23 @@ def run_trunk(
     return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
 
 
-def trunk_logits(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
-) -> tuple[Float[Array, "B K C"], NewKV]:
-    """The base logits of the states of `run_trunk`, and the keys and values of the pending features."""
-    states, kv = run_trunk(models, target_config, config, num_states, state)
-    return base_logits(models["drafter"], config, models["target"], target_config, states), kv
-
-
 def trunk_states(
     models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> tuple[Float[Array, "B K H"], KVCache]:
     """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
     states, kv = run_trunk(models, target_config, config, num_states, state)
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
+
+
+def fresh_logits(
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+) -> tuple[Float[Array, "B K C"], TrunkState]:
+    """The base logits of `trunk_states`, and the state with the pending features committed."""
+    with jax.named_scope("trunk"):
+        states, cache = trunk_states(models, target_config, config, num_states, state)
+    with jax.named_scope("head"):
+        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+    return logits, dataclasses.replace(state, cache=cache)
 
 
 def append_pending(
@@ -69,50 +63,43 @@ def append_pending(
 
 def make_schedule(
     target_config: ModelConfig, config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
-) -> Callable[..., tuple[Forecast, TrunkState]]:
-    """`levels_of_round(models, state, live=None) -> (levels, state)` for this form of reuse: the `Forecast` of a round.
+) -> Callable[..., tuple[Float[Array, "B D C"], Int[Array, "B"] | None, TrunkState]]:
+    """`logits_of_round(models, state, live) -> (logits, num_levels, state)` for this form of reuse.
 
-    It runs the trunk if the round needs it. `live` is `RoundInputs.live`.
+    It runs the trunk if the round needs it. The tree grows from `logits`. `num_levels` of each row have logits; None:
+    all. `live` is `RoundInputs.live`.
     """
 
-    def fresh_logits(models, state: TrunkState) -> tuple[Float[Array, "B K C"], TrunkState]:
-        """Base logits of a trunk run for every row, and the state with the pending features committed."""
-        with jax.named_scope("trunk"):
-            states, cache = trunk_states(models, target_config, config, num_states, state)
-        with jax.named_scope("head"):
-            logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-        return logits, dataclasses.replace(state, cache=cache)
+    def drop(models, state: TrunkState, live: Bool[Array, "B"]):
+        logits, state = fresh_logits(models, target_config, config, num_states, state)
+        return logits, None, state
 
-    def drop(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
-        logits, state = fresh_logits(models, state)
-        return Forecast(logits), state
-
-    def fuse(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
+    def fuse(models, state: TrunkState, live: Bool[Array, "B"]):
         """SUM: old and new states make one tree, so one target pass judges both."""
-        fresh, after = fresh_logits(models, state)
+        fresh, after = fresh_logits(models, target_config, config, num_states, state)
         with jax.named_scope("reuse"):
-            levels = Forecast(reuse_lib.add(fresh, state.spares))
+            logits = reuse_lib.add(fresh, state.spares)
         # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
-        return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
+        return logits, None, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
-    def run_ahead(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
+    def run_ahead(models, state: TrunkState, live: Bool[Array, "B"]):
         """AHEAD: the tree grows from states of the last round, and the trunk may run beside the target's pass."""
-        fresh, after = fresh_logits(models, state)
-        levels = Forecast(state.spares.logits[:, : tree.depth])
-        return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
+        fresh, after = fresh_logits(models, target_config, config, num_states, state)
+        logits = state.spares.logits[:, : tree.depth]
+        return logits, None, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
-    def run_if_needed(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
+    def run_if_needed(models, state: TrunkState, live: Bool[Array, "B"]):
         """SKIP: rows with enough spare states draft from these. The trunk runs if any other row needs it.
 
         A row with enough spare states uses them even if the trunk runs for another row. So the states that a row drafts
         from do not depend on the other rows. A finished row needs no run, so that the others do not wait for one.
         """
         old = state.spares
-        needs = old.num < reuse_lib.enough_spares(reuse, tree.depth, config.num_steps)
-        needs = needs if live is None else needs & live
+        needs = live & (old.num < reuse_lib.enough_spares(reuse, tree.depth, config.num_steps))
 
         def run():
-            return trunk_logits(models, target_config, config, num_states, state)
+            states, kv = run_trunk(models, target_config, config, num_states, state)
+            return base_logits(models["drafter"], config, models["target"], target_config, states), kv
 
         def keep():
             return old.logits, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)[1])
@@ -123,10 +110,8 @@ def make_schedule(
             cache = cache_lib.commit(state.cache, kv, None, jnp.where(needs, state.num_pending, 0), after=logits)
         logits = jnp.where(needs[:, None, None], logits, old.logits)
         num = jnp.where(needs, num_states, old.num)
-        state = dataclasses.replace(
-            state, cache=cache, num_pending=jnp.where(needs, 0, state.num_pending), spares=Spares(logits, num)
-        )
-        return Forecast(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
+        num_pending, spares = jnp.where(needs, 0, state.num_pending), Spares(logits, num)
+        state = dataclasses.replace(state, cache=cache, num_pending=num_pending, spares=spares)
+        return logits[:, : tree.depth], jnp.minimum(num, tree.depth), state
 
-    schedules = {NO_REUSE_FORM: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead}
-    return schedules[reuse.form]
+    return {NO_REUSE_FORM: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead}[reuse.form]

@@ -28,7 +28,7 @@ class LookupState:
     """The committed tokens of each row. Tokens after `length` are meaningless."""
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
-    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    length: Int[Array, "B"]
 
 
 class Copied(NamedTuple):
@@ -79,11 +79,7 @@ def copied_chain(state: LookupState, root: Int[Array, "B"], config: LookupConfig
 
 
 def lookup_drafter(
-    target_config: ModelConfig,
-    config: LookupConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: LookupConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """A `Drafter` of chains of `tree.depth` copied tokens."""
     check_chain(tree, "lookup drafts")

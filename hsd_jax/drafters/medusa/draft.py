@@ -29,16 +29,7 @@ from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
 from hsd_jax.models.trunk import base_logits, trunk_features
-from hsd_jax.types import (
-    DRAWN_SCHEMES,
-    NO_PARENT,
-    Drafter,
-    DraftTree,
-    DrawScheme,
-    ModelOutput,
-    RoundInputs,
-    Verdict,
-)
+from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
 FIRST_RANK, NEXT_RANK = 0.6, 0.3
 """A prior that only decides the shape of the tree: the probability that a head's likeliest token is right, and the
@@ -112,11 +103,7 @@ def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig) 
 
 
 def medusa_drafter(
-    target_config: ModelConfig,
-    config: MedusaConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads."""
     check_tree(target_config, config, tree, scheme)
@@ -136,9 +123,7 @@ def medusa_drafter(
         if scheme in DRAWN_SCHEMES:
             return Grower(tree, scheme, config.vocab_size).grow_token_free(logits, None, inputs, draft_to_target), state
         if scheme is DrawScheme.COUPLED:
-            noise = inputs.noise
-            assert noise is not None, "a coupled tree is drafted with the noise of its round"
-            own = lambda: draft_columns(draft_to_target, noise[:, : tree.depth])  # noqa: E731
+            own = lambda: draft_columns(draft_to_target, inputs.noise[:, : tree.depth])  # noqa: E731
             logits = sampling_lib.perturb(own, logits, inputs.sampling)
         guesses = to_tokens(draft_to_target, ops.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
@@ -150,7 +135,6 @@ def medusa_drafter(
     def commit(models, state: MedusaState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
         last = jnp.take_along_axis(verdict.path, jnp.maximum(num_committed - 1, 0)[:, None], 1)
-        feature = cache_lib.take_nodes(features, last, axis=1)[:, 0]
-        return MedusaState(jnp.where((num_committed > 0)[:, None], feature, state.feature))
+        return MedusaState(cache_lib.take_nodes(features, last, axis=1)[:, 0])
 
     return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, follow=commit)

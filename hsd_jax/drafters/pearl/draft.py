@@ -37,8 +37,9 @@ from hsd_jax.drafters.reading import joined
 from hsd_jax.drafters.shared import check_chain
 from hsd_jax.drafters.small_lm.draft import MAX_PENDING, small_lm_drafter
 from hsd_jax.drafters.small_lm.tree import SmallLMState
-from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.chains import chain_of
+from hsd_jax.infer.rules.accept import verdict_of
+from hsd_jax.infer.sampling import round_noise
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     Drafter,
@@ -113,15 +114,14 @@ class Halves(NamedTuple):
     """The two halves of a round."""
 
     gamma: int
-    vocab_size: int | None
-    """The size of the distributions from which drafts are drawn; None: drafts are not drawn."""
+    vocab_size: int
     base: Drafter
     """The small model."""
 
     def first(self, length: Int[Array, "B"]) -> tuple[RoundOutcome, Phase]:
         """The state before the first round: nothing to roll back, and nothing is pending."""
         size, none = (len(length), self.gamma), jnp.zeros_like(length)
-        logp = None if self.vocab_size is None else jnp.zeros((*size, self.vocab_size))
+        logp = jnp.zeros((*size, self.vocab_size)) if self.base.scheme in DRAWN_SCHEMES else None
         fresh = DraftChain(jnp.zeros(size, jnp.int32), logp)
         phase = Phase(none > 0, after_first(fresh), fresh, none, none, jnp.zeros((len(length), 2), jnp.int32))
         return RoundOutcome(none == 0, none, none), phase
@@ -131,9 +131,10 @@ class Halves(NamedTuple):
     ) -> tuple[DraftChain, SmallLMState]:
         """gamma drafts after all tokens that the small model assumes to be committed."""
         base = kept(base, outcome)
-        # The small model's root is its pending token. It is later than the positions for which the round has computed
-        # the target's noise, so the drafter computes the noise itself.
-        inputs = RoundInputs(base.pending[:, 0], base.cache.length, keys, sampling)
+        # The small model's root is its pending token. The target's noise of the round is for earlier positions.
+        root, position = base.pending[:, 0], base.cache.length
+        noise = round_noise(keys, position, self.gamma, self.vocab_size, sampling)
+        inputs = RoundInputs(root, position, keys, sampling, noise, jnp.ones(len(root), bool))
         drafted, base = self.base.draft(models, base, inputs)
         fresh = DraftChain(drafted.tokens[:, 1:], drafted.draft_logp)
         all_of_them = jnp.full_like(inputs.root, self.gamma)
@@ -176,24 +177,16 @@ def after_first(drafts: DraftChain) -> DraftChain:
 
 
 def halves(
-    target_config: ModelConfig,
-    config: PearlConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: PearlConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Halves:
     """The two halves of rounds. gamma is the depth of `tree`."""
     check_chain(tree, "PEARL drafts")
     base = small_lm_drafter(target_config, config.base, tree, cache_dtype, scheme)
-    return Halves(tree.depth, config.vocab_size if scheme in DRAWN_SCHEMES else None, base)
+    return Halves(tree.depth, config.vocab_size, base)
 
 
 def pearl_drafter(
-    target_config: ModelConfig,
-    config: PearlConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: PearlConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """A `Drafter` of chains, with both halves in one program; raises as `halves`."""
     both = halves(target_config, config, tree, cache_dtype, scheme)

@@ -35,23 +35,31 @@ from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer import rows
 from hsd_jax.infer import step as step_lib
-from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full, program_for
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.rules.accept import check_legal
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.types import (
-    AcceptRule,
-    DecodeState,
-    Drafter,
-    DrawScheme,
-    Limits,
-    ModelOutput,
-    SamplingParams,
-)
+from hsd_jax.types import AcceptRule, DecodeState, Drafter, DrawScheme, Limits, ModelOutput, SamplingParams
 
 EVERY = 2
 """The number of rounds between two reads of the rows' lengths by the host. As many rounds are in flight."""
+
+
+class Seen(NamedTuple):
+    """The state of the rows after `num` rounds, on the host."""
+
+    num: int
+    length: np.ndarray
+    done: np.ndarray
+
+
+class Flight(NamedTuple):
+    """The states of both halves in a decode, as arrays that may not be computed yet."""
+
+    state: DecodeState
+    """That of the target's half, whose drafter's state is the `Phase`."""
+    base: SmallLMState
+    outcome: RoundOutcome
 
 
 class Overlapped(Decoder):
@@ -90,8 +98,8 @@ class Overlapped(Decoder):
             The tip is not known yet. Its node has an older token, which the target does not read.
             """
             noise = round_noise(state.keys, state.length - 1, half.max_depth + 1, config.vocab_size, sampling)
-            tree, _ = both.chained(state.drafter, state.drafter.fresh, *root_of(state))
-            return step_lib.target_pass(models, config, half, state, tree)[0], noise
+            tree, _ = both.chained(state.drafter, state.drafter.fresh, *step_lib.root_of(state))
+            return step_lib.target_pass(models, config, half, state, tree), noise
 
         def judge(
             sampling: SamplingParams,
@@ -101,9 +109,9 @@ class Overlapped(Decoder):
             output: ModelOutput,
             noise: Array,
         ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
-            """The state after the round and its outcome. The lengths, and whether rows are done, are for `landed`."""
-            tree, phase = both.chained(state.drafter, fresh, *root_of(state))
-            judged = dataclasses.replace(state, drafter=phase), tree, output, ancestor_mask(tree, half.max_depth), noise
+            """The state after the round and its outcome. The last result is for the host."""
+            tree, phase = both.chained(state.drafter, fresh, *step_lib.root_of(state))
+            judged = dataclasses.replace(state, drafter=phase), tree, output, noise
             after, _, _ = step_lib.judge_and_commit({}, half, rule, sampling, limits, *judged)
             outcome, phase = after.drafter
             after = rows.placed(dataclasses.replace(after, drafter=phase))
@@ -127,18 +135,7 @@ class Overlapped(Decoder):
         base = self.read_ahead(*first, np.int32(0), None, capacity=sizes["capacity"])
         return self._joined(self.here.begin(tokens, length, keys, limits, **sizes), base)
 
-    def prefill(
-        self,
-        models: dict,
-        tokens: Array,
-        length: Int[Array, "B"],
-        keys,
-        limits: Limits,
-        num_chunks: Any = UNBOUNDED,
-        state: DecodeState | None = None,
-        costs: None = None,
-        **sizes,
-    ) -> DecodeState:
+    def prefill(self, models, tokens, length, keys, limits, num_chunks=UNBOUNDED, state=None, costs=None, **sizes):
         """Both models read the prompts, each on its own devices."""
         small, target = ({name: models[name]} for name in ("drafter", "target"))
         before, base = (None, None) if state is None else self._apart(state)
@@ -174,33 +171,44 @@ class Overlapped(Decoder):
         """Copies small arrays to each of the small model's devices."""
         return jax.device_put(tree, NamedSharding(self.drafter_mesh, PartitionSpec()))
 
-    hold = staticmethod(dict)  # each program takes one of the two models, so they stay a dict
+    def hold(self, models: dict) -> dict:
+        """Each program takes one of the two models, so they stay a dict."""
+        return models
 
-    def loop(
-        self,
-        models: dict,
-        costs: None,
-        sampling: SamplingParams,
-        limits: Limits,
-        num_rounds: Any,
-        least_live: Any,
-        state: DecodeState,
-    ) -> DecodeState:
+    def flight(self, state: DecodeState) -> Flight:
+        """The state of both halves, apart, for `dispatch`."""
+        own: PearlState = state.drafter
+        return Flight(dataclasses.replace(state, drafter=own.phase), own.base, own.outcome)
+
+    def dispatch(self, models, there, sampling, limits, flight: Flight) -> tuple[Flight, jax.Array]:
+        """Dispatches a round without waiting for it. Returns also the future lengths, and whether rows are done."""
+        fresh, base = self.propose({"drafter": models["drafter"]}, flight.base, flight.outcome, *there)
+        output, noise = self.look({"target": models["target"]}, sampling, flight.state)
+        fresh = jax.device_put(fresh, NamedSharding(self.mesh, PartitionSpec()))
+        state, outcome, where = self.judge(sampling, limits, flight.state, fresh, output, noise)
+        outcome = self._across(outcome)
+        where.copy_to_host_async()
+        return Flight(state, base, outcome), where
+
+    def loop(self, models, costs, sampling, limits, num_rounds, least_live, state: DecodeState) -> DecodeState:
         """Replaces the compiled loop. Rounds that were in flight when the last row ended still run."""
-        rounds, longest, num = OverlappedDecode(self, models, sampling, limits, state), fetch(limits.max_length), 0
-        seen, flying = Seen(0, fetch(state.length), fetch(state.done)), deque()
-        capacity = state.cache.capacity
+        longest, there, capacity = fetch(limits.max_length), self._across((state.keys, sampling)), state.cache.capacity
+        seen, flying, num = Seen(0, fetch(state.length), fetch(state.done)), deque(), 0
+        flight = self.flight(state)
         while True:
             if num < num_rounds and self._is_next(num, seen, longest, capacity, int(least_live)):
-                where, num = rounds.dispatch(), num + 1
+                (flight, where), num = self.dispatch(models, there, sampling, limits, flight), num + 1
                 if num % EVERY == 0:
                     flying.append((num, where))
-                    seen = landed(*flying.popleft()) if len(flying) > 1 else seen
+                    if len(flying) > 1:
+                        landed, (length, done) = flying[0][0], fetch(flying.popleft()[1])
+                        seen = Seen(landed, length, done.astype(bool))
             elif seen.num < num:  # as far as the host knows, no round is needed, or one might not fit: it reads again
-                seen = Seen(num, fetch(rounds.state.length), fetch(rounds.state.done))
+                seen = Seen(num, fetch(flight.state.length), fetch(flight.state.done))
                 flying.clear()
             else:
-                return rounds.joined()
+                state = dataclasses.replace(flight.state, drafter=(flight.outcome, flight.state.drafter))
+                return self._joined(state, flight.base)
 
     def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int, least_live: int) -> bool:
         """Whether a further round may be needed by enough rows, and certainly fits into the caches.
@@ -211,49 +219,6 @@ class Overlapped(Decoder):
         may_go_on = ~seen.done & (seen.length + since < longest)
         most = np.minimum(seen.length + since * self.max_depth, longest)
         return bool(may_go_on.sum() >= max(least_live, 1)) and not is_full(most, ~may_go_on, capacity, self.lookahead)
-
-
-class Seen(NamedTuple):
-    """The state of the rows after `num` rounds, on the host."""
-
-    num: int
-    length: np.ndarray
-    done: np.ndarray
-
-
-def landed(num: int, where: jax.Array) -> Seen:
-    """Waits for the result of `OverlappedDecode.dispatch` for round `num`."""
-    length, done = fetch(where)
-    return Seen(num, length, done.astype(bool))
-
-
-class OverlappedDecode:
-    """A decode in flight: the states of both halves, as arrays that may not be computed yet."""
-
-    def __init__(self, decoder: Overlapped, models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
-        self.decoder, self.settings = decoder, (sampling, limits)
-        self.target, self.small = ({name: models[name]} for name in ("target", "drafter"))
-        own: PearlState = state.drafter
-        self.base, self.outcome = own.base, own.outcome
-        self.state = dataclasses.replace(state, drafter=own.phase)
-        self.there = decoder._across((state.keys, sampling))
-
-    def dispatch(self) -> jax.Array:
-        """Dispatches a round without waiting for it. Returns the future state of the rows, for `landed`."""
-        sampling, _ = self.settings
-        one, across = self.decoder, NamedSharding(self.decoder.mesh, PartitionSpec())
-        fresh, self.base = one.propose(self.small, self.base, self.outcome, *self.there)
-        output, noise = one.look(self.target, sampling, self.state)
-        fresh = jax.device_put(fresh, across)
-        self.state, outcome, where = one.judge(*self.settings, self.state, fresh, output, noise)
-        self.outcome = one._across(outcome)
-        where.copy_to_host_async()
-        return where
-
-    def joined(self) -> DecodeState:
-        """The state of both halves."""
-        drafter = PearlState(self.base, self.outcome, self.state.drafter, is_overlapped=True)
-        return dataclasses.replace(self.state, drafter=drafter)
 
 
 def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
@@ -284,9 +249,3 @@ def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
         return rows.placed(own)
 
     return read
-
-
-def root_of(state: DecodeState) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """The last committed token of each row, and its position."""
-    position = state.length - 1
-    return jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position

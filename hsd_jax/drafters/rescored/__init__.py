@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
-from hsd_jax.drafters.based import on_base
+from hsd_jax.drafters.based import planning_on_base
 from hsd_jax.drafters.method import DraftingMethod
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.draft import rescored_drafter
@@ -21,6 +20,4 @@ def scoring_seconds(model: Any, config: RescoredConfig, rows: int, tree: TreeCon
     return 40 * tree.depth * model.rates.operation_seconds
 
 
-def rescored(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
-    """The entry of the table, built from the entries of the drafters that make the states."""
-    return on_base(methods, RescoredConfig, rescored_drafter, scoring_seconds)
+RESCORED = DraftingMethod(RescoredConfig, rescored_drafter, planning_on_base(scoring_seconds))

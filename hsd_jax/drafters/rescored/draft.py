@@ -9,7 +9,7 @@ tree.
 from __future__ import annotations
 
 import typing
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -17,25 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.scorers import Scorer, make_scorer
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
-from hsd_jax.types import (
-    Candidates,
-    Drafter,
-    DrawScheme,
-    Expand,
-    Inject,
-    ModelOutput,
-    RoundInputs,
-    SamplingParams,
-    Verdict,
-    Weights,
-)
+from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict, Weights
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -47,43 +36,43 @@ class RescoredState:
     scorer: Any
 
 
-class ArcExpander(NamedTuple):
-    """Chooses arcs from the logits of states."""
+def expand_arcs(
+    num_arcs: int,
+    draft_to_target: Int[Array, "C"] | None,
+    base_logits: Float[Array, "B D C"],
+    inject: Inject | None,
+    inputs: RoundInputs,
+    is_coupled: bool,
+) -> Expand:
+    """As `token_free`, but only for the arcs of each state. Without `inject` they are chosen once, else for every node.
 
-    num_arcs: int
-    draft_to_target: Int[Array, "C"] | None
-    sampling: SamplingParams
-    noise: Float[Array, "B D V"] | None = None
-    """The noise of the target's draws, for COUPLED trees. The arcs are then the likeliest tokens given that noise.
-    Without it they could lack the token that the target draws."""
+    In COUPLED trees the arcs are the likeliest tokens given the noise of the target's draws. Otherwise they could lack
+    the token that the target draws.
+    """
 
-    def arcs(self, level: Any, logits: Float[Array, "B M C"]) -> Candidates:
-        """The likeliest tokens of each state. Without `level`, that of all M states, state i is that of level i."""
+    def arcs(logits: Float[Array, "B M C"], noise: Float[Array, "B M2 V"]) -> Candidates:
         ranked = logits
-        if self.noise is not None:
-            noise = self.noise[:, : logits.shape[1]] if level is None else self.noise[:, level, None]
-            ranked = sampling_lib.perturb(lambda: draft_columns(self.draft_to_target, noise), logits, self.sampling)
-        _, columns, _ = ops.top_k(ranked, min(self.num_arcs, logits.shape[-1]))
+        if is_coupled:
+            ranked = sampling_lib.perturb(lambda: draft_columns(draft_to_target, noise), logits, inputs.sampling)
+        _, columns, _ = ops.top_k(ranked, min(num_arcs, logits.shape[-1]))
         columns = jnp.sort(columns, -1)
-        return Candidates(jnp.take_along_axis(logits, columns, -1), to_tokens(self.draft_to_target, columns))
+        return Candidates(jnp.take_along_axis(logits, columns, -1), to_tokens(draft_to_target, columns))
 
-    def expand(self, base_logits: Float[Array, "B D C"], inject: Inject | None) -> Expand:
-        """As `token_free`, but only for the arcs. Without `inject` they are chosen once, else for every node."""
-        if inject is not None:
-            whole = token_free(base_logits, inject)
-
-            def expand_arcs(level: Any, tokens: Array, parents: Array, carry: Any):
-                logits, carry = whole(level, tokens, parents, carry)
-                return self.arcs(level, logits), carry
-
-            return expand_arcs
-        chosen = self.arcs(None, base_logits)
+    if inject is None:
+        chosen = arcs(base_logits, inputs.noise[:, : base_logits.shape[1]])
 
         def expand_chosen(level: Any, tokens: Array, parents: Array, carry: Any):
             shape = *tokens.shape, chosen.logits.shape[-1]
             return jax.tree.map(lambda x: jnp.broadcast_to(x[:, level, None], shape), chosen), carry
 
         return expand_chosen
+    whole = token_free(base_logits, inject)
+
+    def expand(level: Any, tokens: Array, parents: Array, carry: Any):
+        logits, carry = whole(level, tokens, parents, carry)
+        return arcs(logits, inputs.noise[:, level, None]), carry
+
+    return expand
 
 
 def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
@@ -103,14 +92,10 @@ def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
 
 
 def rescored_drafter(
-    method: DraftingMethod,
-    target_config: ModelConfig,
-    config: RescoredConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: RescoredConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
-    """The drafter `config.base`, whose `method` is given, with trees that `config.scorer` rescores."""
+    """The drafter `config.base` with trees that `config.scorer` rescores."""
+    method = method_of(config.base)
     if tree.width > config.arcs:
         raise ValueError(f"TreeConfig.width={tree.width}: a lattice of {config.arcs} arcs allows 1 to {config.arcs}")
     assert method.lattice is not None, "drafters without it were refused"
@@ -130,7 +115,8 @@ def rescored_drafter(
         weights, draft_to_target = models["drafter"]["rescorer"], models["drafter"].get("draft_to_target")
         with jax.named_scope("tree"):
             begun, remembered = scorer.root_carry(weights, state.scorer)
-            expand = ArcExpander(config.arcs, draft_to_target, inputs.sampling, inputs.noise).expand(logits, inject)
+            is_coupled = scheme is DrawScheme.COUPLED
+            expand = expand_arcs(config.arcs, draft_to_target, logits, inject, inputs, is_coupled)
             drafted, _ = grower.grow(weighed(expand, scorer, weights), (None, begun), inputs)
         return drafted, RescoredState(own, remembered)
 
@@ -140,8 +126,9 @@ def rescored_drafter(
 
     def follow(models, state: RescoredState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         assert base.follow is not None, "without reuse every base can be followed"
-        own = base.follow(models, state.base, verdict, output, num_committed)
-        return RescoredState(own, scorer.follow(models["drafter"]["rescorer"], state.scorer, verdict, num_committed))
+        own, weights = base.follow(models, state.base, verdict, output, num_committed), models["drafter"]["rescorer"]
+        _, remembered = scorer.root_carry(weights, state.scorer)  # as in a round, which has drafted
+        return RescoredState(own, scorer.commit(weights, remembered, verdict, num_committed))
 
     lookahead = max(base.lookahead, tree.depth + 1)
     return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, lookahead=lookahead)

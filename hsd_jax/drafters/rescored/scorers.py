@@ -40,9 +40,7 @@ class Scorer(NamedTuple):
     """`score(weights, level, tokens [B, w], parents [B, w], arcs [B, w, k], carry) -> (scores [B, w, k], carry)`: the
     scores of the tokens `arcs` after each node of a level, up to a constant for each node. It is called as `Expand`."""
     commit: Callable[..., Any]
-    """`commit(weights, state, verdict, num_committed) -> state`, after a round that scored a tree."""
-    follow: Callable[..., Any]
-    """The same after plain passes, which scored no tree."""
+    """`commit(weights, state, verdict, num_committed) -> state`, with the state that `root_carry` returned."""
 
 
 def make_scorer(config: Any, depth: int, cache_dtype: Any) -> Scorer:
@@ -68,7 +66,6 @@ def _stateless(carry: Any, score: Callable[..., tuple[Array, Any]]) -> Scorer:
         root_carry=lambda weights, state: (carry, state),
         score=score,
         commit=_keep,
-        follow=_keep,
     )
 
 
@@ -119,7 +116,7 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
         text = jnp.concatenate([state, verdict.emitted], 1)
         return jnp.take_along_axis(text, num_committed[:, None] + jnp.arange(num), 1)
 
-    return Scorer(init, _keep, root_carry, score, commit, commit)
+    return Scorer(init, _keep, root_carry, score, commit)
 
 
 def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
@@ -141,10 +138,6 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), arcs, 2)
         return jnp.where(arcs < config.num_tokens, logp, -math.log(config.num_tokens)), (cache, logits, ancestry)
 
-    def follow(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
-        _, after = root_carry(weights, state)
-        return cache_lib.undo_idle_rows(num_committed, state, tree.all_pending(after, verdict, num_committed))
-
     return Scorer(
         init=lambda tokens, length, capacity: tree.empty_state(
             config, tokens, length, capacity, depth + 1, cache_dtype
@@ -153,5 +146,4 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         root_carry=root_carry,
         score=score,
         commit=lambda weights, *judged: tree.all_pending(*judged),
-        follow=follow,
     )

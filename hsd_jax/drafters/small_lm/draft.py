@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.reading import joined, logits_after, read_on
-from hsd_jax.drafters.shared import check_children, check_vocabulary
+from hsd_jax.drafters.shared import check_shape, check_vocabulary
 from hsd_jax.drafters.small_lm.tree import (
     SmallLMState,
     Steered,
@@ -29,15 +29,7 @@ from hsd_jax.drafters.small_lm.tree import (
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import (
-    DRAWN_SCHEMES,
-    Drafter,
-    DrawScheme,
-    KVCache,
-    ModelOutput,
-    RoundInputs,
-    Verdict,
-)
+from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, RoundInputs, Verdict
 
 MAX_PENDING = 2
 """The largest number of pending tokens for a chain: the root, and the last draft before it if the whole chain was
@@ -48,8 +40,8 @@ def small_lm_drafter(
     target_config: ModelConfig,
     config: ModelConfig,
     tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    cache_dtype: Any,
+    scheme: DrawScheme,
     steered: Steered | None = None,
 ) -> Drafter:
     """The `Drafter`. A round costs `tree.depth` passes of the small model.
@@ -57,9 +49,7 @@ def small_lm_drafter(
     For a chain each pass reads one or two tokens. For a tree the first pass reads the tokens that the last round
     committed, and each other pass reads the nodes of a level. `steered`: how states of the target steer the model.
     """
-    check_children(tree, config.num_tokens)
-    if scheme in DRAWN_SCHEMES:
-        tree.level_widths()  # raises here, before anything compiles
+    check_shape(tree, scheme, config.num_tokens)
     check_vocabulary(config, target_config, "the drafter")
     depth, grower, is_chain = tree.depth, Grower(tree, scheme, config.vocab_size), tree.width == 1
     max_pending = MAX_PENDING if is_chain else depth + 1
@@ -120,8 +110,7 @@ def small_lm_drafter(
         options = {"active": active, "up_bias": bias}
         _, cache = read_on(models["drafter"], config, state.cache, nodes, num_read, **options)
         pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
-        after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
-        return cache_lib.undo_idle_rows(num_committed, state, after)
+        return SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
 
     of_round = (draft, commit) if is_chain else tree_round(config, grower, steered)
     feature_layers, lookahead = () if steered is None else steered.feature_layers, depth + max_pending

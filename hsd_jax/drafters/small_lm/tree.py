@@ -167,16 +167,10 @@ def all_pending(
 ) -> SmallLMState:
     """The state after a round that began with `read_pending_tokens`. All tokens that it committed are pending.
 
-    In a finished row, which has committed nothing, the root is pending again. `features` steer the root and each token
-    of the verdict.
+    `features` steer each token of the verdict.
     """
-    root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
-    is_idle = num_committed == 0
-    pending = jnp.where(is_idle[:, None], root, verdict.emitted)
-    cache = dataclasses.replace(state.cache, length=state.cache.length - is_idle.astype(jnp.int32))
-    if features is not None:
-        features = jnp.where(is_idle[:, None, None], features[:, :1], features[:, 1:])
-    return SmallLMState(cache, pending, jnp.maximum(num_committed, 1), state.num_drafted, features)
+    num_pending = jnp.maximum(num_committed, 1)
+    return SmallLMState(state.cache, verdict.emitted, num_pending, state.num_drafted, features)
 
 
 def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> tuple[Callable, Callable]:
@@ -196,7 +190,7 @@ def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> 
         return drafted, state
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        features = None if steered is None else features_of_text(state, verdict, output)
+        features = None if steered is None else features_of_text(state, verdict, output)[:, 1:]
         return all_pending(state, verdict, num_committed, features)
 
     return draft, commit

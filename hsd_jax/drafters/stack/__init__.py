@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.method import DraftingMethod, Planning
+from hsd_jax.drafters.method import DraftingMethod, Planning, method_of
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.stack.draft import stack_drafter
 
@@ -16,25 +15,20 @@ TOKENS_A_ROUND = 2.0
 """The number of tokens that a round of the middle model is assumed to add."""
 
 
-def stack(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
-    """The entry of the table, built from the entries of the drafters at the bottom."""
+def drafting_seconds(model: Any, config: StackConfig, rows: int, tree: TreeConfig) -> float:
+    """Seconds of the middle model's rounds: each has a pass and the inner drafter's drafting."""
+    middle, chain = config.middle, TreeConfig.chain(min(config.length, max(tree.depth - 1, 1)))
+    one = model.drafter_pass(middle, rows * chain.nodes)
+    one += method_of(config.inner).planning.drafting_seconds(model, config.inner, rows, chain)
+    return max(tree.depth - chain.depth, 1) / TOKENS_A_ROUND * one
 
-    def of(config: StackConfig) -> DraftingMethod:
-        return methods[config.inner.kind]
 
-    def make(target_config: Any, config: StackConfig, *args: Any, **options: Any) -> Any:
-        return stack_drafter(of(config), target_config, config, *args, **options)
-
-    def drafting_seconds(model: Any, config: StackConfig, rows: int, tree: TreeConfig) -> float:
-        """Seconds of the middle model's rounds: each has a pass and the inner drafter's drafting."""
-        middle, chain = config.middle, TreeConfig.chain(min(config.length, max(tree.depth - 1, 1)))
-        one = model.drafter_pass(middle, rows * chain.nodes)
-        one += of(config).planning.drafting_seconds(model, config.inner, rows, chain)
-        return max(tree.depth - chain.depth, 1) / TOKENS_A_ROUND * one
-
-    planning = Planning(
+STACK = DraftingMethod(
+    StackConfig,
+    stack_drafter,
+    Planning(
         drafting_seconds,
         lambda config: TreeConfig.chain(config.length + ENOUGH),
         lambda config: config.length + 2 * ENOUGH,
-    )
-    return DraftingMethod(StackConfig, make, planning)
+    ),
+)

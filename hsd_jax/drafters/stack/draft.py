@@ -8,7 +8,7 @@ nest: `inner` may be a stack.
 How many drafts the target verifies. Its tree is a chain of at most D drafts, and a chain of the inner drafter has L
 drafts. A round of the middle model adds at most L + 1 tokens. Rounds go on until there are at least D - L tokens, so
 the tokens of the last round still fit. The target verifies all accumulated tokens, at most D. (So T = D - L in
-`planning/hierarchy.py`.) Whether a token is passed to the target depends only on earlier tokens. Its own value can only
+`planning/stack.py`.) Whether a token is passed to the target depends only on earlier tokens. Its own value can only
 stop later tokens. So a chain that ends there is lossless.
 
 Which noise is used. COUPLED drafts are drawn with the target's own noise. Then every level drafts the token that the
@@ -32,14 +32,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.reading import read_on
-from hsd_jax.drafters.shared import check_chain, check_vocabulary, follow_path
+from hsd_jax.drafters.shared import check_chain, check_vocabulary
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import step as step_lib
-from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.chains import chain_of
+from hsd_jax.infer.plain import follow_path
+from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.tree import coupled_sharpness, sharpness
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk
@@ -75,7 +76,7 @@ class StackState:
     """
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
-    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    length: Int[Array, "B"]
     cache: KVCache
     inner: Any
     stats: DecodeStats
@@ -112,32 +113,25 @@ class Stack(NamedTuple):
         return self.most + self.inner.max_depth + 1
 
 
-def stack_of(
-    method: DraftingMethod, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
-) -> Stack:
+def stack_of(config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme) -> Stack:
     """The levels below the target. Raises as the inner drafter."""
     length = min(config.length, max(tree.depth - 1, 1))
     inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
-    inner = method.make(config.middle, config.inner, TreeConfig.chain(length), cache_dtype, inner_scheme)
-    assert inner.follow is not None, "without reuse every drafter has `follow`"
+    method, chain = method_of(config.inner), TreeConfig.chain(length)
+    inner = method.make(config.middle, config.inner, chain, cache_dtype, inner_scheme)
     return Stack(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
 
 
 def stack_drafter(
-    method: DraftingMethod,
-    target_config: ModelConfig,
-    config: StackConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
-    """A `Drafter` whose chains are text of the middle model. `method` is that of the inner drafter.
+    """A `Drafter` whose chains are text of the middle model.
 
     `models["drafter"]` has the weights of both levels, "middle" and "inner".
     """
     check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
-    stack = stack_of(method, config, tree, cache_dtype, scheme)
+    stack = stack_of(config, tree, cache_dtype, scheme)
     middle, inner = stack.middle, stack.inner
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -213,7 +207,7 @@ def empty_state(
     )
 
 
-def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
+def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"]) -> StackState:
     """The middle model reads committed tokens that it has not read, if there are any, and the inner drafter follows.
 
     Rows that are not `live` may keep unread tokens.
@@ -221,8 +215,7 @@ def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: B
     inner, num_nodes = stack.inner, stack.depth + 1
 
     def is_unread(state: StackState):
-        is_behind = state.cache.length < state.length - 1
-        return jnp.any(is_behind if live is None else is_behind & live)
+        return jnp.any((state.cache.length < state.length - 1) & live)
 
     def read_rest(state: StackState) -> StackState:
         place, first = jnp.arange(num_nodes), state.cache.length[:, None]
@@ -248,16 +241,16 @@ def write_on(
     """
     inner, num_noisy = stack.inner, stack.inner.max_depth + 1
     keys, sampling, noise = inputs.keys, inputs.sampling, inputs.noise
-    if stack.scheme in DRAWN_SCHEMES:
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
-    elif stack.scheme is DrawScheme.ARBITRARY:  # every level takes its likeliest tokens
-        sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
-    if noise is None:
+    if stack.scheme is not DrawScheme.COUPLED:
+        if stack.scheme in DRAWN_SCHEMES:
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
+        else:  # every level takes its likeliest tokens
+            sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
         vocab_size = stack.middle.vocab_size
         noise = sampling_lib.round_noise(keys, inputs.position, stack.most + 1, vocab_size, sampling)
     before = state.length
     limits = Limits(jnp.full_like(before, LONGEST), jnp.zeros((len(before), 0), jnp.int32))
-    is_done = jnp.zeros(len(before), bool) if inputs.live is None else ~inputs.live
+    is_done = ~inputs.live
 
     def goes_on(carry):
         return jnp.any(~carry[0].done)
@@ -268,9 +261,8 @@ def write_on(
         of_round = cache_lib.take_nodes(noise, num[:, None] + jnp.arange(num_noisy), axis=1)
         tree, known = step_lib.draft(models, inner, sampling, now, of_round)
         now = dataclasses.replace(now, drafter=known)
-        output, ancestors = step_lib.target_pass(models, stack.middle, inner, now, tree)
-        output = sane(output)
-        judged = now, tree, output, ancestors, of_round
+        output = sane(step_lib.target_pass(models, stack.middle, inner, now, tree))
+        judged = now, tree, output, of_round
         now, verdict, _ = step_lib.judge_and_commit(models, inner, stack.rule, sampling, limits, *judged)
         now = dataclasses.replace(now, done=is_done | (now.length - before >= stack.enough))
         along = lambda x: cache_lib.take_nodes(x, verdict.path, axis=1)  # noqa: E731

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.shared import check_depth
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
@@ -25,11 +23,7 @@ from hsd_jax.types import Drafter, DrawScheme
 
 
 def steered_drafter(
-    target_config: ModelConfig,
-    config: SteeredConfig,
-    tree: TreeConfig,
-    cache_dtype: Any = jnp.float32,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    target_config: ModelConfig, config: SteeredConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
     """The `Drafter` of the small model, with the bias of the round in its MLPs."""
     config.check_target(target_config)

@@ -5,26 +5,12 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from hsd_jax import api
-from hsd_jax.lab.bench.tables import Table, print_table
+from hsd_jax.lab.bench.tables import Table, print_tables
 
 GREEN, BOLD, DIM = 32, 1, 2
-
-
-class Answer(NamedTuple):
-    """One streamed answer."""
-
-    tokens: list[int]
-    stats: api.Stats
-    whole_seconds: float
-    """Seconds from the call to the last piece, prefill included."""
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second, prefill excluded."""
-        return len(self.tokens) / self.stats.decode_seconds
 
 
 def answer_prompt(params, prompt, settings: dict[str, Any], is_first: bool) -> dict[str, Any]:
@@ -39,32 +25,30 @@ def answer_prompt(params, prompt, settings: dict[str, Any], is_first: bool) -> d
             _streamed(params, given, speculate, settings, None)
     title = _styled(BOLD, prompt.name) if sys.stdout.isatty() else f"== {prompt.name}"
     print(f"\n{title}\n{prompt.question or prompt.text}")
-    answers = []
+    texts, speeds, tau = [], [], 0.0
     for speculate, name, color in ((False, "plain", DIM), (True, "speculative", GREEN)):
-        answer = _streamed(params, given, speculate, settings, color)
-        said = f"{len(answer.tokens)} tokens in {answer.whole_seconds:.1f} s, {answer.speed:.0f} tokens/s"
-        print(f"\n[{name}: {said}{f', tau {answer.stats.tau:.2f}' if speculate else ''}]")
-        answers.append(answer)
-    plain, drafted = answers
-    return {
-        "name": prompt.name,
-        "identical": plain.tokens == drafted.tokens,
-        "tau": drafted.stats.tau,
-        "plain": plain.speed,
-        "speculative": drafted.speed,
-        "speedup": drafted.speed / plain.speed,
-    }
+        start = time.perf_counter()
+        tokens, stats = _streamed(params, given, speculate, settings, color)
+        seconds, tau = time.perf_counter() - start, stats.tau
+        texts.append(tokens)
+        speeds.append(len(tokens) / stats.decode_seconds)  # without prefill
+        said = f"{len(tokens)} tokens in {seconds:.1f} s, {speeds[-1]:.0f} tokens/s"
+        print(f"\n[{name}: {said}{f', tau {tau:.2f}' if speculate else ''}]")
+    plain, drafted = speeds
+    ratio = {"plain": plain, "speculative": drafted, "speedup": drafted / plain}
+    return {"name": prompt.name, "identical": texts[0] == texts[1], "tau": tau, **ratio}
 
 
-def _streamed(params, given: list[int], speculate: bool, settings: dict[str, Any], color: int | None) -> Answer:
+def _streamed(
+    params, given: list[int], speculate: bool, settings: dict[str, Any], color: int | None
+) -> tuple[list[int], api.Stats]:
     """Decodes one prompt in pieces, which are printed in this color; None: they are not printed."""
-    tokens, start = [], time.perf_counter()
-    pieces = api.stream(params, given, speculate=speculate, **settings)
+    tokens, pieces = [], api.stream(params, given, speculate=speculate, **settings)
     while True:
         try:
             piece = next(pieces)
         except StopIteration as end:
-            return Answer(tokens, end.value, time.perf_counter() - start)
+            return tokens, end.value
         tokens.extend(piece.tokens.tolist())
         if color is not None:
             sys.stdout.write(_styled(color, piece.text or "") if sys.stdout.isatty() else piece.text or "")
@@ -91,4 +75,4 @@ def print_demo(rows: list[dict[str, Any]]) -> None:
         )
         for row in [*rows, whole]
     ]
-    print_table(Table("Plain and speculative decoding", heads, cells, left=2, bold=[whole["name"]]))
+    print_tables([Table("Plain and speculative decoding", heads, cells, left=2, bold=[whole["name"]])])

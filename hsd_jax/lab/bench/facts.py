@@ -1,44 +1,80 @@
-"""Describes the contents of a checkpoint or a drafter's folder. All weights are read and checked."""
+"""Facts for records and for `hsd info`: of this machine, and of the model or drafter in a folder."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.steered import files as steered_files
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
-from hsd_jax.lab.bench.machine import model_record
+from hsd_jax.kernels import native
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.tensor_files import MODEL, is_stored, read
 from hsd_jax.params import describe_arithmetic
+from hsd_jax.planning.device import cpu_model, num_cores
+
+
+def hardware() -> dict[str, Any]:
+    """The processor, devices, load and versions of this machine."""
+    return {
+        "cpu": cpu_model(),
+        "cores": num_cores(),
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.device_count(),
+        "backend": jax.default_backend(),
+        "native_kernel": native.available(),
+        "load_average": os.getloadavg()[0],
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def model_record(weights) -> dict[str, int]:
+    """The size of a model's weights in memory."""
+    leaves = jax.tree.leaves(weights)
+    return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}
 
 
 def facts_of(source: Source) -> dict[str, Any]:
-    """The facts of a model or a drafter, given in any form that `models/checkpoint.py` takes."""
+    """The facts of a model or a drafter, given in any form that `models/checkpoint.py` takes.
+
+    All weights are read and checked.
+    """
     checkpoint = find(source)
     folder = checkpoint.path
     if is_stored(folder, drafter_files.DRAFTER):
         return _drafter(folder)
     if (stored := steered_files.read_stored(folder)) is not None:
-        return _steered(checkpoint, stored)
+        config = steered_files.SteeredConfig(**vars(checkpoint.config), **vars(stored))
+        size = _parameters(read(checkpoint.path, STEERING, init_steering, config))
+        own = {"kind": "steered drafter", "parameters of the steering": size}
+        return _target(checkpoint) | dataclasses.asdict(stored) | own
     if folder.is_file() or is_stored(folder, MODEL):
         return _target(checkpoint)
     raise FileNotFoundError(f"{folder}: neither config.json (a target) nor drafter_config.json (a drafter)")
 
 
+def _parameters(weights) -> str:
+    return f"{model_record(weights)['parameters']:,}"
+
+
 def _target(checkpoint: Checkpoint) -> dict[str, Any]:
-    config, dtype, weights = checkpoint.config, checkpoint.dtype, checkpoint.weights()
-    words = checkpoint.tokenizer
+    dtype, weights, words = checkpoint.dtype, checkpoint.weights(), checkpoint.tokenizer
     return {
         "kind": "target",
         "dtype": dtype,
         "computed in": describe_arithmetic(dtype),
         "with int8": describe_arithmetic("int8"),
-        **dataclasses.asdict(config),
-        "parameters": f"{model_record(weights)['parameters']:,}",
+        **dataclasses.asdict(checkpoint.config),
+        "parameters": _parameters(weights),
         "eos": ", ".join(map(str, checkpoint.eos)) or "none",
         "tokenizer": "none: token ids only" if words is None else "yes",
         "chat template": "yes" if words is not None and words.has_chat_template else "none",
@@ -46,24 +82,10 @@ def _target(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _steered(checkpoint: Checkpoint, stored: steered_files.SteeringFields) -> dict[str, Any]:
-    """The facts of a language model and its steering."""
-    config = steered_files.SteeredConfig(**vars(checkpoint.config), **vars(stored))
-    weights = read(checkpoint.path, STEERING, init_steering, config)
-    return (
-        _target(checkpoint)
-        | dataclasses.asdict(stored)
-        | {
-            "kind": "steered drafter",
-            "parameters of the steering": f"{model_record(weights)['parameters']:,}",
-        }
-    )
-
-
 def _drafter(folder: Path) -> dict[str, Any]:
     config, weights = drafter_files.read_drafter(folder)
     return dataclasses.asdict(config) | {
         "kind": f"{config.kind} drafter",
         "vocabulary_hash": config.vocabulary_hash or "not said",
-        "parameters": f"{model_record(weights)['parameters']:,}",
+        "parameters": _parameters(weights),
     }

@@ -8,10 +8,8 @@ text, so its distribution is tested (`goodness_of_fit`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,14 +26,13 @@ from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import program_for
 from hsd_jax.infer.sampling import perturb, round_noise, row_keys, target_distribution
-from hsd_jax.kernels import native, program
-from hsd_jax.kernels.program import Program
-from hsd_jax.lab.bench.tables import Table, print_table, say
+from hsd_jax.kernels import native
+from hsd_jax.lab.bench.tables import Table, print_tables, say
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.params import default_tree
 from hsd_jax.request import keeps_text
-from hsd_jax.types import SamplingParams, Weights
+from hsd_jax.types import SamplingParams
 
 EXACT_GAP = 1e-4
 """In exact precision on a mesh, a difference is excused if the gap of perturbed logits, or the distance from a filter's
@@ -56,25 +53,6 @@ SETTINGS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first difference of one row."""
-
-    name: str
-    row: int
-    index: int
-    """Number of generated tokens before it."""
-    plain_token: int | None
-    """The token of plain decoding; None: its text had ended."""
-    speculative_token: int | None
-    gap: float
-    """The gap between the two best perturbed logits (after temperature and noise) in the pass of plain decoding."""
-    boundary: float | None
-    """The smallest distance of the two tokens from the edge of top-k (scaled logits) or top-p (mass); None: no
-    filter."""
-    excused: bool
-
-
 def compare(
     params,
     prompts: list[tuple[str, list[int]]],
@@ -82,8 +60,8 @@ def compare(
     max_new_tokens: int,
     batch: int,
     seed: int,
-    reuse: str = "none",
-    rule: Mapping[str, Any] = types.MappingProxyType({"accept": "match"}),
+    reuse: str,
+    rule: Mapping[str, Any],
 ) -> dict:
     """Runs all settings. `ok` is False if a difference is not excused, or if a distribution is not the target's.
 
@@ -117,8 +95,8 @@ def compare(
         per_thousand = 1000 * len(differences) / max(compared, 1)
         is_rare = promised or params.precision == "exact" or per_thousand <= FAST_PER_THOUSAND
         setting |= {"tokens_compared": compared, "per_thousand": per_thousand}
-        setting["ok"] = is_rare and all(d.excused for d in differences)
-        setting["differences"] = [dataclasses.asdict(d) for d in differences]
+        setting["ok"] = is_rare and all(d["excused"] for d in differences)
+        setting["differences"] = differences
     return {
         "ok": all(s["ok"] for s in settings),
         "promised": promised,
@@ -224,43 +202,51 @@ def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[
     return texts, num_tokens / max(num_passes, 1), sum(shares) / len(shares)
 
 
-def _precision(params):
-    wanted = params.matmul_precision
-    return contextlib.nullcontext() if wanted is None else jax.default_matmul_precision(wanted)
+def _replayed(params, prompt: Sequence[int], tokens: Sequence[int], num_nodes: int = 1) -> np.ndarray:
+    """`replay_logits` of these models, computed as they decode."""
+    how = {"use_native": params.mesh is None, "precision": params.matmul_precision}
+    return replay_logits(params.target, params.target_config, prompt, tokens, num_nodes, **how)
 
 
 def logit_noise(params, prompts, texts, num_nodes: int) -> float:
     """The largest difference of a logit between passes of 1 node and of `num_nodes`, along plain texts."""
-    worst, native = 0.0, params.mesh is None
-    for (_, prompt), text in zip(prompts, texts, strict=True):
-        if not text:
-            continue
-        with _precision(params):
-            one = replay_logits(params.target, params.target_config, prompt, text, use_native=native)
-            many = replay_logits(params.target, params.target_config, prompt, text, num_nodes, use_native=native)
-        worst = max(worst, float(abs(one - many).max()))
-    return worst
+    rows = [(prompt, text) for (_, prompt), text in zip(prompts, texts, strict=True) if text]
+    return max(
+        (float(abs(_replayed(params, *row) - _replayed(params, *row, num_nodes)).max()) for row in rows), default=0.0
+    )
 
 
-def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) -> Difference:
-    """Replays plain decoding up to the difference and measures the gap between the candidates."""
+def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) -> dict[str, Any]:
+    """The first difference of a row: both tokens, None after the end of a text, and the gap between the candidates.
+
+    `gap` is that of the two best perturbed logits (after temperature and noise) in the pass of plain decoding.
+    `boundary` is the smallest distance of the two tokens from the edge of top-k (scaled logits) or top-p (mass), None
+    without a filter.
+    """
     name, ids = prompt
     tokens = [int(text[index]) if index < len(text) else None for text in (plain, drafted)]
-    forced = [*plain[:index], next(t for t in tokens if t is not None)]
-    gap, boundary = candidate_gap(params, ids, forced, seed, sampling, [t for t in tokens if t is not None])
+    there = [token for token in tokens if token is not None]
+    gap, boundary = candidate_gap(params, ids, [*plain[:index], there[0]], seed, sampling, there)
     if params.precision == "exact":
         limit = EXACT_GAP
     else:  # each of two logits may be off by the noise, divided by the temperature
         limit = 2 * (noise or 0.0) / (sampling["temperature"] or 1.0)
     is_near = gap < limit or (boundary is not None and boundary < limit)
-    excused = is_near and not is_promised(params)
-    return Difference(name, row, index, tokens[0], tokens[1], gap, boundary, excused)
+    return {
+        "name": name,
+        "row": row,
+        "index": index,
+        "plain_token": tokens[0],
+        "speculative_token": tokens[1],
+        "gap": gap,
+        "boundary": boundary,
+        "excused": is_near and not is_promised(params),
+    }
 
 
 def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float, float | None]:
     """The gap of the two best perturbed logits for the last of `forced`, and the boundary distance of `tokens`."""
-    with _precision(params):
-        logits = replay_logits(params.target, params.target_config, prompt, forced, use_native=params.mesh is None)[-1]
+    logits = _replayed(params, prompt, forced)[-1]
     temperature, top_k, top_p = (sampling.get(k) for k in ("temperature", "top_k", "top_p"))
     settings = sampling_of_row(temperature, top_k, top_p)
     last = jnp.full(1, len(prompt) + len(forced) - 2)
@@ -300,6 +286,7 @@ def replay_logits(
     num_nodes: int = 1,
     dtype: Any = None,
     use_native: bool = True,
+    precision: str | None = None,
 ) -> Float[np.ndarray, "T V"]:
     """The logits that predict each of `tokens`, from passes of `num_nodes` nodes against a cache.
 
@@ -308,7 +295,7 @@ def replay_logits(
 
     Args:
       dtype: dtype of the cache; None: as in `decode`.
-      use_native: as in `Decoder`.
+      use_native, precision: as in `Decoder`.
     """
     if not len(prompt) or not len(tokens):
         raise ValueError("replay_logits needs at least one token of prompt and one of text")
@@ -317,12 +304,12 @@ def replay_logits(
     padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
     padded[: len(text)] = text
     dtype = cache_lib.cache_dtype(weights["embedding"].dtype) if dtype is None else dtype
-    text, num_prompt, kernels = jnp.asarray(padded), len(prompt), program_for(use_native=use_native)
-    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, kernels)
+    sizes, kernels = (bucket(len(prompt)), num_chunks, num_nodes), program_for(precision, use_native)
+    logits = _replay(weights, config, jnp.asarray(padded), len(prompt), *sizes, dtype, kernels)
     return fetch(logits)[: len(tokens)]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "kernels"))
+@functools.partial(jax.jit, static_argnums=(1, *range(4, 9)))
 def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, kernels):
     capacity = max(text.shape[0], prompt_bucket + num_nodes)
     cache = cache_lib.cache_of(config, 1, capacity, dtype)
@@ -361,27 +348,6 @@ def places(
     return jnp.where(own[:, 0] > -jnp.inf, jnp.minimum(likelier + coins * tied, 1.0), 2.0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kernels"))
-def _places_of(
-    weights: Weights,
-    config: ModelConfig,
-    row: Int[Array, "T1"],
-    coins: Float[Array, "T"],
-    sampling: SamplingParams,
-    kernels: Program,
-) -> Float[Array, "T"]:
-    """The quantiles of all tokens of a text except the first, from one pass over it.
-
-    With the CPU kernels the pass has the same bits as the decode. This matters at the edge of a filter, where another
-    rounding gives another result.
-    """
-    num = len(coins)
-    dtype = cache_lib.cache_dtype(weights["embedding"].dtype)
-    cache = cache_lib.cache_of(config, 1, num, dtype)
-    logits = kernels.traced(read_chunk)(weights, config, cache, row[None, :-1], 0, jnp.full(1, num))[0].logits[0]
-    return places(logits, row[1:], coins, sampling)
-
-
 def goodness_of_fit(
     params, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], settings: dict, seed: int = 0
 ) -> GoodnessOfFit:
@@ -393,14 +359,15 @@ def goodness_of_fit(
     """
     generator = np.random.default_rng(seed)
     sampling = sampling_of_row(settings["temperature"], settings.get("top_k"), settings.get("top_p"))
-    found, kernels = [], program_for(use_native=params.mesh is None)
+    found = []
     for prompt, text in zip(prompts, texts, strict=True):
         if len(text) == 0:
             continue
-        row = np.zeros(1 + max(SHORTEST, bucket(len(prompt) + len(text) - 1)), np.int32)
-        row[: len(prompt) + len(text)] = [*prompt, *text]
-        coins = generator.random(len(row) - 1, np.float32)
-        own = _places_of(params.target, params.target_config, row, coins, sampling, kernels)
+        num = max(SHORTEST, bucket(len(prompt) + len(text) - 1))
+        first, *row = [*prompt, *text] + [0] * (num + 1 - len(prompt) - len(text))
+        coins = generator.random(num, np.float32)
+        # One pass over the text. With the CPU kernels it has the bits of the decode, which matters at a filter's edge.
+        own = places(_replayed(params, [first], row, num), np.array(row, np.int32), coins, sampling)
         found.append(np.asarray(own)[len(prompt) - 1 :][: len(text)])
     return chi_square_test(np.concatenate(found))
 
@@ -435,7 +402,7 @@ def print_identity(record: dict[str, Any]) -> None:
     if record["logit_noise"] is not None:
         lines.append(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
     lines.append("identity: " + ("ok" if record["ok"] else "FAILED"))
-    print_table(Table(f"{size}, {record['precision']}, {record['dtype']}", heads, rows, lines))
+    print_tables([Table(f"{size}, {record['precision']}, {record['dtype']}", heads, rows, lines)])
 
 
 def print_isas(record: dict[str, Any]) -> None:
@@ -443,4 +410,4 @@ def print_isas(record: dict[str, Any]) -> None:
     others = list(record["settings"][0]["rows_differing"])
     rows = [(one["name"], *(str(one["rows_differing"][isa]) for isa in others)) for one in record["settings"]]
     title = f"rows of {record['num_prompts']} whose plain text differs from that at level {record['level']}"
-    print_table(Table(f"{title}, {record['precision']}", ("setting", *others), rows))
+    print_tables([Table(f"{title}, {record['precision']}", ("setting", *others), rows)])

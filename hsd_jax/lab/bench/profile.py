@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from hsd_jax.arguments import Prompt
 from hsd_jax.asked import Sampling
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
-from hsd_jax.infer.rules import make_rule
+from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.planning.measure import Mode
+from hsd_jax.measure.speeds import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
-from hsd_jax.types import KVCache, RoundInputs
+from hsd_jax.types import RoundInputs
 
 STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify", "commit", "rest")}
 """The stages of a round: their names in records and in tables.
@@ -51,46 +51,14 @@ def profile_mode(
     Returns:
       seconds: of each of STAGES, and of the `whole` round. shares: of each of STAGES in the round; they sum to 1.
     """
-    params, how = mode.params, dataclasses.replace(mode.how, adaptive=None)
+    params, tree, how = mode.params, mode.tree, dataclasses.replace(mode.how, adaptive=None)
     session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), how)
     assert session.rows is not None, "the prompt is read"
     state, sampling, limits = session.rows
-    decoder, models = session.setup.decoder, session.setup.models
-
-    def whole() -> float:
-        fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))
-        start = time.perf_counter()
-        end = jax.block_until_ready(decoder.run(models, sampling, limits, fresh, iterations))
-        return (time.perf_counter() - start) / max(int(np.max(np.asarray(end.stats.num_target_passes))), 1)
-
-    timers = {"whole": whole}
-    stages = _stages(
-        models,
-        params.target_config,
-        params.drafter_config,
-        mode.tree,
-        sampling,
-        limits,
-        state,
-        how.accept,
-        rule_and_scheme(how.accept, how.draw)[1],
-    )
-    beside = models | {"cache": state.cache}
-    for name, (run, inputs) in stages.items():
-        timers[name] = loop_timer(run, beside, inputs, iterations, params.matmul_precision, params.mesh is None)
-    seconds = {"head": 0.0, "tree": 0.0, **interleaved_medians(timers, repeats)}
-    seconds["rest"] = seconds["whole"] - sum(taken for name, taken in seconds.items() if name != "whole")
-    return {"seconds": seconds, "shares": {name: seconds[name] / seconds["whole"] for name in STAGES}}
-
-
-def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, scheme):
-    """For each stage `run(models, inputs) -> outputs` and its inputs, as in a real round.
-
-    A stage that advances a cache resets the lengths, so that every iteration does the same work. Verification only
-    reads the target's cache, so the cache is passed with the weights. As an input the timed loop would copy it.
-    """
-    drafter = make_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, scheme)
-    rule = make_rule(rule_and_scheme(accept, None)[0], tree)
+    decoder, models, config = session.setup.decoder, session.setup.models, params.target_config
+    rule_name, scheme = rule_and_scheme(how.accept, how.draw)
+    drafter = make_drafter(config, params.drafter_config, tree, state.cache.keys[0].dtype, scheme)
+    rule = make_rule(rule_name, tree)
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
     # Drawn once per round, for drafts and target. Its time belongs to `rest` and to no stage.
@@ -98,51 +66,56 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         state.keys, root_position, tree.depth + 1, config.vocab_size, sampling
     )
 
-    def at_length(cache: KVCache, length: Array) -> KVCache:
-        return dataclasses.replace(cache, length=length)
-
+    # The stages: `run(models, inputs) -> (outputs, inputs)`. One that advances a cache resets the lengths, so that
+    # every iteration does the same work. Verification only reads the target's cache, so the cache is passed with the
+    # weights. As an input the timed loop would copy it.
     def draft(models, inputs):
         drafted, after = step.draft(models, drafter, sampling, dataclasses.replace(state, drafter=inputs), noise)
         return drafted, with_counts_of(after, inputs)
 
-    def verify(models, tree_):
+    def verify(models, drafted):
         own = dataclasses.replace(state, cache=models["cache"])
-        return step.target_pass(models, config, drafter, own, tree_), tree_
+        return step.target_pass(models, config, drafter, own, drafted), drafted
 
     def commit(models, inputs):
-        tree_, ancestors, output, before = inputs
-        given = before, tree_, output, ancestors, noise
-        after, _, count = step.judge_and_commit(models, drafter, rule, sampling, limits, *given)
-        cache, own = at_length(after.cache, before.cache.length), with_counts_of(after.drafter, before.drafter)
-        restored = dataclasses.replace(
-            after, length=before.length, done=before.done, cache=cache, drafter=own, stats=before.stats
-        )
-        return count, (tree_, ancestors, output, restored)
-
-    round_inputs = RoundInputs(root, root_position, state.keys, sampling, noise)
+        drafted, output, before = inputs
+        after, _, count = step.judge_and_commit(models, drafter, rule, sampling, limits, before, drafted, output, noise)
+        cache = dataclasses.replace(after.cache, length=before.cache.length)
+        own = with_counts_of(after.drafter, before.drafter)
+        kept = {"length": before.length, "done": before.done, "stats": before.stats}
+        return count, (drafted, output, dataclasses.replace(after, cache=cache, drafter=own, **kept))
 
     @jax.jit
     def one_round(models, state):
         drafted, _ = draft(models, state.drafter)
         return drafted, verify(models | {"cache": state.cache}, drafted)[0]
 
-    drafted, (output, ancestors) = one_round(models, state)
-    drafting = {"trunk": (draft, state.drafter)}
-    parts = method_of(drafter_config).parts
+    def whole() -> float:
+        fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        start = time.perf_counter()
+        end = jax.block_until_ready(decoder.run(models, sampling, limits, fresh, iterations))
+        return (time.perf_counter() - start) / max(int(np.max(np.asarray(end.stats.num_target_passes))), 1)
+
+    drafted, output = one_round(models, state)
+    stages: dict[str, tuple[Callable, Any]] = {"trunk": (draft, state.drafter)}
+    parts = method_of(params.drafter_config).parts
     if parts is not None:
-        trunk, head, grow = parts(config, drafter_config, tree, scheme)
+        trunk, head, grow = parts(config, params.drafter_config, tree, scheme)
+        round_inputs = RoundInputs(root, root_position, state.keys, sampling, noise, ~state.done)
         states, _ = jax.jit(trunk)(models, state.drafter)
         logits = jax.jit(head)(models, states)
-        drafting = {
+        stages = {
             "trunk": (trunk, state.drafter),
             "head": (lambda models, states: (head(models, states), states), states),
             "tree": (lambda models, logits: (grow(models, logits, round_inputs), logits), logits),
         }
-    return {
-        **drafting,
-        "verify": (verify, drafted),
-        "commit": (commit, (drafted, ancestors, output, state)),
-    }
+    stages |= {"verify": (verify, drafted), "commit": (commit, (drafted, output, state))}
+    timers, beside = {"whole": whole}, models | {"cache": state.cache}
+    for name, (run, inputs) in stages.items():
+        timers[name] = loop_timer(run, beside, inputs, iterations, params.matmul_precision, params.mesh is None)
+    seconds = {"head": 0.0, "tree": 0.0, **interleaved_medians(timers, repeats)}
+    seconds["rest"] = seconds["whole"] - sum(taken for name, taken in seconds.items() if name != "whole")
+    return {"seconds": seconds, "shares": {name: seconds[name] / seconds["whole"] for name in STAGES}}
 
 
 def with_counts_of(new: Any, old: Any) -> Any:

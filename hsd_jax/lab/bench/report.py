@@ -13,7 +13,7 @@ from hsd_jax.host.files import replacing, write_text
 from hsd_jax.lab.bench.experiment import is_plain_text
 from hsd_jax.lab.bench.profile import STAGES, drafting
 from hsd_jax.lab.bench.prompts import SPEC_BENCH
-from hsd_jax.lab.bench.tables import Table, make_console, print_table, range_of, say
+from hsd_jax.lab.bench.tables import Table, markdown, print_tables, range_of, say
 
 NOTE = (
     "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts] with 8 batches or more,"
@@ -151,23 +151,10 @@ def footer(record: dict[str, Any], *notes: str) -> list[str]:
 
 def show(tables: Sequence[Table], foot: Sequence[str], path: Path | None = None) -> None:
     """Prints tables and the footer below them, and writes them as Markdown."""
-    for table in tables:
-        print_table(table)
-    for line in foot:
-        make_console().print(line, markup=False, highlight=False)
+    print_tables(tables, foot)
     if path is not None:
         write_text(path, markdown(tables, foot))
         say(f"wrote {path}")
-
-
-def markdown(tables: Sequence[Table], foot: Sequence[str]) -> str:
-    """The tables as Markdown."""
-    lines = []
-    for table in tables:
-        lines += [f"### {table.title}", "", "| " + " | ".join(table.heads) + " |", "|---" * len(table.heads) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in table.rows] + [""]
-        lines += ["```text", *table.lines, "```", ""] if table.lines else []
-    return "\n".join([*lines, *(f"{line}  " for line in foot)]) + "\n"
 
 
 def plot(record: dict[str, Any], path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from hsd_jax.host.files import is_writer
 
@@ -29,32 +30,34 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def make_console():
-    """A rich console on stdout. It is as wide as the terminal, or 120 columns wide in a file."""
+def print_tables(tables: Iterable[Table], lines: Iterable[str] = ()) -> None:
+    """Prints tables, each with its lines below it, and then further lines. In a file they are 120 columns wide."""
     from rich.console import Console
+    from rich.table import Table as RichTable
 
     console = Console()
-    return console if console.is_terminal else Console(width=120)
-
-
-def make_table(title: str, left: int, *columns: str):
-    """A rich table. Its first `left` columns hold text, the others numbers."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right")
-    return table
-
-
-def print_table(table: Table) -> None:
-    """Prints a table and the lines below it."""
-    console, made = make_console(), make_table(table.title, table.left, *table.heads)
-    for row in table.rows:
-        made.add_row(*row, style="bold" if row[0] in table.bold else None)
-    console.print(made)
-    for line in table.lines:
+    console = console if console.is_terminal else Console(width=120)
+    for table in tables:
+        made = RichTable(title=table.title, title_justify="left")
+        for i, head in enumerate(table.heads):
+            made.add_column(head, justify="left" if i < table.left else "right")
+        for row in table.rows:
+            made.add_row(*row, style="bold" if row[0] in table.bold else None)
+        console.print(made)
+        for line in table.lines:
+            console.print(line, markup=False, highlight=False)
+    for line in lines:
         console.print(line, markup=False, highlight=False)
+
+
+def markdown(tables: Iterable[Table], foot: Iterable[str]) -> str:
+    """The tables and the lines below them as Markdown."""
+    lines = []
+    for table in tables:
+        lines += [f"### {table.title}", "", "| " + " | ".join(table.heads) + " |", "|---" * len(table.heads) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in table.rows] + [""]
+        lines += ["```text", *table.lines, "```", ""] if table.lines else []
+    return "\n".join([*lines, *(f"{line}  " for line in foot)]) + "\n"
 
 
 def range_of(value: dict[str, float] | None, form: str) -> str:
@@ -69,6 +72,7 @@ def _number(value: float | None, form: str) -> str:
 def print_tuned(tuned) -> None:
     """Prints a table for each choice of a `hsd_jax.Tuned`. The chosen row is bold."""
     heads = "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain"
+    tables = []
     for choice in tuned.choices:
         rows = [
             (
@@ -82,4 +86,44 @@ def print_tuned(tuned) -> None:
             for row in choice.table
         ]
         title = f"{choice.calls}, {tuned.conditions.dtype}; {tuned.conditions.device}"
-        print_table(Table(title, heads, rows, [str(choice)], bold=[choice.name]))
+        tables.append(Table(title, heads, rows, [str(choice)], bold=[choice.name]))
+    print_tables(tables)
+
+
+def print_stacks(record: dict[str, Any]) -> None:
+    """Prints the record of `hsd plan`: the rounds of pairs, the measured ways, and the options of the fastest."""
+    names, ways = [f"{i}: {name}" for i, name in enumerate(record["models"])], record["rows"]
+    plain = enumerate(record["plain_seconds"])
+    rows = [(names[i], "", "", "0", f"{1e3 * seconds:.3f}") for i, seconds in plain if seconds is not None]
+    for one in record["pairs"]:
+        (small, large), (_, *taken) = one["pair"], one["round_seconds"]
+        times = f"{1e3 * taken[0]:.3f} to {1e3 * taken[-1]:.3f}"
+        rows.append((names[small], names[large], f"{one['accepted']:.3f}", f"1 to {len(taken)}", times))
+    heads = "model", "drafts for", "first draft accepted", "drafts", "ms a round"
+    title = f"{record['num_prompts']} prompts, temperature {record['temperature']:g}"
+    pairs = Table(title, heads, rows, left=2)
+    heads = "way", "models", "lengths", "tau", "predicted", "ms per token", "predicted", "times plain", "predicted"
+    rows = []
+    for row in ways:
+        guess, seconds = row["predicted_seconds"], row["measured_seconds"]
+        chain, lengths = (" ".join(map(str, row[key])) for key in ("chain", "lengths"))
+        gain, promised = ways[0]["measured_seconds"] / seconds, ways[0]["predicted_seconds"] / guess
+        cells = f"{row['tau']:.2f}", f"{row['predicted_tau']:.2f}", f"{1e3 * seconds:.3f}", f"{1e3 * guess:.3f}"
+        cells = *cells, f"{gain:.2f}", f"{promised:.2f}", f"{row['same_text_as_plain']}/{record['num_prompts']}"
+        rows.append((row["way"], chain, lengths, *cells))
+    title = "measured, and predicted from the rounds of pairs"
+    measured = Table(title, (*heads, "same text"), rows, left=3)
+    guessed, best = (min(ways, key=lambda row: row[f"{key}_seconds"]) for key in ("predicted", "measured"))
+    lines = [f"fastest by prediction: {guessed['way']}; measured: {best['way']}", use_of(best, record["models"])]
+    print_tables([pairs, measured], [*lines, record["command"]])
+
+
+def use_of(row: dict[str, Any], models: list[str]) -> str:
+    """The options that decode in this way."""
+    if not row["lengths"]:
+        return "decode without a drafter: none of these pays here"
+    below = [models[i] for i in row["chain"][:-1]]
+    most = list(itertools.accumulate(row["lengths"]))  # `Stack.most`
+    levels = [f" --stack {where}@{t}" for where, t in zip(below[-2::-1], most[-2::-1], strict=True)]
+    depth = int(row["tree"].split("x")[1])
+    return f"decode with --drafter {below[-1]}{''.join(levels)} --nodes {depth + 1} --depth {depth} --width 1"

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jinja2
 import numpy as np
@@ -135,16 +135,6 @@ def tree_of(drafted: Round, text: Sequence[int], label: Callable[[list[int], int
     return nodes[0]
 
 
-def steps(tree: Node) -> Iterator[Node | None]:
-    """Every node before its children, and None after them. A chain may be too deep for a recursion."""
-    waiting: list[Node | None] = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if node is not None:
-            waiting += [None, *reversed(node.children)]
-
-
 def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> str:
     """Visible text of one token after others: its spelling if it has no text, its id if there is no tokenizer."""
     if tokenizer is None:
@@ -186,4 +176,4 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["legal"] = legal
     template = environment.get_template("page.html.jinja")
-    return template.render(page=page, kinds=KINDS, steps=steps, most=max(page.rounds_by_count, default=1))
+    return template.render(page=page, kinds=KINDS, most=max(page.rounds_by_count, default=1))

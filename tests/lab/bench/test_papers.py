@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from benchmarks import family, papers
-from hsd_jax.host.files import write_json
 
 FILES = sorted(path for path in family.HERE.glob("papers/*.yaml") if "claim:" in path.read_text())
 HEAD = "claim: none\ndepth: 2\narms:\n"
@@ -48,15 +47,6 @@ def test_the_recipes_of_the_files_can_be_read(path, tmp_path, monkeypatch):
             caches[features.cache].add(repr((text, features, sizes, sample)))
     assert all(len(asked) == 1 for asked in caches.values()), caches
     assert caches or path.stem == "recipe"
-
-
-def test_the_text_of_people_is_the_beginning_of_both_files(tmp_path):
-    for file in family.FILES.values():
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).write_text("".join(f"{file} {i}\n" for i in range(400)))
-    family.write_fixed(tmp_path, tmp_path, is_small=True)
-    lines = (tmp_path / family.FIXED).read_text().splitlines()
-    assert lines == [f"{file} {i}" for file in family.FILES.values() for i in range(family.SMALL_DOCUMENTS)]
 
 
 def test_arms_that_say_nonsense(tmp_path):
@@ -114,12 +104,3 @@ def test_scores_pool_seeds_and_compare_prompts():
     assert ratio == 1.5 and low <= ratio <= high and (low, high) == pytest.approx((12 / 9, 12 / 7))
     whole = papers.pooled({"one": ours, "other": theirs})
     assert whole.tau == 96 / 40 and whole.passes.shape == (2, 4)
-
-
-def test_the_hours_of_the_large_version(tmp_path):
-    """Two small arms of 36 s for 200 steps; three seeds of 2,000 steps are 30 times that."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        record = {"seconds": 36.0, "about": {"recipe": {"train": {"steps": 200}}}}
-        write_json(tmp_path / name / "done.json", record)
-    assert family.large_hours(tmp_path, "lyanna") == pytest.approx(2 * 36 * 30 / 3600)

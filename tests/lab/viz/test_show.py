@@ -23,7 +23,7 @@ XHTML = "{http://www.w3.org/1999/xhtml}"
 
 
 def nodes_of(tree: page_lib.Node) -> list[page_lib.Node]:
-    return [node for node in page_lib.steps(tree) if node is not None]
+    return [tree, *(node for child in tree.children for node in nodes_of(child))]
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,3 @@ def test_show_without_a_tokenizer_shows_ids(folders, tmp_path):
     params = hsd_jax.load(target=str(target), drafter=folders.drafter)
     wanted = hsd_jax.decode(params, [7, 8, 9], max_new_tokens=12).tokens[0].tolist()
     assert list(map(int, "".join(texts_of(out.read_text())).split())) == wanted
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [(["--out", "a.png", "the"], ".html"), (["--out", "a.html"], "PROMPT"), (["the"], "--out")],
-)
-def test_bad_values_end_with_2_and_write_nothing(folders, arguments, word, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert hsd("show", *both(folders), *arguments) == 2
-    assert word in capsys.readouterr().err.splitlines()[-1] and not list(tmp_path.iterdir())

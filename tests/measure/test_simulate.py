@@ -9,9 +9,9 @@ from support import setups, toy
 
 import hsd_jax
 from hsd_jax.config import PARALLEL, TreeConfig
+from hsd_jax.measure import simulate
+from hsd_jax.measure import texts as texts_lib
 from hsd_jax.params import Params
-from hsd_jax.planning import simulate
-from hsd_jax.planning import texts as texts_lib
 from hsd_jax.types import DraftTree
 
 TREE = TreeConfig(nodes=6, depth=3, width=2)
@@ -43,8 +43,7 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
         params = hsd_jax.restrict(params, setups.DRAFT_TO_TARGET)
     options = {"max_new_tokens": 24, "temperature": temperature}
     texts = texts_lib.write_texts(params, PROMPTS, seed=5, batch=2, **options)
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    found = simulate.simulate(*models, texts, TREE, temperature)
+    found = simulate.simulate(params, texts, TREE, temperature)
     out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, accept="match", **options)
     assert found["tau"] == pytest.approx(out.stats.tau)
     reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]

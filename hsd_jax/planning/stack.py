@@ -28,7 +28,7 @@ class RoundParts(NamedTuple):
     """The largest T to try for each pair."""
 
 
-class Hierarchy(NamedTuple):
+class Stack(NamedTuple):
     """A chain of models, how many tokens each passes to the next, and what a round of the last model is predicted to
     add and to take."""
 
@@ -57,8 +57,8 @@ class Hierarchy(NamedTuple):
         return sum(self.lengths[: level + 1])
 
 
-def extended(parts: RoundParts, below: Hierarchy, model: int, length: int) -> Hierarchy:
-    """A hierarchy whose last model hands at least `length` tokens up to `model`.
+def extended(parts: RoundParts, below: Stack, model: int, length: int) -> Stack:
+    """A stack whose last model hands at least `length` tokens up to `model`.
 
     Acceptance may depend on the position in the chain. But the number of tokens that a level accumulates and the number
     of them that the next level accepts are taken to be independent.
@@ -73,16 +73,16 @@ def extended(parts: RoundParts, below: Hierarchy, model: int, length: int) -> Hi
         own = max(taken[num] - num * one, parts.plain[model])
         seconds += p * (own + one * laws[num - 1].get(num + 1, 0.0))
     adds = mixed(handed_up, lambda num: laws[num - 1])
-    return Hierarchy((*below.chain, model), (*below.lengths, length), adds, seconds)
+    return Stack((*below.chain, model), (*below.lengths, length), adds, seconds)
 
 
-def all_hierarchies(parts: RoundParts) -> list[Hierarchy]:
-    """Plain decoding of the largest model, and every hierarchy that ends in it, over all chains and all lengths."""
+def all_stacks(parts: RoundParts) -> list[Stack]:
+    """Plain decoding of the largest model, and every stack that ends in it, over all chains and all lengths."""
     target = max(parts.plain)
-    found: dict[int, list[Hierarchy]] = {model: [] for model in range(target + 1)}
+    found: dict[int, list[Stack]] = {model: [] for model in range(target + 1)}
     for i, model in sorted(parts.rounds, key=lambda edge: edge[1]):
         for length in range(1, parts.longest[i, model] + 1):
             law, taken = parts.laws[i, model][length - 1], parts.rounds[i, model][length]
-            found[model].append(Hierarchy((i, model), (length,), law, taken))
+            found[model].append(Stack((i, model), (length,), law, taken))
             found[model] += [extended(parts, below, model, length) for below in found[i]]
-    return [Hierarchy((target,), (), {1: 1.0}, parts.plain[target]), *found[target]]
+    return [Stack((target,), (), {1: 1.0}, parts.plain[target]), *found[target]]

@@ -1,4 +1,4 @@
-"""K-SEQ (SpecTr): tests all independent children of a node with one threshold. It computes probabilities only."""
+"""K-SEQ (SpecTr): tests all independent children of a node with one threshold."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.infer.siblings import children_of, normalised
-from hsd_jax.types import DraftTree
+from hsd_jax.infer.rules.accept import rule_with_coins
+from hsd_jax.infer.rules.siblings import children_of, normalised
+from hsd_jax.types import AcceptRule, DraftTree, DrawScheme
 
 STEPS = 24
 """The number of halvings of the interval of rho. More do not change a float32."""
@@ -72,3 +73,8 @@ def kseq(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Arr
     at_token = row, parent, tree.tokens
     own = target[at_token] / jnp.maximum(rho[row, parent] * draft[at_token], jnp.finfo(draft.dtype).tiny)
     return jnp.where(jnp.any(is_child, 1), jnp.minimum(own, 1.0), 0.0), residual
+
+
+def kseq_rule(max_depth: int) -> AcceptRule:
+    """The rule for any number of INDEPENDENT children per node."""
+    return rule_with_coins("kseq", frozenset({DrawScheme.INDEPENDENT}), max_depth, kseq)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from hsd_jax.infer.siblings import normalised
-from hsd_jax.types import DraftTree
+from hsd_jax.config import TreeConfig
+from hsd_jax.infer.rules.accept import RECURSIVE_SCHEMES, rule_with_coins
+from hsd_jax.infer.rules.siblings import normalised
+from hsd_jax.types import AcceptRule, DraftTree
 
 
 def block(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
@@ -50,3 +52,15 @@ def block(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Ar
     chance = jnp.where(has_child, jnp.concatenate([accepted_inside, weight[:, depth:]], 1), weight)
     chance = jnp.where(tree.valid & (tree.depth > 0), chance, 0.0)
     return chance, jnp.where(has_child[:, :depth, None], normalised(rest, target), target)
+
+
+def block_rule(tree: TreeConfig) -> AcceptRule:
+    """The rule for drawn chains."""
+    if tree.width > 1:
+        raise ValueError(f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1)")
+
+    def deepest(tree: DraftTree, is_below: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+        """The deepest accepted draft also accepts all drafts before it."""
+        return lax.cummax(is_below.astype(jnp.int32), axis=1, reverse=True) > 0
+
+    return rule_with_coins("block_verification", RECURSIVE_SCHEMES, tree.depth, block, deepest, judges_jointly=True)

@@ -1,17 +1,20 @@
 """The optimal rule for TOP_THEN_RANDOM trees: one child of a node is drawn, the others are the likeliest tokens.
 
-No rule accepts more on these trees. This module computes probabilities only.
+No rule accepts more on these trees.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.infer.siblings import children_of, normalised
-from hsd_jax.types import DraftTree
+from hsd_jax.infer.rules.accept import rule_with_coins
+from hsd_jax.infer.rules.siblings import children_of, normalised
+from hsd_jax.types import AcceptRule, DraftTree, DrawScheme
 
 
 def chain_and_match(
@@ -65,3 +68,9 @@ def chain_and_match(
 
     acceptance, rest = lax.fori_loop(1, max_children, match_child, (acceptance, rest))
     return acceptance, normalised(rest, target)
+
+
+def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
+    """The rule for TOP_THEN_RANDOM trees. It judges the drawn child of a node first."""
+    acceptance_of = functools.partial(chain_and_match, max_children=max_children)
+    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), max_depth, acceptance_of)

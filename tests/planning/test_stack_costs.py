@@ -1,4 +1,4 @@
-"""The predicted time of hierarchies against a count by hand and a simulation; and the search over all of them."""
+"""The predicted time of stacks against a count by hand and a simulation; and the search over all of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hsd_jax.config import TreeConfig
 from hsd_jax.planning.acceptance import accumulated
-from hsd_jax.planning.hierarchy import Hierarchy, RoundParts, all_hierarchies, extended
+from hsd_jax.planning.stack import RoundParts, Stack, all_stacks, extended
 
 
 def law_of(chances) -> dict[int, float]:
@@ -39,7 +38,7 @@ def test_a_stack_by_hand():
     laws = {(0, 1): [{1: 1.0}, {1: 0.5, 3: 0.5}], (1, 2): half}
     parts = RoundParts({1: 2.0, 2: 9.0}, {(0, 1): [0, 4.0, 4.0], (1, 2): [10.0 + 2.0 * n for n in range(5)]}, laws, {})
     assert accumulated({1: 0.5, 3: 0.5}, 2) == {3: 0.5, 2: 0.25, 4: 0.25}
-    below = Hierarchy((0, 1), (2,), laws[0, 1][1], 4.0)
+    below = Stack((0, 1), (2,), laws[0, 1][1], 4.0)
     found = extended(parts, below, 2, 2)
     assert below.latency == 4.0 / 2.0 and found.chain == (0, 1, 2) and found.lengths == (2, 2)
     assert found.seconds == pytest.approx(1.5 * 4 + 10 + 0.5 * 2)
@@ -50,7 +49,7 @@ def test_a_stack_by_hand():
 def test_the_prediction_is_a_simulation(lengths):
     """Rounds that are drawn one after another take as long."""
     parts, rng = random_parts(3), np.random.default_rng(1)
-    found = next(way for way in all_hierarchies(parts) if way.lengths == lengths)
+    found = next(way for way in all_stacks(parts) if way.lengths == lengths)
     spent = written = 0.0
     for _ in range(20_000):
         have = 0
@@ -71,23 +70,13 @@ def test_the_search_has_every_chain_and_every_length_once():
     for edge, most in {(0, 1): 2, (0, 3): 1}.items():
         parts.longest[edge] = most
     del parts.rounds[0, 2]
-    ways = all_hierarchies(parts)
-    assert ways[0] == Hierarchy((3,), (), {1: 1.0}, parts.plain[3])
+    ways = all_stacks(parts)
+    assert ways[0] == Stack((3,), (), {1: 1.0}, parts.plain[3])
     for below in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in range(4)):
         edges = list(itertools.pairwise((*below, 3)))
         wanted = set() if (0, 2) in edges else set(itertools.product(*(range(1, parts.longest[e] + 1) for e in edges)))
         assert {way.lengths for way in ways if way.chain == (*below, 3)} == wanted
         size += len(wanted)
     assert len(ways) == size
-    best = [min(all_hierarchies(random_parts(3, seed)), key=lambda way: way.latency) for seed in range(9)]
+    best = [min(all_stacks(random_parts(3, seed)), key=lambda way: way.latency) for seed in range(9)]
     assert len({len(way.chain) for way in best}) > 1  # so a plan is a choice
-
-
-def test_the_most_that_a_level_hands_up():
-    """With all levels' rounds as long as they can be, over every amount that is there before."""
-    way, have = Hierarchy((0, 1, 2, 3), (2, 3, 4), {1: 1.0}, 1.0), 2
-    assert way.most(0) == 2
-    for level, need in ((1, 3), (2, 4)):
-        have = need - 1 + have + 1
-        assert way.most(level) == have
-    assert way.tree == TreeConfig.chain(9)

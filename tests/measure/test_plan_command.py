@@ -14,13 +14,14 @@ from support.command_line import TEXTS, hsd
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import method_of
-from hsd_jax.lab.bench import hierarchy, methods, rounds
+from hsd_jax.lab.bench import methods
+from hsd_jax.measure import stack as stacks
+from hsd_jax.measure.simulate import accepted_lengths
+from hsd_jax.measure.texts import write_texts
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.planning.acceptance import mean
-from hsd_jax.planning.simulate import accepted_lengths
-from hsd_jax.planning.texts import write_texts
-from hsd_jax.train.target import grown, layer_sources
+from hsd_jax.train.pretrain import grown, layer_sources
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
@@ -58,24 +59,24 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
     """Every way is predicted and measured, each with the text of plain decoding; the largest model comes last."""
     out = prompts.parent / "plan.json"
     if price is not None:
-        monkeypatch.setattr(rounds, "round_seconds", price)
+        monkeypatch.setattr(stacks, "round_seconds", price)
     names = ["--target", folders.target, "--models", *models, "--prompts", prompts]
     assert hsd("plan", *names, *SHORT, "--json", out) == 0
     record, printed = json.loads(out.read_text()), capsys.readouterr().out
     rows = {row["way"]: row for row in record["rows"]}
-    assert list(rows) == [hierarchy.PLAIN, hierarchy.SINGLE, hierarchy.STACK]
+    assert list(rows) == [stacks.PLAIN, stacks.SINGLE, stacks.STACK]
     for row in rows.values():
         assert row["same_text_as_plain"] == 2 and row["measured_seconds"] > 0 and row["predicted_seconds"] > 0
     # A single drafter's rounds are those of the walk over the text.
-    assert rows[hierarchy.SINGLE]["predicted_tau"] == pytest.approx(rows[hierarchy.SINGLE]["tau"])
+    assert rows[stacks.SINGLE]["predicted_tau"] == pytest.approx(rows[stacks.SINGLE]["tau"])
     assert {tuple(one["pair"]) for one in record["pairs"]} == {(0, 1), (0, 2), (1, 2)}
     assert all(0 <= one["accepted"] <= 1 and len(one["round_seconds"]) == 3 for one in record["pairs"])
-    stack = rows[hierarchy.STACK]
+    stack = rows[stacks.STACK]
     assert stack["tree"] == TreeConfig.chain(sum(stack["lengths"])).name
     assert "fastest by prediction" in printed and "decode with" in printed
     if price is not None:
         assert record["models"] == [models[1], models[0], "target"]  # by what they cost
-        assert rows[hierarchy.PLAIN]["predicted_seconds"] == pytest.approx(2e-3)
+        assert rows[stacks.PLAIN]["predicted_seconds"] == pytest.approx(2e-3)
 
 
 @pytest.mark.slow
@@ -88,17 +89,17 @@ def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch
     convert.save_target(tmp_path / "deep", dataclasses.replace(config, num_layers=len(sources)), deep, eos=(1,))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(f"{folders.target}/{name}", tmp_path / "deep" / name)
-    monkeypatch.setattr(rounds, "round_seconds", priced)
+    monkeypatch.setattr(stacks, "round_seconds", priced)
     out, names = prompts.parent / "plan.json", [folders.target, folders.drafter]
     pair = ["--target", tmp_path / "deep", "--models", *names, "--prompts", prompts]
     assert hsd("plan", *pair, *SHORT, "--json", out) == 0
     record = json.loads(out.read_text())
     assert record["models"] == [folders.drafter, folders.target, "target"]
     rows = {row["way"]: row for row in record["rows"]}
-    assert [rows[way]["chain"] for way in (hierarchy.SINGLE, hierarchy.STACK)] == [[1, 2], [0, 1, 2]]
+    assert [rows[way]["chain"] for way in (stacks.SINGLE, stacks.STACK)] == [[1, 2], [0, 1, 2]]
     assert all(row["same_text_as_plain"] == 2 for row in rows.values())
     assert [one["pair"] for one in record["pairs"]] == [[0, 1], [1, 2]]
-    assert rows[hierarchy.SINGLE]["predicted_tau"] == pytest.approx(rows[hierarchy.SINGLE]["tau"])
+    assert rows[stacks.SINGLE]["predicted_tau"] == pytest.approx(rows[stacks.SINGLE]["tau"])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -108,25 +109,24 @@ def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, params.target_config.vocab_size, n) for n in (3, 6)]
     texts = write_texts(params, prompts, 12, temperature, seed=5)
-    laws = rounds.laws_of(params, texts, 4, temperature)
+    laws = stacks.laws_of(params, texts, 4, temperature)
     drafts = [TreeConfig.chain(n) for n in (1, 2, 3, 4)]
-    names = params.drafter, params.drafter_config, params.target, params.target_config
-    fates, _ = accepted_lengths(*names, texts, drafts, temperature)
+    fates, _ = accepted_lengths(params, texts, drafts, temperature)
     for n, (law, fate) in enumerate(zip(laws, fates, strict=True), 1):
         assert mean(law) == pytest.approx(fate.tau) and sum(law.values()) == pytest.approx(1.0)
         assert [law[k + 1] * fate.num_passes for k in range(n + 1)] == pytest.approx(list(fate.histogram))
     assert mean(laws[3]) > 1.2  # so something was right
-    counts = rounds.count_accepted(params, texts, temperature)
+    counts = stacks.count_accepted(params, texts, temperature)
     assert counts.shape == (2, int((texts.length - texts.prompt_length).max()))
 
 
 def test_stacks_by_name(folders, models, prompts, capsys):
     params = hsd_jax.load(target=folders.target, drafter=models[0])
-    stacked = hierarchy.stacked(params, [f"{models[1]}@3", "lookup:2"]).drafter_config
+    stacked = stacks.stacked(params, [f"{models[1]}@3", "lookup:2"]).drafter_config
     assert (stacked.length, stacked.inner.length, stacked.inner.inner.max_ngram) == (3, 7, 2)
-    assert hierarchy.stacked(params, []) is params
+    assert stacks.stacked(params, []) is params
     with pytest.raises(ValueError, match=r"--stack lookup@x: .*DRAFTER@T"):
-        hierarchy.stacked(params, ["lookup@x"])
+        stacks.stacked(params, ["lookup@x"])
     file = prompts.parent / "methods.yaml"
     file.write_text('deep: {tree: 6x5x1, stack: "lookup@3"}\nown: {stack: lookup}\n')
     _, deep, own = methods.make_modes(params, methods.read_methods(str(file))[0], lambda drafter: None)
@@ -146,11 +146,9 @@ def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
     config = json.loads((tmp_path / "strange/drafter_config.json").read_text())
     (tmp_path / "strange/drafter_config.json").write_text(json.dumps(config | {"target_hash": "0" * 64}))
     for names, said in (
-        (["lookup", "lookup"], "each once"),
         ([models[0], "--max-length", "200"], "1 to 127"),
         ([models[0], models[0]], models[0]),
         ([models[0], str(tmp_path / "strange")], "strange"),
-        (["nowhere"], "nowhere"),
     ):
         assert hsd("plan", "--target", folders.target, "--models", *names) == 2
         assert said in capsys.readouterr().err

@@ -18,16 +18,15 @@ from hsd_jax.arguments import Prompt, check_length, encode
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding
+from hsd_jax.measure.simulate import accepted_lengths
+from hsd_jax.measure.speeds import PLAINLY, Mode, Runs, fastest, mode_record, speedup, time_modes
+from hsd_jax.measure.texts import Texts
 from hsd_jax.params import Params
 from hsd_jax.planning.costs import round_seconds
-from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.plan import plan_for, trees_of
-from hsd_jax.planning.simulate import accepted_lengths
-from hsd_jax.planning.texts import Texts
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
 from hsd_jax.settings import Count, Temperature, take
-from hsd_jax.types import Weights
 
 LEAST_SPEEDUP = 1.02
 """The least measured speed-up over plain decoding. A smaller one may be noise."""
@@ -91,12 +90,12 @@ def tune(
             raise ValueError(f"prompt {number} has 1 token: at least 2 are needed for drafting")
         check_length(params, f"prompt {number}", len(row), max_new_tokens)
     sizes = [(size, *some) for size in batches for some in _by_size(params, rows, size, max_new_tokens, report)]
+    how: dict[str, Any] = {"may_be_planned": trees is None, "finalists": finalists, "repeats": repeats}
     choices = []
     for size, slots, used in sizes:
         for value in temperatures:
-            padded = rows_bucket(size, sharding.rows_multiple(params.mesh))
-            calls = Calls(params, used, size, padded, slots, float(value), max_new_tokens, seed, report)
-            choices.append(_tune_size(calls, ways, trees is None, finalists, repeats))
+            call = {"batch": size, "max_new_tokens": max_new_tokens, "temperature": float(value), "seed": seed}
+            choices.append(_fastest_way(params, used, slots, call, ways, **how, report=report))
             report(str(choices[-1]))
     found = Tuned(Conditions.of(params), tuple(choices))
     path = found.keep() if keep else None
@@ -105,42 +104,41 @@ def tune(
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Calls:
-    """Calls of one size, and the settings of their measurements."""
+def _fastest_way(
+    params: Params,
+    prompts: Sequence[list[int]],
+    slots: int,
+    call: dict[str, Any],
+    ways: Sequence[Candidate],
+    may_be_planned: bool,
+    finalists: int,
+    repeats: int,
+    report: Callable[[str], None],
+) -> Choice:
+    """The fastest candidate for calls of one size.
 
-    params: Params
-    prompts: list[list[int]]
-    """Full batches."""
-    batch: int
-    rows: int
-    """Rows of the program: the batch size, padded."""
-    slots: int
-    temperature: float
-    max_new_tokens: int
-    seed: int
-    report: Callable[[str], None]
+    Args:
+      prompts: full batches, whose caches have `slots` slots.
+      call: the arguments batch, max_new_tokens, temperature and seed of `time_modes`.
+      may_be_planned: whether the tree that `decode` chooses is a candidate, too.
+    """
+    rows, temperature = rows_bucket(call["batch"], sharding.rows_multiple(params.mesh)), call["temperature"]
 
-    def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
-        size = {"rows": self.rows, "slots": self.slots, "temperature": self.temperature}
+    def choice(way: Candidate, speedup: float = 1.0, table: Sequence[Candidate] = ()) -> Choice:
+        size = {"rows": rows, "slots": slots, "temperature": temperature}
         return Choice(way.tree, way.reuse, way.is_adaptive, **size, speedup=speedup, table=tuple(table))
 
-    def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, list[Candidate]]:
-        """Measures plain decoding and some candidates in turns. The result has plain decoding first."""
-        ways = [Candidate(None), *ways]
-        modes = [Mode.of_choice(way.name, self.params, self.choice(way, 1.0)) for way in ways]
-        self.report(f"measuring {', '.join(mode.name for mode in modes)}")
-        runs = time_modes(
-            modes,
-            self.prompts,
-            batch=self.batch,
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-            repeats=repeats,
-        )
-        found = []
-        for way, mode in zip(ways, modes, strict=True):
+    def measured(ways: Sequence[Candidate], repeats: int) -> tuple[Runs, list[Candidate]]:
+        """Plain decoding and some candidates, measured in turns."""
+        modes, found = [], []
+        for way in (Candidate(None), *ways):
+            how = Speculation(way.tree, reuse=way.reuse) if way.tree is not None else PLAINLY
+            if way.is_adaptive:
+                how = Speculation(way.tree, tuned=Tuned(Conditions.of(params), (choice(way),)))
+            modes.append(Mode(way.name, params, how))
+        report(f"measuring {', '.join(mode.name for mode in modes)}")
+        runs = time_modes(modes, prompts, **call, repeats=repeats)
+        for way, mode in zip((Candidate(None), *ways), modes, strict=True):
             record = mode_record(mode, runs, PLAIN)
             known = {name: record[name] for name in ("tau", "seconds_per_round", "tokens_per_second")}
             if way.tree is not None:
@@ -149,28 +147,17 @@ class Calls:
             found.append(dataclasses.replace(way, **known))
         return runs, found
 
-    def predicted(
-        self, trees: Sequence[TreeConfig], texts: Texts, cost: Callable[[TreeConfig], float]
-    ) -> list[Candidate]:
-        """Predictions of trees, the fastest first: tau by a simulated decode of `texts`, and seconds from `cost`."""
-        self.report(f"simulating {len(trees)} trees on text of the target")
-        lengths, _ = accepted_lengths(*_models(self.params), texts, trees, self.temperature)
-        found = []
-        for tree, own in zip(trees, lengths, strict=True):
-            speed = own.tau * own.num_passes / (own.in_step(self.batch) * cost(tree))
-            found.append(Candidate(tree, predicted_tau=own.tau, predicted_tokens_per_second=speed))
-        return sorted(found, key=lambda way: -way.promise)
-
-
-def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_planned: bool, finalists: int, repeats: int) -> Choice:
-    """The fastest candidate for calls of one size. `may_be_planned`: whether the tree that `decode` chooses is one."""
     trees = list(dict.fromkeys(way.tree for way in ways if way.tree is not None))
-    runs, sample = calls.measured([Candidate(tree) for tree in sample_of(trees)], 1)
+    runs, sample = measured([Candidate(tree) for tree in sample_of(trees)], 1)
     timed = {way.tree: way.seconds_per_round for way in sample}
     cost = round_seconds({tree: seconds["median"] for tree, seconds in timed.items() if tree and seconds})
-    seeds = [calls.seed + row for row in range(len(calls.prompts))]
-    texts = Texts.join(calls.prompts, runs.texts(PLAIN), seeds)
-    guesses = calls.predicted(trees, texts, cost)
+    texts = Texts.join(prompts, runs.texts(PLAIN), [call["seed"] + row for row in range(len(prompts))])
+    report(f"simulating {len(trees)} trees on text of the target")
+    guesses = []
+    for tree, own in zip(trees, accepted_lengths(params, texts, trees, temperature)[0], strict=True):
+        speed = own.tau * own.num_passes / (own.in_step(call["batch"]) * cost(tree))
+        guesses.append(Candidate(tree, predicted_tau=own.tau, predicted_tokens_per_second=speed))
+    guesses.sort(key=lambda way: -way.promise)
     final = []
     for form in dict.fromkeys(way.reuse for way in ways):
         allowed = {way.tree for way in ways if way.reuse == form}
@@ -179,16 +166,16 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_planned: bool, fi
     # Trees of which a round verifies only the drafts that pay: the one with the best prediction, and that of `decode`.
     in_part = [next((way.tree for way in final if way.reuse == NO_REUSE_FORM), None)]
     if may_be_planned:
-        in_part.append(plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree)
+        in_part.append(plan_for(params, rows, slots, temperature, tuned=False).tree)
     final += [Candidate(tree, is_adaptive=True) for tree in dict.fromkeys(in_part) if tree is not None]
-    runs, of_final = calls.measured(final, repeats)
+    runs, of_final = measured(final, repeats)
     table: dict[str, Candidate] = {}
     for way in (*sample, *guesses, *of_final):
         table[way.name] = table.get(way.name, way).filled(way)
     chosen = table[fastest([PLAIN, *(way.name for way in final)], runs)]
     gain = 1.0 if chosen.speedup is None else chosen.speedup["median"]
-    rows = sorted(table.values(), key=lambda way: (way.tree is not None, -way.speed))
-    return calls.choice(chosen, gain, rows) if gain >= LEAST_SPEEDUP else calls.choice(Candidate(None), 1.0, rows)
+    ordered = sorted(table.values(), key=lambda way: (way.tree is not None, -way.speed))
+    return choice(chosen, gain, ordered) if gain >= LEAST_SPEEDUP else choice(Candidate(None), table=ordered)
 
 
 def candidate_trees(config: Any) -> list[TreeConfig]:
@@ -201,16 +188,11 @@ def _several(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value]
 
 
-def _models(params: Params) -> tuple[Weights, Any, Weights, Any]:
-    """The weights and the configuration of the drafter, then those of the target."""
-    if params.drafter is None or params.drafter_config is None:
-        raise ValueError("tune() needs a drafter")
-    return params.drafter, params.drafter_config, params.target, params.target_config
-
-
 def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequence[str] | None) -> list[Candidate]:
     """All pairs of a tree and a form of reuse that this drafter allows."""
-    _, config, *_ = _models(params)
+    config = params.drafter_config
+    if config is None:
+        raise ValueError("tune() needs a drafter")
     if (trees is not None and not trees) or (reuses is not None and not reuses):
         raise ValueError("trees and reuses: give at least one, or None for the usual ones")
     shapes = list(dict.fromkeys(candidate_trees(config) if trees is None else trees))

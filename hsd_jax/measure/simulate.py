@@ -19,16 +19,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.api import conditional_acceptance
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import drafter_after
-from hsd_jax.infer.rules import RULES
+from hsd_jax.infer.rules.table import RULES
 from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import on_text
+from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import forward_sequence
+from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import Distribution
-from hsd_jax.planning.texts import Texts
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 
 
@@ -86,8 +87,9 @@ def accepted_from_roots(
             begin = lambda root: drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 
+        inputs = RoundInputs(text[roots], roots, own_keys, as_drawn, noise, jnp.ones(num_roots, bool))
+
         def counted(drafter: Drafter) -> Array:
-            inputs = RoundInputs(text[roots], roots, own_keys, as_drawn, noise)
             tree, _ = drafter.draft(models, state_of(drafter), inputs)
             return accepted_nodes(tree, texts, roots, ends, drafter.max_depth)
 
@@ -95,9 +97,8 @@ def accepted_from_roots(
         if method.training is None:
             return found, None
         one_draw = make_drafter(target_config, config, TreeConfig.chain(1), scheme=DrawScheme.INDEPENDENT)
-        drawn, _ = one_draw.draft(
-            models, state_of(one_draw), RoundInputs(text[roots], roots, own_keys, at_temperature_1)
-        )
+        warm = dataclasses.replace(inputs, sampling=at_temperature_1)
+        drawn, _ = one_draw.draft(models, state_of(one_draw), warm)
         assert drawn.draft_logp is not None
         common = jnp.minimum(drawn.draft_logp[:, 0], jax.nn.log_softmax(output.logits[0, roots], -1))
         return found, jnp.exp(common).sum(-1)
@@ -152,13 +153,7 @@ def accepted_along(counts: Int[np.ndarray, "texts roots"], texts: Texts, depth: 
 
 
 def accepted_lengths(
-    drafter: Weights,
-    config: Any,
-    target: Weights,
-    target_config: ModelConfig,
-    texts: Texts,
-    trees: Sequence[TreeConfig],
-    temperature: float,
+    params: Params, texts: Texts, trees: Sequence[TreeConfig], temperature: float
 ) -> tuple[list[AcceptedLengths], float | None]:
     """Simulates each of `trees` on `texts`, which the target wrote at `temperature`.
 
@@ -169,13 +164,13 @@ def accepted_lengths(
       The accepted lengths of each of `trees`, and the mean overlap (see `simulate`). The overlap is None for a drafter
       that is not trained on its target's features.
     """
-
+    config = params.drafter_config
     chains = [tree for tree in trees if tree.width == 1 and method_of(config).planning.chains_nest]
     longest = max(chains, key=lambda tree: tree.depth, default=None)
     source = {tree: longest if longest and tree in chains else tree for tree in trees}
     asked = tuple(sorted(set(source.values()), key=repr))  # sorted, so that the same set compiles once
     written = texts.length - texts.prompt_length
-    models = drafter, target, target_config, config
+    models = params.drafter, params.target, params.target_config, config
     keys = row_keys([(int(seed), 0) for seed in texts.seeds])
     rows = texts.tokens, texts.length, texts.prompt_length - 1, keys, np.float32(temperature)
     found, overlap = accepted_from_roots(*models, asked, int(written.max()), *rows)
@@ -186,16 +181,8 @@ def accepted_lengths(
     return [accepted_along(np.minimum(of[source[tree]], tree.depth), texts, tree.depth) for tree in trees], overlap
 
 
-def simulate(
-    drafter: Weights,
-    config: DrafterConfig,
-    target: Weights,
-    target_config: ModelConfig,
-    texts: Texts,
-    tree: TreeConfig,
-    temperature: float,
-) -> dict[str, Any]:
-    """Simulates the drafter on `texts`, which the target wrote at `temperature`.
+def simulate(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> dict[str, Any]:
+    """Simulates a trained drafter on `texts`, which the target wrote at `temperature`.
 
     Returns:
       tau, acceptance: of `tree`; acceptance is by depth.
@@ -203,9 +190,8 @@ def simulate(
       overlap: the mean of the sum of min(p, q) at depth 1. This is the probability that a sampled draft is accepted at
         temperature 1.
     """
-    chain = TreeConfig.chain(config.num_steps)
-    models = drafter, config, target, target_config
-    (of_tree, of_chain), overlap = accepted_lengths(*models, texts, (tree, chain), temperature)
+    chain = TreeConfig.chain(params.drafter_config.num_steps)
+    (of_tree, of_chain), overlap = accepted_lengths(params, texts, (tree, chain), temperature)
     return {
         "tau": of_tree.tau,
         "acceptance": of_tree.acceptance,

@@ -14,9 +14,10 @@ from support import command_line, setups, toy
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
+from hsd_jax.measure import speeds
+from hsd_jax.measure import tune as tuning
 from hsd_jax.params import Params
-from hsd_jax.planning import measure, plan, tuned
-from hsd_jax.planning import tune as tuning
+from hsd_jax.planning import plan, tuned
 from hsd_jax.request import Speculation, set_up
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
@@ -28,11 +29,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def params() -> Params:
-    config = setups.VARIANTS["llama"]
-    weights = setups.weights("llama")
-    drafter_config = toy.drafter_config(config)
-    drafter = toy.make_drafter(drafter_config, config, weights)
-    return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
+    return setups.params_of("beam", max_len=128, precision="exact")
 
 
 class Clock:
@@ -48,14 +45,14 @@ class Clock:
         options = {"max_new_tokens": NEW_TOKENS, "speculate": False}
         self.results = [hsd_jax.decode(params, [prompt], **options) for prompt in PROMPTS]
 
-    def __call__(self, modes, prompts, *, repeats, **settings) -> measure.Runs:
+    def __call__(self, modes, prompts, *, repeats, **settings) -> speeds.Runs:
         assert [list(map(int, p)) for p in prompts] == [p.tolist() for p in PROMPTS]
         rates = self.rates[min(len(self.calls), len(self.rates) - 1)]
         rates = {mode.name: rates.get(mode.name, UNNAMED) for mode in modes}
         self.calls.append([mode.name for mode in modes])
         tokens = [int(result.num_tokens[0]) for result in self.results]
         seconds = {mode.name: [[n / rates[mode.name] for n in tokens]] * repeats for mode in modes}
-        return measure.Runs({mode.name: self.results for mode in modes}, seconds, seconds)
+        return speeds.Runs({mode.name: self.results for mode in modes}, seconds, seconds)
 
 
 def tuned_by(monkeypatch, params: Params, clock: Clock, **changes) -> hsd_jax.Tuned:
@@ -78,15 +75,6 @@ def test_the_measurement_counts_and_not_the_prediction(monkeypatch, params):
     clock = Clock(params, RATES, RATES | {"plain": 200.0})
     (found,) = tuned_by(monkeypatch, params, clock).choices
     assert found.tree is None
-
-
-@pytest.mark.slow
-def test_reuse_is_measured_too(monkeypatch, params):
-    """On the tree with the best prediction, and beside the finalists."""
-    clock = Clock(params, RATES | {"3x2x1 skip:1": 300.0})
-    record = tuned_by(monkeypatch, params, clock, trees=[SMALL, CHAIN], reuses=["none", "skip:1"], finalists=2)
-    assert clock.calls[-1] == ["plain", "3x2x1", "5x4x1", "3x2x1 skip:1", "up to 3x2x1"]
-    assert record.choices[0].reuse == "skip:1"
 
 
 def test_what_pays_is_verified_where_that_was_the_fastest(monkeypatch, params):
@@ -202,23 +190,6 @@ def test_a_damaged_record_is_named_once_and_ends_nothing(found_by_name, kept_fol
     assert plan_of(params).tree == SMALL
 
 
-def changed_choice(**changes):
-    return lambda values: values | {"choices": [values["choices"][0] | changes]}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [(lambda values: "{", "property name"), (changed_choice(tree={"nodes": 1}), "tree.nodes=1")],
-)
-def test_files_that_are_no_record(params, tmp_path, change, message):
-    path = tmp_path / "tuned.json"
-    make_record(params).save(path)
-    changed = change(json.loads(path.read_text()))
-    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
-    with pytest.raises(ValueError, match=rf"tuned\.json: .*{message}"):
-        hsd_jax.Tuned.load(path, params)
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 BAD_CALLS = {
@@ -261,23 +232,11 @@ def test_tune_then_generate(folders, tmp_path, capsys):
     assert texts[0] == texts[1]
 
 
-def vars_of(folders) -> dict[str, str]:
-    return {"target": folders.target, "drafter": folders.drafter}
-
-
-@pytest.fixture(scope="module")
-def record(folders, tmp_path_factory):
-    """Files of `--tuned`: one that speculates, one that does not."""
-    params = hsd_jax.load(**vars_of(folders))
-    root = tmp_path_factory.mktemp("tuned")
-    greedy = {"temperature": 0.0, "reuse": "none"}
-    for name, choice in (("fast", make_choice(**greedy)), ("plain", make_choice(None, **greedy))):
-        make_record(params, choice).save(root / f"{name}.json")
-    return root
-
-
-def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
-    seen = []
+def test_commands_hand_the_record_to_decode(folders, tmp_path, monkeypatch):
+    seen, file = [], tmp_path / "fast.json"
+    params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
+    record = make_record(params, make_choice(reuse="none", temperature=0.0))
+    record.save(file)
 
     def decode(params, prompt, **settings):
         seen.append(settings["tuned"])
@@ -285,22 +244,6 @@ def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(hsd_jax, "decode", decode)
-    for arguments in (["--tuned", record / "fast.json"], ["--no-tuned"], []):
+    for arguments in (["--tuned", file], ["--no-tuned"], []):
         assert hsd("generate", *both(folders), *arguments, "--json", "the cat") == 2
-    assert seen == [hsd_jax.Tuned.load(record / "fast.json", hsd_jax.load(**vars_of(folders))), False, True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["generate", "x", "--tuned", "fast.json", "--nodes", "8"], "--nodes with --tuned"),
-        (["generate", "x", "--tuned", "none.json"], "none.json"),
-        (["tune", "--trees", "8"], "NODESxDEPTHxWIDTH"),
-    ],
-)
-def test_bad_values_end_with_2_and_one_line(folders, record, arguments, message, capsys, monkeypatch):
-    monkeypatch.chdir(record)
-    if arguments[0] != "generate":
-        arguments = [*arguments, "--prompts", folders.data]
-    assert hsd(*arguments, *both(folders)) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert seen == [record, False, True]

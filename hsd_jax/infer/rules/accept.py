@@ -1,12 +1,13 @@
 """Acceptance rules: given a tree and the target's logits at its nodes, they choose the accepted path.
 
-A rule lists the draw schemes for which it is lossless. `check_legal` refuses any other pair. This module knows no
-drafter.
+A rule lists the draw schemes for which it is lossless. `check_legal` refuses any other pair. Here are the rules `match`
+and `recursive`, and what the rules of the other files share. No module of this folder knows a drafter.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,13 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.block import block
-from hsd_jax.infer.kseq import kseq
-from hsd_jax.infer.lossy import Lossy
-from hsd_jax.infer.optimal import chain_and_match
-from hsd_jax.infer.siblings import children_of, normalised
+from hsd_jax.infer.rules.lossy import Lossy
+from hsd_jax.infer.rules.siblings import children_of, normalised
+from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import AcceptRule, DraftTree, DrawScheme, SamplingParams, Verdict
@@ -40,32 +38,27 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
 def verdict_of(emitted: Int[Array, "B M"], count: Int[Array, "B"]) -> Verdict:
     """The verdict for `count` tokens that were committed without a tree, as if it had accepted `count` - 1 drafts."""
     path = jnp.broadcast_to(jnp.arange(emitted.shape[1], dtype=jnp.int32), emitted.shape)
-    last = jnp.maximum(count - 1, 0)
-    return Verdict(path, last, jnp.take_along_axis(emitted, last[:, None], 1)[:, 0], emitted)
+    return Verdict(path, jnp.maximum(count - 1, 0), emitted)
 
 
 def without_bonus(verdict: Verdict, tree: DraftTree) -> Verdict:
-    """The verdict, where a path that ends at a tip emits no token after it: the tip replaces the target's token."""
+    """The verdict, where a path that ends at a tip emits no token after it: the tip is the next token."""
     if tree.tip is None:
         return verdict
     end = jnp.take_along_axis(verdict.path, verdict.num_accepted[:, None], 1)
     is_tip = jnp.take_along_axis(tree.tip, end, 1)[:, 0]
-    token = jnp.take_along_axis(tree.tokens, end, 1)[:, 0]
-    return dataclasses.replace(
-        verdict,
-        num_accepted=verdict.num_accepted - is_tip.astype(jnp.int32),
-        next_token=jnp.where(is_tip, token, verdict.next_token),
-    )
+    return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_tip.astype(jnp.int32))
 
 
 def accepted_path(
-    tree: DraftTree, ancestors: Bool[Array, "B N N"], is_accepted: Bool[Array, "B N"], max_depth: int
+    tree: DraftTree, is_accepted: Bool[Array, "B N"], max_depth: int
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
     """The path from the root through chosen nodes, its number of edges and its last node.
 
     It needs no loop: a node survives if it and all its ancestors are chosen, and the deepest survivor ends the path.
     The entries of the path after its end are the root.
     """
+    ancestors = ancestor_mask(tree, max_depth)
     chosen = ((tree.depth == 0) | is_accepted) & tree.valid
     survives = jnp.all(chosen[:, None, :] | ~ancestors, -1) & tree.valid
     deepest = jnp.argmax(jnp.where(survives, tree.depth, -1), -1)
@@ -76,16 +69,14 @@ def accepted_path(
     return path, jnp.take_along_axis(tree.depth, deepest[:, None], 1)[:, 0], deepest
 
 
-def match_path(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
+def match_path(tree: DraftTree, draws: Int[Array, "B N"], max_depth: int) -> Verdict:
     """Starts at the root and moves to the child that holds the node's own draw, until no child does.
 
     Siblings with the same token have the same draw, so both emit the same text. The deeper path is taken.
     """
     parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)
-    path, num_accepted, end = accepted_path(tree, ancestors, tree.tokens == parent_draw, max_depth)
-    emitted = jnp.take_along_axis(draws, path, 1)
-    next_token = jnp.take_along_axis(draws, end[:, None], 1)[:, 0]
-    return Verdict(path, num_accepted, next_token, emitted)
+    path, num_accepted, _ = accepted_path(tree, tree.tokens == parent_draw, max_depth)
+    return Verdict(path, num_accepted, jnp.take_along_axis(draws, path, 1))
 
 
 def match_rule(max_depth: int) -> AcceptRule:
@@ -100,17 +91,14 @@ def match_rule(max_depth: int) -> AcceptRule:
     def judge(
         keys: jax.Array,
         tree: DraftTree,
-        ancestors: Bool[Array, "B N N"],
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M V"],
     ) -> Verdict:
-        if noise is None:
-            noise = sampling_lib.round_noise(keys, root_position, max_depth + 1, logits.shape[-1], sampling)
         # All nodes of a depth predict the same position.
         chosen = sampling_lib.gumbel_max(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
-        return match_path(tree, ancestors, chosen, max_depth)
+        return match_path(tree, chosen, max_depth)
 
     return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True)
 
@@ -173,15 +161,7 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
 AcceptanceOf = Callable[[DraftTree, Float[Array, "B N V"]], tuple[Float[Array, "B N"], Float[Array, "B I V"]]]
 """`acceptance_of(tree, target_logp) -> (acceptance, residual)`: the acceptance probability of every node after its
 earlier siblings are rejected, 0 for nodes that are no valid child; and for every node with a distribution the
-distribution of the next token after all its children are rejected. `recursion`, `kseq` and `chain_and_match` are
-of this form."""
-
-
-Toss = Callable[
-    [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
-]
-"""`toss(tree, target_logp, coins) -> (is_accepted, residual)`: the accepted nodes, at most one among siblings, and for
-each node with a distribution the distribution of the next token if the path ends there. `coins` are uniform."""
+distribution of the next token after all its children are rejected."""
 
 
 def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -> Float[Array, "B N"]:
@@ -193,23 +173,32 @@ def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -
 
 
 def rule_with_coins(
-    name: str, schemes: frozenset[DrawScheme], toss: Toss, max_depth: int, judges_jointly: bool = False
+    name: str,
+    schemes: frozenset[DrawScheme],
+    max_depth: int,
+    acceptance_of: AcceptanceOf,
+    accepts: Callable[[DraftTree, Bool[Array, "B N"]], Bool[Array, "B N"]] = first_accepted,
+    judges_jointly: bool = False,
 ) -> AcceptRule:
-    """The rule that follows the nodes that `toss` accepts, and then draws the next token."""
+    """The rule that tosses a coin for each node, follows the accepted ones, and then draws the next token.
+
+    `accepts(tree, is_below)` are the accepted nodes, at most one among siblings, given the nodes whose coin is below
+    their probability. By default siblings are judged in their order.
+    """
 
     def judge(
         keys: jax.Array,
         tree: DraftTree,
-        ancestors: Bool[Array, "B N N"],
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M V"],
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if judges_jointly else keys
-        is_accepted, residual = toss(tree, target_logp, coins_of(of_round, tree, root_position))
-        path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
+        chance, residual = acceptance_of(tree, target_logp)
+        is_accepted = accepts(tree, coins_of(of_round, tree, root_position) < chance)
+        path, num_accepted, end = accepted_path(tree, is_accepted, max_depth)
 
         # The next token follows the residual of the rejected children, or the target's distribution at a leaf. No
         # other round draws at this position, so the target's own noise is still unused.
@@ -223,19 +212,9 @@ def rule_with_coins(
         drafted = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, 1), 1)
         is_next = jnp.arange(max_depth + 1) == num_accepted[:, None]
         emitted = jnp.where(is_next, next_token[:, None], drafted)
-        return Verdict(path, num_accepted, next_token, emitted)
+        return Verdict(path, num_accepted, emitted)
 
     return AcceptRule(name, schemes, judge, judges_jointly=judges_jointly)
-
-
-def one_by_one(acceptance_of: AcceptanceOf) -> Toss:
-    """Judges siblings in their order, each with its own coin, after all earlier ones were rejected."""
-
-    def toss(tree: DraftTree, target_logp: Array, coins: Array):
-        acceptance, residual = acceptance_of(tree, target_logp)
-        return first_accepted(tree, coins < acceptance), residual
-
-    return toss
 
 
 def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None) -> AcceptRule:
@@ -247,29 +226,5 @@ def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None
     standard speculative sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0
     the target's distribution is a point mass, and the text is greedy for every tree.
     """
-    toss = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
-    return rule_with_coins("recursive", RECURSIVE_SCHEMES, toss, max_depth)
-
-
-def kseq_rule(max_depth: int) -> AcceptRule:
-    """K-SEQ of SpecTr (`kseq.py`): any number of INDEPENDENT children per node, all judged with one threshold."""
-    return rule_with_coins("kseq", frozenset({DrawScheme.INDEPENDENT}), one_by_one(kseq), max_depth)
-
-
-def block_rule(tree: TreeConfig) -> AcceptRule:
-    """Block verification (`block.py`): judges the drafts of a drawn chain together."""
-    if tree.width > 1:
-        raise ValueError(f"accept='block_verification' with tree {tree.name}: it judges only chains (width 1)")
-
-    def toss(drafted: DraftTree, target_logp: Array, coins: Array):
-        chance, residual = block(drafted, target_logp)
-        # The deepest accepted draft also accepts all drafts before it.
-        return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
-
-    return rule_with_coins("block_verification", RECURSIVE_SCHEMES, toss, tree.depth, judges_jointly=True)
-
-
-def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
-    """The optimal rule for TOP_THEN_RANDOM trees (`optimal.py`). It judges the drawn child of a node first."""
-    toss = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
-    return rule_with_coins("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), toss, max_depth)
+    acceptance_of = functools.partial(recursion, max_children=max_children, lossy=lossy)
+    return rule_with_coins("recursive", RECURSIVE_SCHEMES, max_depth, acceptance_of)

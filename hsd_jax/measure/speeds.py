@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import api
-from hsd_jax.config import ReuseConfig, TreeConfig
-from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import check_legal
-from hsd_jax.infer.lossy import Lossy
-from hsd_jax.infer.rules import make_rule
-from hsd_jax.planning.plan import check_adaptive
-from hsd_jax.planning.tuned import Choice, Conditions, Tuned
-from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, Speculation, first_capacity, rule_and_scheme
+from hsd_jax.config import TreeConfig
+from hsd_jax.planning.tuned import Tuned
+from hsd_jax.request import (
+    LARGEST_FIRST,
+    MOST_LOOKAHEAD,
+    SMALLEST_CAPACITY,
+    Speculation,
+    first_capacity,
+    rule_and_scheme,
+    set_up,
+)
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -44,14 +47,6 @@ class Mode:
     eos: tuple[int, ...] | None = None
     """As `eos` of `decode`: the end tokens in place of the checkpoint's, () for none."""
 
-    @classmethod
-    def of_choice(cls, name: str, params: Any, choice: Choice) -> Mode:
-        """The mode that decodes as `decode` does with this choice of `tune`."""
-        if choice.tree is None:
-            return cls(name, params)
-        tuned = choice.is_adaptive and Tuned(Conditions.of(params), (choice,))
-        return cls(name, params, Speculation(choice.tree, reuse=choice.reuse, tuned=tuned))
-
     @property
     def tree(self) -> Any:
         return self.how.tree
@@ -63,14 +58,8 @@ class Mode:
 
     def check(self) -> None:
         """Raises a ValueError if these settings do not fit together, before anything compiles."""
-        how = self.how
-        if how.tree is not None:
-            (rule, scheme), reuse = rule_and_scheme(how.accept, how.draw), ReuseConfig.parse(how.reuse)
-            config = self.params.target_config
-            drafter = make_drafter(config, self.params.drafter_config, how.tree, scheme=scheme, reuse=reuse)
-            check_legal(make_rule(rule, how.tree, Lossy.parse(how.lossy, rule)), drafter.scheme, drafter.drafts_ahead)
-            if how.adaptive:
-                check_adaptive(self.params.drafter_config, rule, how.tree)
+        if self.tree is not None:
+            set_up(self.params, self.how, 1, 1, SMALLEST_CAPACITY, 0.0)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""
@@ -127,7 +116,7 @@ def parse_trees(text: str) -> list[TreeConfig]:
 
 def time_modes(
     modes: Sequence[Mode],
-    prompts: Sequence[Any],
+    prompts: Sequence[Sequence[int]],
     *,
     batch: int = 1,
     max_new_tokens: int,
@@ -135,7 +124,6 @@ def time_modes(
     seed: int = 0,
     repeats: int,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
-    warms_all: bool = True,
 ) -> Runs:
     """Decodes all prompts in all modes `repeats` times, after decodes that compile. Prefill is timed separately.
 
@@ -144,11 +132,9 @@ def time_modes(
     `seed` + i.
 
     Args:
-      prompts: texts or token ids.
+      prompts: token ids. To compile, one batch for each program is decoded first.
       batch: rows decoded at once. The last batch may be smaller.
       progress: called as `progress(what, done, of)` before each batch.
-      warms_all: True: all prompts are decoded once to compile. False: only one batch for each program is. The prompts
-        must then be token ids.
     """
     batches = [range(i, min(i + batch, len(prompts))) for i in range(0, len(prompts), batch)]
 
@@ -156,9 +142,7 @@ def time_modes(
         seeds = [seed + row for row in rows]
         return mode.decode([prompts[row] for row in rows], seeds, max_new_tokens, temperature)
 
-    warm = batches
-    if not warms_all:
-        warm = one_of_each_size(modes[0].params.max_len, prompts, batches, max_new_tokens)
+    warm = one_of_each_size(modes[0].params.max_len, prompts, batches, max_new_tokens)
     for i, rows in enumerate(warm):
         progress("warming up", i, len(warm))
         for mode in modes:
@@ -234,17 +218,6 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
             "conditional_acceptance": api.conditional_acceptance(histogram).tolist(),
         }
     return record
-
-
-def call_record(name: str, index: int, runs: Runs) -> dict[str, Any]:
-    """The raw figures of one mode on one batch of prompts."""
-    result = runs.results[name][index]
-    return {
-        "num_tokens": int(sum(result.num_tokens)),
-        "num_target_passes": result.stats.num_target_passes,
-        "seconds": [batches[index] for batches in runs.seconds[name]],
-        "whole_seconds": [batches[index] for batches in runs.whole_seconds[name]],
-    }
 
 
 def fastest(names: Sequence[str], runs: Runs) -> str:

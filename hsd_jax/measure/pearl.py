@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,9 @@ from hsd_jax.config import LARGEST_TREE, TreeConfig
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.table import language_model_of
 from hsd_jax.host import sharding
+from hsd_jax.measure.speeds import Mode, time_modes
 from hsd_jax.params import Params, drafter_hash, place
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.measure import Mode, time_modes
 from hsd_jax.settings import shown, take
 
 LARGEST_GAMMA = LARGEST_TREE - 1
@@ -74,12 +74,12 @@ def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
         raise ValueError(f"devices={shown(devices)}: allowed in one process only; there are {jax.process_count()}")
     there = jax.devices()
     try:
-        first, second = typing.cast(Any, _named(devices) if isinstance(devices, str) else devices)
+        first, second = typing.cast(Any, _parsed(devices) if isinstance(devices, str) else devices)
         if type(first) is type(second) is int:
-            first, second = _listed(range(first)), _listed(range(first, first + second))
+            first, second = [there[i] for i in range(first)], [there[i] for i in range(first, first + second)]
         found = [list(first), list(second)]
         own = set(found[0]) | set(found[1])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, LookupError):
         raise ValueError(f"devices={shown(devices)}: expected {SPELLED}, of {len(there)} devices") from None
     if not all(found) or len(own) < len(found[0]) + len(found[1]) or not own <= set(there):
         raise ValueError(f"devices={shown(devices)}: each model needs devices of its own, of the {len(there)} there")
@@ -89,21 +89,13 @@ def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
     return target, drafter
 
 
-def _named(text: str) -> tuple[Any, Any]:
-    """The two numbers or the two lists of devices that a text means. Raises a ValueError for any other text."""
+def _parsed(text: str) -> list[Any]:
+    """The numbers or the lists of devices that a text means. Raises a ValueError or a KeyError for any other text."""
     if ":" not in text:
-        first, second = map(int, text.split(","))
-        return first, second
-    ranges = [[part.split("-") for part in numbers.split(",")] for numbers in text.split(":")]
-    target, drafter = ([n for ends in part for n in range(int(ends[0]), int(ends[-1]) + 1)] for part in ranges)
-    return _listed(target), _listed(drafter)
-
-
-def _listed(numbers: Iterable[int]) -> list[Any]:
+        return [int(number) for number in text.split(",")]
     by_id = {device.id: device for device in jax.devices()}
-    if missing := [number for number in numbers if number not in by_id]:
-        raise ValueError(f"no device {missing[0]}")
-    return [by_id[number] for number in numbers]
+    ranges = [[part.split("-") for part in numbers.split(",")] for numbers in text.split(":")]
+    return [[by_id[n] for ends in part for n in range(int(ends[0]), int(ends[-1]) + 1)] for part in ranges]
 
 
 def measured_c(params: Params) -> float:

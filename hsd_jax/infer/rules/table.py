@@ -1,6 +1,4 @@
-"""The table of acceptance rules by name. A new rule is a file of this package, its constructor in `accept.py`
-and a row here.
-"""
+"""The table of acceptance rules by name. A new rule is a file of this folder and a row here."""
 
 from __future__ import annotations
 
@@ -8,8 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer.accept import block_rule, kseq_rule, match_rule, optimal_rule, recursive_rule
-from hsd_jax.infer.lossy import Lossy
+from hsd_jax.infer.rules.accept import match_rule, recursive_rule
+from hsd_jax.infer.rules.block import block_rule
+from hsd_jax.infer.rules.kseq import kseq_rule
+from hsd_jax.infer.rules.lossy import Lossy
+from hsd_jax.infer.rules.optimal import optimal_rule
 from hsd_jax.types import AcceptRule, DrawScheme
 
 
