@@ -1,4 +1,4 @@
-"""The settings of a call and of `load`: what a caller may ask for, each spelled once.
+"""The settings of a call: what a caller may ask for, each spelled once.
 
 `decode`, `stream`, `Session`, its requests, the command line and files of methods take the keys below. Type, range,
 default and description stand here. To add a setting, add its key here and use it where it acts.
@@ -7,29 +7,13 @@ default and description stand here. To add a setting, add its key here and use i
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pydantic import Field
 
-from hsd_jax.config import NO_REUSE_FORM, Precision, Quantized, TreeConfig
-from hsd_jax.settings import (
-    Count,
-    Default,
-    Flag,
-    NotNegative,
-    OneOf,
-    PerRow,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    Whole,
-    dataclass,
-    parts_of,
-    record,
-)
+from hsd_jax.config import NO_REUSE_FORM, TreeConfig
+from hsd_jax.settings import Default, Flag, OneOf, PerRow, Seed, Temperature, TopK, TopP, Whole, record
 
 if TYPE_CHECKING:
     from hsd_jax.planning.tuned import Tuned
@@ -42,14 +26,8 @@ NEW_TOKENS = 128
 """The default of `max_new_tokens`."""
 MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
-RULES = OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES))
-SCHEMES = OneOf.of("types", lambda module: tuple(scheme.value for scheme in module.DrawScheme))
-Rule = Annotated[str, RULES, Field(title="RULE")]
-Scheme = Annotated[str, SCHEMES, Field(title="SCHEME")]
-DTYPES = ("float32", "bfloat16")
-Name = Annotated[str, Field(title="NAME")]
-Folder = Annotated[str, Field(title="DIR")]
-Function = TypeVar("Function", bound=Callable[..., Any])
+Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
+Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
 
 
 class Length(TypedDict, total=False):
@@ -106,10 +84,10 @@ class SpeculationSettings(TypedDict, total=False):
     pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
     """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""
     lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]
-    """A function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
-    functions are "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled
-    text no longer follows the target's distribution. `infer/rules/lossy.py` defines the one that it follows.
-    `stats.lossy` reports the setting. An epsilon of 1 changes nothing. None: off."""
+    """A function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5"; None: off. The functions are
+    "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled text no longer
+    follows the target's distribution. `infer/rules/lossy.py` defines the one that it follows. `stats.lossy` reports the
+    setting. An epsilon of 1 changes nothing."""
     adaptive: Annotated[Flag | None, Default(None)]
     """True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small language model
     end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts
@@ -136,76 +114,8 @@ else:
     Speculation = record("Speculation", SpeculationSettings)
 
 
-@dataclass
-class Loading:
-    """Arguments of `load`, which explains them at length."""
-
-    target: Name | None = None
-    """demo; smollm2; a Hugging Face folder; a GGUF file; or ORG/NAME on the Hugging Face hub."""
-    revision: Annotated[str, Field(title="REV")] | None = None
-    """Branch, tag or commit of ORG/NAME (default: its main branch)."""
-    tokenizer: Name | None = None
-    """The model whose tokenizer and chat template to take, named as the target is (default: the target's own)."""
-    drafter: Name | None = None
-    """A folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named as a target is;
-    lookup, or lookup:MIN-MAX, for n-grams of the context; FOLDER+lookup for both in one tree (default: that of demo or
-    smollm2; for other targets plain decoding)."""
-    strict: bool = False
-    """Refuse a drafter that was trained for other weights of the same sizes; by default it drafts with a warning."""
-    dtype: Annotated[str, OneOf(DTYPES)] | None = None
-    """Dtype of the target's weights (default: that of the checkpoint)."""
-    quantize: Quantized | None = None
-    """int8 stores 8 bits per weight (on CPUs activations too); this is another target, close to the original."""
-    precision: Precision = "fast"
-    """exact is float32 and highest matmul precision, with which speculation changes no token on one device."""
-    mesh: Annotated[str, Field(title="SPEC")] | None = None
-    """Devices, for example "data=2,model=4" (default: one device)."""
-    max_len: Annotated[Count, Field(title="TOKENS")] | None = None
-    """Most tokens of prompt and answer together (default: the model's limit)."""
-
-
-@dataclass
-class Additions:
-    """What the command line and a method may add to a target and its drafter."""
-
-    rescore: Folder | None = None
-    """The scorer of drafts: n-grams, a model, or 0-gram."""
-    alpha: NotNegative | None = None
-    """Weight of its scores beside the drafter's (default: 0.5)."""
-    pearl: Annotated[Count | Literal["auto"], Field(title="GAMMA")] | None = None
-    """A small model drafts GAMMA tokens while its previous drafts are verified (PEARL); auto measures GAMMA."""
-    devices: Annotated[str, Field(title="T,D")] | None = None
-    """With pearl: numbers of devices of the target and of the small model, which then run at once, as in 6,2; or which
-    devices, as in 0-5:6,7 (default: both on the same devices, one after the other)."""
-    stack: tuple[Annotated[str, Field(title="DIR[@T]")], ...] = ()
-    """A drafter that drafts T tokens per round for the drafter; one more for one more level (hsd plan)."""
-
-    def __post_init__(self):
-        if self.rescore is None and self.alpha is not None:
-            raise ValueError("alpha weighs the scores of rescore: give both")
-        if self.devices is not None and self.pearl is None:
-            raise ValueError("devices is for pearl: give both")
-
-
 def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
     """Splits keyword arguments of `decode` into the two records."""
     of_speculation = SpeculationSettings.__annotations__
     sampling = {name: value for name, value in settings.items() if name not in of_speculation}
     return Sampling(**sampling), Speculation(**{name: settings[name] for name in settings if name in of_speculation})
-
-
-def takes(*kinds: Any) -> Callable[[Function], Function]:
-    """Writes the keys of settings into the signature and the docstring of a function that takes them as keywords."""
-
-    def explain(function: Function) -> Function:
-        signature = inspect.signature(function)
-        known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        lines = [f"{function.__doc__}\n    Settings, as keywords:"]
-        for name, part in {name: part for kind in kinds for name, part in parts_of(kind).items()}.items():
-            known.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=part.default))
-            lines.append(f"      {name}: {part.description}")
-        function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
-        function.__doc__ = "\n".join(lines)
-        return function
-
-    return explain

@@ -41,6 +41,7 @@ _CONFIG = ConfigDict(
     use_attribute_docstrings=True,  # the help of recipes and options
 )
 Kind = TypeVar("Kind", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +172,23 @@ def record(name: str, *kinds: Any) -> Any:
     hints = {key: Any if row_hint(part.hint) else part.hint for key, part in parts.items()}
     body |= {"__annotations__": hints, "__module__": kinds[0].__module__, "__doc__": kinds[-1].__doc__}
     return dataclass(type(name, (), body))
+
+
+def takes(*kinds: Any) -> Callable[[Function], Function]:
+    """Writes the keys of settings into the signature and the docstring of a function that takes them as keywords."""
+
+    def explain(function: Function) -> Function:
+        signature = inspect.signature(function)
+        known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        lines = [f"{function.__doc__}\n    Settings, as keywords:"]
+        for name, part in {name: part for kind in kinds for name, part in parts_of(kind).items()}.items():
+            known.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=part.default))
+            lines.append(f"      {name}: {part.description}")
+        function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+        function.__doc__ = "\n".join(lines)
+        return function
+
+    return explain
 
 
 def read(kind: type, values: Any, where: str, section: str = "") -> Any:

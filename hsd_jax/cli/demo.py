@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import time
 
-from hsd_jax.asked import Length, Loading, SamplingSettings
+from hsd_jax.asked import Length, SamplingSettings
 from hsd_jax.cli import options
 from hsd_jax.lab.bench.prompts import Workload
+from hsd_jax.loading import LoadSettings
 
 SHOWN = 6
 """Default of --limit for a chat model, which has a dozen questions."""
@@ -34,7 +35,7 @@ hsd demo --precision exact --temperature 0.8
     )
     what = "demo, smollm2, or any chat model as hsd generate takes it (default: smollm2 where it is there, else demo)"
     names = "target", "drafter", "dtype", "quantize", "precision"
-    options.add_record(parser, Loading, *names, target={"help": what})
+    options.add_record(parser, LoadSettings, *names, target={"help": what})
     options.add_text_settings(parser, "max_new_tokens", "temperature", max_new_tokens=96)
     what = f"first N prompts only (default: {SHOWN} for a chat model, else all)"
     options.add_record(parser, Workload, "limit", limit={"help": what})

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     prompts = [encode_prompt(params, text, args) for text in texts]
-    settings = text_settings(args) | {
+    settings = options.given(args, Length, SamplingSettings, SpeculationSettings) | {
         "tuned": _tuned(args, params),
         "tree": None if params.drafter is None else options.tree_asked(args, params),
     }
@@ -103,11 +103,6 @@ def _stream(pieces) -> None:
         _summary(sum(counts), stats, times[-1] - times[0], "first piece excluded", timed)
     else:
         _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
-
-
-def text_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of `decode` that were given, but for the tree."""
-    return options.given(args, Length, SamplingSettings, SpeculationSettings)
 
 
 def _tuned(args: argparse.Namespace, params) -> Any:

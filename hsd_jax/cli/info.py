@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.asked import Loading
 from hsd_jax.cli import options
+from hsd_jax.loading import LoadSettings
 
 
 def add_parser(commands) -> None:
@@ -28,7 +28,7 @@ hsd info --rates
     what = "a target, as --target of hsd generate; or a folder written by `hsd train drafter`"
     parser.add_argument("target", metavar="NAME", nargs="?", help=what)
     parser.add_argument("--rates", action="store_true", help="measure, keep and show the rates of this processor")
-    options.add_record(parser, Loading, "revision")
+    options.add_record(parser, LoadSettings, "revision")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,11 +18,12 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from hsd_jax import settings
-from hsd_jax.asked import Additions, Length, Loading, SamplingSettings, SpeculationSettings
+from hsd_jax.asked import Length, SamplingSettings, SpeculationSettings
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import files
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import say
+from hsd_jax.loading import Additions, LoadSettings
 from hsd_jax.settings import Count
 
 Group = argparse._ActionsContainer
@@ -71,7 +72,7 @@ def add_record(group: Group, record: Any, *names: str, **changes: dict[str, Any]
 def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any]) -> None:
     kinds, default = settings.kinds_of(part.hint), more.get("default", part.default)
     text = part.description.rstrip(".").replace("%", "%%")
-    text = text if text[:2].isupper() else text[:1].lower() + text[1:]
+    text = text if text[1:2].isupper() else text[:1].lower() + text[1:]
     own: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
     if [*kinds] == [bool]:
         own["action"] = "store_false" if default else "store_true"
@@ -118,9 +119,9 @@ def _flat(value: Any) -> Any:
     return tuple(item for part in value for item in (part if isinstance(part, tuple) else (part,)))
 
 
-def record_of(args: argparse.Namespace, record: Any, **changes: Any) -> Any:
-    """A record from the options of `add_record`, with some changed values."""
-    return record(**given(args, record) | changes)
+def record_of(args: argparse.Namespace, record: Any) -> Any:
+    """A record from the options of `add_record`."""
+    return record(**given(args, record))
 
 
 def add_value(
@@ -164,7 +165,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares which models to load, and how. `load_params` reads the options."""
     group = parser.add_argument_group("models")
     add_target_arguments(group)
-    add_record(group, Loading, target=None, revision=None, tokenizer=None, mesh=None)
+    others = "target", "revision", "tokenizer", "mesh", "tree", "parse_special"
+    add_record(group, LoadSettings, **dict.fromkeys(others))
     add_record(group, Additions, stack={"action": "append", "nargs": None})
     add_mesh_argument(group)
 
@@ -174,13 +176,13 @@ def add_target_arguments(group: Group) -> None:
     which = group.add_mutually_exclusive_group(required=True)
     demo = {"action": "store_const", "const": "demo", "default": argparse.SUPPRESS}
     which.add_argument("--demo", dest="target", help="the bundled target and drafter, as --target demo", **demo)
-    add_record(which, Loading, "target")
-    add_record(group, Loading, "revision", "tokenizer")
+    add_record(which, LoadSettings, "target")
+    add_record(group, LoadSettings, "revision", "tokenizer")
 
 
 def add_mesh_argument(group: Group) -> None:
     """Declares --mesh and --distributed."""
-    add_record(group, Loading, "mesh")
+    add_record(group, LoadSettings, "mesh")
     what = "run as one of several processes, see docs/multihost.md (default: if HSD_COORDINATOR is set)"
     group.add_argument("--distributed", action="store_true", help=what)
 
@@ -232,8 +234,8 @@ def source_of(args: argparse.Namespace) -> Any:
     from hsd_jax.models.checkpoint import find
 
     if not hasattr(args, "checkpoint"):  # kept, because `find` queries the hub
-        asked = record_of(args, Loading)
-        args.checkpoint = find(asked.target, asked.revision, asked.tokenizer)
+        of_target = given(args, LoadSettings)
+        args.checkpoint = find(args.target, of_target.get("revision"), of_target.get("tokenizer"))
     return args.checkpoint
 
 
@@ -241,9 +243,9 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     """Loads the models that the options of `add_model_arguments` name, with some changed values."""
     import hsd_jax
 
-    asked, more = vars(record_of(args, Loading, **changes)), record_of(args, Additions)
-    of_target = "target", "revision", "tokenizer"
-    params = hsd_jax.load(source_of(args), **{name: asked[name] for name in asked if name not in of_target})
+    of_target, more = ("target", "revision", "tokenizer"), record_of(args, Additions)
+    asked = {name: value for name, value in given(args, LoadSettings).items() if name not in of_target}
+    params = hsd_jax.load(source_of(args), **asked | changes)
     if "drafter" in changes or more == Additions():
         return params
     from hsd_jax.lab.bench.methods import with_additions
@@ -265,7 +267,7 @@ def other_drafters(args: argparse.Namespace, params) -> Callable[[str], Any]:
 
     if params.mesh is not None:  # the loaded target may have repeated heads, which no drafter expects
         return lambda drafter: load_params(args, drafter=drafter)
-    return lambda drafter: with_drafter(params, drafter, record_of(args, Loading).strict)
+    return lambda drafter: with_drafter(params, drafter, given(args, LoadSettings).get("strict", False))
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.asked import Loading
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.lab.bench.prompts import Workload
+from hsd_jax.loading import LoadSettings
 
 
 def add_parser(commands) -> None:
@@ -29,7 +29,7 @@ hsd plan --demo --models runs/small-lm lookup --temperature 0.8 --json plan.json
     options.add_target_arguments(parser)
     what = "folders of smaller models and of drafters of any model; or lookup"
     add_value(parser, "--models NAME", str, what, nargs="+", required=True)
-    options.add_record(parser, Loading, "dtype", "quantize")
+    options.add_record(parser, LoadSettings, "dtype", "quantize")
     options.add_prompt_arguments(parser, "max_new_tokens", "seed", "repeats", limit=8, max_new_tokens=96)
     options.add_text_settings(parser, "temperature", temperature=0.0)
     add_value(parser, "--max-length T", COUNT, "most tokens that a level collects", 6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.asked import AUTO
+from hsd_jax.asked import Sampling, Speculation
 from hsd_jax.cli import generate, options
 from hsd_jax.host.files import write_text
 
@@ -49,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_pair(args, "show")
     prompt = demo_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
-    settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
-    settings["accept"], _ = rule_and_scheme(settings.get("accept", AUTO), settings.get("draw"))
+    settings = vars(options.record_of(args, Sampling)) | vars(options.record_of(args, Speculation))
+    settings |= {"tree": options.tree_of(args, params)}
+    settings["accept"], _ = rule_and_scheme(settings["accept"], settings["draw"])
     write_text(args.out, render(make_page(params, prompt, settings, args.command_line, args.max_rounds)))
     options.say(f"wrote {args.out}")
     return 0

@@ -10,9 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hsd_jax.asked import Folder, Loading
 from hsd_jax.cli import options
 from hsd_jax.cli.options import add_value
+from hsd_jax.loading import Folder, LoadSettings
 from hsd_jax.settings import dataclass
 from hsd_jax.train.recipe import read_recipe, recipe_help
 
@@ -64,7 +64,7 @@ hsd train drafter --kind small_lm --start smollm2 --target smollm2 --data a.json
 hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out DIR --set model.frozen=true
 """,
     )
-    options.add_record(drafter, Loading, *OF_TARGET, target={"required": True})
+    options.add_record(drafter, LoadSettings, *OF_TARGET, target={"required": True})
     start = "a drafter of the same target to start from, or the language model to distil into, as model.kind says"
     add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="the recipe's, or hidden", dest="model")
     _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter", start)
@@ -108,7 +108,7 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
 hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
 """,
     )
-    options.add_record(ngram, Loading, *OF_TARGET, target={"required": True})
+    options.add_record(ngram, LoadSettings, *OF_TARGET, target={"required": True})
     options.add_record(ngram, Run, *OF_DATA)
     add_value(ngram, "--order N", options.COUNT, "tokens of the longest n-grams, 2 to 8", 4)
     add_value(ngram, "--loss-on", str, "the tokens to count", "responses", "responses", choices=("all", "responses"))
@@ -155,7 +155,7 @@ def run_recipe(args: argparse.Namespace) -> int:
         asked.data,
         asked.out,
         recipe.from_dict(values, asked.config or "--set"),
-        mesh=make_mesh(options.record_of(args, Loading).mesh, TRAINING_AXES),
+        mesh=make_mesh(options.given(args, LoadSettings).get("mesh"), TRAINING_AXES),
         report=options.say,
         force=asked.force,
         start_dir=asked.start,

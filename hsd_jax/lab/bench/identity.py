@@ -26,7 +26,7 @@ from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import program_for
 from hsd_jax.infer.sampling import perturb, round_noise, row_keys, target_distribution
-from hsd_jax.kernels import native
+from hsd_jax.kernels import native, program
 from hsd_jax.lab.bench.tables import Table, print_tables, say
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk

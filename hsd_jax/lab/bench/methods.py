@@ -14,12 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from hsd_jax import settings
-from hsd_jax.asked import Additions
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_yaml
 from hsd_jax.lab.bench.presets import PRESETS
 from hsd_jax.lab.bench.prompts import RunOptions
 from hsd_jax.lab.bench.tables import say
+from hsd_jax.loading import Additions
 from hsd_jax.measure.pearl import pearl
 from hsd_jax.measure.speeds import HOW, Mode, parse_tree
 from hsd_jax.measure.stack import stacked

@@ -99,10 +99,20 @@ class Workload:
         own = [] if self.spec_bench is None else [self.spec_bench]
         return [str(path) for path in (*self.prompts, *own)] or ["the demo's own"]
 
-    def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
-        """The prompts of some files; raises as `for_checkpoint`."""
-        how = self.half, self.limit, self.max_new_tokens, self.chat_template, self.skip_bad_lines
-        return for_checkpoint(params, files, *how)
+    def read(self, params, files: Sequence[str | Path] = ()) -> list[BenchPrompt]:
+        """The prompts of some files, or of the demo, that are short enough for `max_new_tokens`."""
+        tokenizer = params.tokenizer
+        if tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer: this command needs text prompts")
+        if files:
+            chat = tokenizer if self.chat_template and is_chat(tokenizer) else None
+            how = {"chat": chat, "skip_bad_lines": self.skip_bad_lines}
+            found = read_prompts(files, lambda text: len(tokenizer.encode(text)), self.half, self.limit, **how)
+        elif self.half is not None:
+            raise ValueError(f"--half {self.half}: needs prompts of files; give --prompts")
+        else:
+            found = demo_prompts(tokenizer if self.chat_template else None)[: self.limit]
+        return short_enough(found, tokenizer, params.max_len - self.max_new_tokens)
 
 
 @dataclass
@@ -153,36 +163,6 @@ def joined_contexts(params, found: Sequence[BenchPrompt], length: int, num: int)
             before += 1
         contexts.append(ids[-length:])
     return contexts
-
-
-def for_checkpoint(
-    params,
-    files: Sequence[str | Path] | None,
-    half: str | None,
-    limit: int | None,
-    max_new_tokens: int,
-    chat_template: bool = True,
-    skip_bad_lines: bool = False,
-) -> list[BenchPrompt]:
-    """The prompts of all files, or of the demo, that are short enough for `max_new_tokens`.
-
-    Args:
-      params: the models with the tokenizer. The number of prompts that are too long is printed on stderr.
-      chat_template: False: write conversations as lines, even if the checkpoint has a template.
-      skip_bad_lines: as in `records.read_file`. What is skipped is printed on stderr.
-    """
-    tokenizer = params.tokenizer
-    if tokenizer is None:
-        raise ValueError("this checkpoint has no tokenizer: this command needs text prompts")
-    if files:
-        chat = tokenizer if chat_template and is_chat(tokenizer) else None
-        how = {"chat": chat, "skip_bad_lines": skip_bad_lines}
-        found = read_prompts(files, lambda text: len(tokenizer.encode(text)), half, limit, **how)
-    elif half is not None:
-        raise ValueError(f"--half {half}: needs prompts of files; give --prompts")
-    else:
-        found = demo_prompts(tokenizer if chat_template else None)[:limit]
-    return short_enough(found, tokenizer, params.max_len - max_new_tokens)
 
 
 def is_chat(tokenizer: Tokenizer) -> bool:
@@ -346,7 +326,7 @@ def read_tasks(work: Workload, params) -> dict[str, list[BenchPrompt]]:
     """The prompts of every task that are short enough for `max_len`: files as TASK=FILE, and Spec-Bench's files."""
     tasks: dict[str, list[BenchPrompt]] = {}
     if not work.prompts and not work.spec_bench:
-        return {"demo": work.read(params, None)}
+        return {"demo": work.read(params)}
     for named in work.prompts:
         task, _, file = named.rpartition("=")
         task = task or Path(file).stem
