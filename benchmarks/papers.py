@@ -158,7 +158,7 @@ class Trainer:
 def held_out_texts(checkpoint: Checkpoint, params: Params, args: argparse.Namespace) -> dict[tuple[str, str], Texts]:
     """What the target writes after the prompts of each task, by task and kind of text. Stored in the folder --out."""
     texts, target_hash = {}, checkpoint.hash("float32")
-    for task, prompts in read_tasks(Workload.of(vars(args)), params).items():
+    for task, prompts in read_tasks(options.record_of(args, Workload), params).items():
         tokens = [np.asarray(prompt.tokens(params.tokenizer)) for prompt in prompts]
         for kind, temperature in TEMPERATURES.items():
             how = args.max_new_tokens, temperature, options.say
@@ -247,7 +247,7 @@ def speeds(
         tree = TreeConfig.chain(arms[name].depth or comparison.depth).name
         methods[name] = MethodOptions(drafter=str(folder), tree=tree, accept=arms[name].accept)
     modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
-    work = Workload.of(vars(args))
+    work = options.record_of(args, Workload)
     tasks, temperatures = read_tasks(work, params), list(TEMPERATURES.values())
     rest = {"methods": methods, "with_stages": True, "path": args.out / "speed.json"}
     return run_experiment(work, modes, tasks, temperatures, **rest)

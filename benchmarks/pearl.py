@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="demo")
     parser.add_argument("--drafter", required=True)
-    options.add_prompt_arguments(parser, 8)
+    options.add_prompt_arguments(parser, limit=8)
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
     parser.add_argument("--gammas", type=int, nargs="+", default=[None])
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8], help="drafts of the chains")

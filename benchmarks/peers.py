@@ -65,7 +65,7 @@ from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import ModelConfig
 from hsd_jax.lab.bench.experiment import repeated_ngram_share
 from hsd_jax.lab.bench.identity import first_difference
-from hsd_jax.lab.bench.prompts import BenchPrompt, short_enough, spec_bench
+from hsd_jax.lab.bench.prompts import BenchPrompt, Workload, short_enough, spec_bench
 from hsd_jax.lab.bench.tables import Table, print_tables
 from hsd_jax.measure.speeds import FEWEST_BATCHES, bootstrap_ratio, parse_trees, spread
 from hsd_jax.models.checkpoint import find
@@ -128,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def prompt_files(args: argparse.Namespace) -> list[str]:
     """The prompt files. Empty: the demo's own prompts."""
-    return [args.spec_bench] if args.spec_bench else args.prompts or []
+    return [args.spec_bench] if args.spec_bench else list(options.record_of(args, Workload).prompts)
 
 
 def _cores() -> int:
@@ -482,7 +482,7 @@ def run_methods(
             "max_new_tokens": args.max_new_tokens,
             "repeats": args.repeats,
             "prompt_files": [str(p) for p in prompt_files(args) or ["the demo's own"]],
-            "half": args.half,
+            "half": options.record_of(args, Workload).half,
             "num_prompts": len(found),
             "prompt_tokens": {"min": lengths[0], "median": statistics.median(lengths), "max": lengths[-1]},
             "clocks": {"decode": "without the pass that reads the prompt", "whole_call": "with it"},
@@ -613,7 +613,7 @@ def run(args: argparse.Namespace) -> int:
     if args.spec_bench:
         options.refuse(args, "--spec-bench: it says what is asked", "prompts", "half", "skip_bad_lines")
         room = max_len - args.max_new_tokens
-        by_task = spec_bench(args.spec_bench, args.limit or 20, tokenizer)
+        by_task = spec_bench(args.spec_bench, options.record_of(args, Workload).limit or 20, tokenizer)
         by_task = {task: short_enough(own, tokenizer, room) for task, own in by_task.items()}
         sizes = {task: len(own) for task, own in by_task.items()}
         found = [prompt for own in by_task.values() for prompt in own]

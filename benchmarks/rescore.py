@@ -56,7 +56,9 @@ def main() -> None:
     params = hsd_jax.load(args.target, drafter=args.drafter)
     scorers = {name: rescore(params, folder) for name, folder in (text.split("=", 1) for text in args.scorers)}
     size = args.limit, args.max_new_tokens, 0, 1, shlex.join(sys.argv)
-    tuned_on, texts = (own_texts(params, Workload(args.prompts, half, *size), args.temperature) for half in HALVES)
+    tuned_on, texts = (
+        own_texts(params, Workload(tuple(args.prompts), half, *size), args.temperature) for half in HALVES
+    )
     rows = []
     for tree in parse_trees(args.trees):
         base = tau_of(params, texts, tree, args.temperature)

@@ -13,13 +13,13 @@ from typing import Unpack
 import numpy as np
 
 from hsd_jax.arguments import Prompt
-from hsd_jax.asked import NEW_TOKENS, SamplingSettings, Settings, SpeculationSettings, records, takes
+from hsd_jax.asked import NEW_TOKENS, SamplingSettings, Settings, SpeculationSettings, records
 from hsd_jax.host.distributed import check_same
 from hsd_jax.infer.decode import UNBOUNDED, Pace
 from hsd_jax.params import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.session import RequestStats, Session, Taken, prepare
-from hsd_jax.settings import Count, PerRow, take
+from hsd_jax.settings import Count, PerRow, take, takes
 from hsd_jax.types import NO_TOKEN
 
 

@@ -7,14 +7,13 @@ default and description stand here. To add a setting, add its key here and use i
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pydantic import Field
 
 from hsd_jax.config import NO_REUSE_FORM, TreeConfig
-from hsd_jax.settings import Default, Flag, OneOf, PerRow, Seed, Temperature, TopK, TopP, Whole, parts_of, record
+from hsd_jax.settings import Default, Flag, OneOf, PerRow, Seed, Temperature, TopK, TopP, Whole, record
 
 if TYPE_CHECKING:
     from hsd_jax.planning.tuned import Tuned
@@ -27,9 +26,8 @@ NEW_TOKENS = 128
 """The default of `max_new_tokens`."""
 MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
-Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES))]
-Scheme = Annotated[str, OneOf.of("types", lambda module: tuple(scheme.value for scheme in module.DrawScheme))]
-Function = TypeVar("Function", bound=Callable[..., Any])
+Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
+Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
 
 
 class Length(TypedDict, total=False):
@@ -49,8 +47,8 @@ class SamplingSettings(TypedDict, total=False):
     top_p: Annotated[PerRow[TopP | None], Default(None)]
     """Keeps the likeliest tokens of total probability P. None: all."""
     seed: Annotated[PerRow[Seed], Default(0)]
-    """Of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws with
-    `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
+    """Seed of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws
+    with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
     eos: Annotated[int | Sequence[int] | None, Default(None)]
     """End tokens of all rows in place of the checkpoint's; () for none."""
 
@@ -74,7 +72,7 @@ class SpeculationSettings(TypedDict, total=False):
     draws with (at temperature 0, the likeliest tokens). "arbitrary": the likeliest tokens. "independent" and
     "without_replacement": tokens drawn with their own noise. "top_then_random": one child of a node is drawn, the
     others are the likeliest. None: the scheme that suits the rule."""
-    reuse: Annotated[str, Default(NO_REUSE_FORM)]
+    reuse: Annotated[str, Field(title="FORM"), Default(NO_REUSE_FORM)]
     """How later rounds use trunk states that a round did not use: "none", "sum", "skip" or "skip:N", or "ahead"
     (docs/design.md, "Reuse")."""
     speculate: Annotated[Flag, Default(True)]
@@ -85,11 +83,11 @@ class SpeculationSettings(TypedDict, total=False):
     decides if the record has no choice for calls of this size."""
     pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
     """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""
-    lossy: Annotated[tuple[str, float] | list[Any] | str | None, Default(None)]
-    """None switches it off. Else a function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5". The
-    functions are "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled
-    text no longer follows the target's distribution. `infer/rules/lossy.py` defines the one that it follows.
-    `stats.lossy` reports the setting. An epsilon of 1 changes nothing."""
+    lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]
+    """A function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5"; None: off. The functions are
+    "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled text no longer
+    follows the target's distribution. `infer/rules/lossy.py` defines the one that it follows. `stats.lossy` reports the
+    setting. An epsilon of 1 changes nothing."""
     adaptive: Annotated[Flag | None, Default(None)]
     """True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small language model
     end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts
@@ -121,20 +119,3 @@ def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
     of_speculation = SpeculationSettings.__annotations__
     sampling = {name: value for name, value in settings.items() if name not in of_speculation}
     return Sampling(**sampling), Speculation(**{name: settings[name] for name in settings if name in of_speculation})
-
-
-def takes(*kinds: Any) -> Callable[[Function], Function]:
-    """Writes the keys of settings into the signature and the docstring of a function that takes them as keywords."""
-
-    def explain(function: Function) -> Function:
-        signature = inspect.signature(function)
-        known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        lines = [f"{function.__doc__}\n    Settings, as keywords:"]
-        for name, part in {name: part for kind in kinds for name, part in parts_of(kind).items()}.items():
-            known.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=part.default))
-            lines.append(f"      {name}: {part.description}")
-        function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
-        function.__doc__ = "\n".join(lines)
-        return function
-
-    return explain

@@ -219,20 +219,17 @@ _FILLED_IN: Any = None
 
 @settings.dataclass
 class TreeConfig:
-    """Shape of the draft tree. A chain has `width=1` and `nodes=depth + 1`.
-
-    Args:
-      nodes: number of nodes of the tree, the root included (N). The default is 8.
-      depth: length of the longest path, in edges (D). The default is 5.
-      width: number of nodes expanded per level, and the largest number of children of a node. The default is 3.
-      branching: number of children of every node of a level, level by level from the root. It replaces the other three:
-        (3, 2, 1) gives 3 nodes below the root, then 6, then 6. `width` is then the largest of these numbers.
-    """
+    """Shape of the draft tree, of 8x5x3 if nothing is given. A chain has `width=1` and `nodes=depth + 1`."""
 
     nodes: TreeNodes = _FILLED_IN
+    """Nodes of the tree, the root included (N)."""
     depth: Count = _FILLED_IN
+    """Length of the longest path, in tokens (D)."""
     width: Count = _FILLED_IN
+    """Nodes expanded per level, and the largest number of children of a node; 1 is a chain."""
     branching: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """Number of children of every node of a level, level by level from the root. It replaces the other three: (3, 2, 1)
+    gives 3 nodes below the root, then 6, then 6. `width` is then the largest of these numbers."""
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in ("nodes", "depth", "width") if getattr(self, name) is not None}

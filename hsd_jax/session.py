@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from hsd_jax.arguments import Prompt, Row, arrays_of, row_of, rows_of
-from hsd_jax.asked import NEW_TOKENS, Length, Sampling, SamplingSettings, Speculation, SpeculationSettings, takes
+from hsd_jax.asked import NEW_TOKENS, Length, Sampling, SamplingSettings, Speculation, SpeculationSettings
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_same, fetch, put
 from hsd_jax.host.jax_settings import check_jax_settings
@@ -42,7 +42,7 @@ from hsd_jax.request import (
     rows_bucket,
     set_up,
 )
-from hsd_jax.settings import Count, Flag, OneOf, shown, take
+from hsd_jax.settings import Count, Flag, OneOf, shown, take, takes
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits, SamplingParams
 

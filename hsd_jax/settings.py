@@ -16,6 +16,7 @@ import inspect
 import itertools
 import json
 import re
+import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -32,8 +33,15 @@ LARGEST = 3.4e38
 HOTTEST = 1e30
 """The highest temperature. From 1e38 on, logits divided by the temperature are too small for float32, and top-k would
 keep every token."""
-_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+_CONFIG = ConfigDict(
+    strict=True,
+    extra="forbid",
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+    use_attribute_docstrings=True,  # the help of recipes and options
+)
 Kind = TypeVar("Kind", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,27 +122,47 @@ def dataclass(kind: Kind) -> Kind:
 
 
 class Part(NamedTuple):
-    """A key of a TypedDict of settings."""
+    """A field of a `dataclass`, or a key of a TypedDict of settings."""
 
     hint: Any
     default: Any
+    """pydantic's undefined if it must be given."""
     description: str
 
 
 def parts_of(kind: Any) -> dict[str, Part]:
-    """The keys of a TypedDict whose annotations have a `Default`, and the docstrings below them."""
-    body: Any = ast.parse(inspect.getsource(kind)).body[0]
-    texts = {key.target.id: text.value.value for key, text in itertools.pairwise(body.body) if hasattr(key, "target")}
+    """The fields of a `dataclass`, or the keys of a TypedDict with a `Default`, and the docstrings below them."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    defaults = {key: one.value for key in texts for one in hints[key].__metadata__ if isinstance(one, Default)}
-    return {key: Part(hints[key], defaults[key], " ".join(texts[key].split())) for key in texts}
+    if dataclasses.is_dataclass(kind):
+        texts = {}
+        for each in reversed(kind.__mro__):  # pydantic finds no docstrings of inherited fields
+            own = getattr(each, "__pydantic_fields__", {})
+            texts |= {key: one.description for key, one in own.items() if one.description}
+        found = {key: (one.default, texts.get(key, "")) for key, one in kind.__pydantic_fields__.items()}
+    else:
+        body: Any = ast.parse(inspect.getsource(kind)).body[0]
+        pairs = itertools.pairwise(body.body)
+        texts = {key.target.id: text.value.value for key, text in pairs if hasattr(key, "target")}
+        defaults = {key: one.value for key in texts for one in hints[key].__metadata__ if isinstance(one, Default)}
+        found = {key: (defaults[key], text) for key, text in texts.items()}
+    return {key: Part(hints[key], default, " ".join(text.split())) for key, (default, text) in found.items()}
 
 
 def row_hint(hint: Any) -> Any:
     """The annotation of one row's value if a `PerRow` is annotated, else None."""
-    parts = typing.get_args(typing.get_args(hint)[0])
+    parts = typing.get_args(typing.get_args(hint)[0]) if typing.get_origin(hint) is Annotated else ()
     own = tuple(part for part in parts if typing.get_origin(part) is not Sequence)
     return typing.Union[own] if len(own) < len(parts) else None  # noqa: UP007
+
+
+def kinds_of(hint: Any, *notes: Any) -> dict[Any, tuple[Any, ...]]:
+    """The members of an annotation but None, each with what `Annotated` says of it."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is Annotated:
+        return kinds_of(inner[0], *notes, *inner[1:])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return {kind: own for part in inner for kind, own in kinds_of(part, *notes).items()}
+    return {} if hint is types.NoneType else {hint: notes}
 
 
 def record(name: str, *kinds: Any) -> Any:
@@ -144,6 +172,23 @@ def record(name: str, *kinds: Any) -> Any:
     hints = {key: Any if row_hint(part.hint) else part.hint for key, part in parts.items()}
     body |= {"__annotations__": hints, "__module__": kinds[0].__module__, "__doc__": kinds[-1].__doc__}
     return dataclass(type(name, (), body))
+
+
+def takes(*kinds: Any) -> Callable[[Function], Function]:
+    """Writes the keys of settings into the signature and the docstring of a function that takes them as keywords."""
+
+    def explain(function: Function) -> Function:
+        signature = inspect.signature(function)
+        known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        lines = [f"{function.__doc__}\n    Settings, as keywords:"]
+        for name, part in {name: part for kind in kinds for name, part in parts_of(kind).items()}.items():
+            known.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=part.default))
+            lines.append(f"      {name}: {part.description}")
+        function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+        function.__doc__ = "\n".join(lines)
+        return function
+
+    return explain
 
 
 def read(kind: type, values: Any, where: str, section: str = "") -> Any:

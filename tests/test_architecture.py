@@ -26,7 +26,7 @@ LAYERS = [
     "models",
     "infer",
     "drafters",
-    "params",
+    "loading params",
     "planning",
     "api arguments asked request session",
     "measure",

@@ -7,11 +7,9 @@ import contextlib
 import dataclasses
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import COUNT, TEMPERATURE, add_value
+from hsd_jax.cli.options import add_value
 from hsd_jax.lab.bench.presets import PRESETS
-
-DEFAULTS = {"temperatures": [0.0], "batch": [1], "contexts": None, "limit": 20, "max_new_tokens": 128, "repeats": 3}
-"""Values of options that neither the command line nor the file of methods gives."""
+from hsd_jax.lab.bench.prompts import RunOptions
 
 
 def add_parser(commands) -> None:
@@ -43,25 +41,9 @@ A file of methods has one line per method; defaults: the drafter of the command 
     what = f"YAML, or one of {', '.join(PRESETS)}"
     add_value(parser, "--methods FILE", str, what, without="what `decode` does by itself")
     add_value(parser, "--trees NxDxW,...", str, "also these trees of the drafter, for example 4x3x2,3.2.1")
-    group = parser.add_argument_group("prompts")
-    otherwise = "the dozen prompts of the demo"
-    add_value(group, "--prompts TASK=FILE", str, "one task per file", without=otherwise, nargs="+")
-    what = "question.jsonl of Spec-Bench: six tasks; MT-bench with its eight categories is one"
-    add_value(group, "--spec-bench FILE", str, what)
-    what = "prompts of each task; of Spec-Bench at equal distances, and 80 are all"
-    add_value(group, "--limit N", COUNT, what, without=str(DEFAULTS["limit"]))
-    options.add_half_argument(group, "both halves")
-    options.add_chat_argument(group)
-    options.add_skip_argument(group)
-    what = "cut or join the prompts to so many tokens, a task each; end tokens are then ignored"
-    add_value(group, "--contexts N", COUNT, what, nargs="+")
-    group = parser.add_argument_group("run")
-    add_value(group, "--temperatures T", TEMPERATURE, "0 is greedy", without="0", nargs="+")
-    add_value(group, "--batch B", COUNT, "rows decoded at once", without="1", nargs="+")
-    add_value(group, "--max-new-tokens N", COUNT, "per prompt", without=str(DEFAULTS["max_new_tokens"]))
-    add_value(group, "--seed", options.SEED, "prompt i uses seed + i", 0)
-    what = "timed passes; before the first pass, one prompt of each size is decoded to compile"
-    add_value(group, "--repeats R", COUNT, what, without=str(DEFAULTS["repeats"]))
+    group = parser.add_argument_group("prompts and passes")
+    prompts = {"metavar": "TASK=FILE", "help": "one task per file (default: the dozen prompts of the demo)"}
+    options.add_record(group, RunOptions, prompts=prompts, command_line=None)
     group.add_argument("--stages", action="store_true", help="also time the stages of a round of every requested tree")
     what = "gets bench.json with every figure, bench.md and, with matplotlib, bench.png"
     add_value(group, "--out FOLDER", options.NEW_FOLDER, what)
@@ -73,28 +55,22 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.lab.bench import experiment, methods, prompts, report
     from hsd_jax.measure.speeds import parse_trees
 
-    if args.spec_bench is not None:
-        given = "--spec-bench, whose tasks are read whole and through the chat template"
-        options.refuse(args, given, "half", "skip_bad_lines")
-    named, more = methods.read_methods(args.methods or "default")
-    for name, value in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value if getattr(more, name) is None else getattr(more, name))
-    for name in ("temperatures", "batch", "contexts"):
-        if len(set(getattr(args, name) or ())) < len(getattr(args, name) or ()):
-            raise ValueError(f"--{name} {' '.join(map(str, getattr(args, name)))}: each once")
+    if hasattr(args, "spec_bench"):
+        what = "--spec-bench, whose tasks are read whole and through the chat template"
+        options.refuse(args, what, "half", "skip_bad_lines")
+    named, work = methods.read_methods(args.methods or "default")
+    work = dataclasses.replace(work, **options.given(args, RunOptions))
     for tree in parse_trees(args.trees) if args.trees else ():
         named[f"tree {tree.name}"] = methods.MethodOptions(tree=tree.name)
     with contextlib.nullcontext() if args.out is None else lock.held(lock.of_folder(args.out)):
         params = options.load_params(args)
-        work = prompts.Workload.of(vars(args))
         tasks = prompts.read_tasks(work, params)
         modes = methods.make_modes(params, named, options.other_drafters(args, params))
-        if args.contexts:
+        if work.contexts:
             modes = [dataclasses.replace(mode, eos=()) for mode in modes]
-            tasks = prompts.at_contexts(params, tasks, args.contexts, args.max_new_tokens)
+            tasks = prompts.at_contexts(params, tasks, work.contexts, work.max_new_tokens)
         path = None if args.out is None else args.out / "bench.json"
-        settings = tasks, args.temperatures, args.batch
+        settings = tasks, work.temperatures, work.batch
         record = experiment.run_experiment(work, modes, *settings, named, args.stages, path)
         tables, foot = report.tables_of(record), report.footer(record, report.NOTE)
         report.show(tables, foot, args.out and args.out / "bench.md")

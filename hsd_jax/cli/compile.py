@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
+from hsd_jax.cli.options import COUNT, NEW_FILE, add_value, value_of
 from hsd_jax.config import NO_REUSE, PARALLEL, ModelConfig, TreeConfig
-from hsd_jax.settings import shown
+from hsd_jax.settings import Temperature, shown
 
 PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
 CHAIN = TreeConfig(nodes=8, depth=7, width=1)
@@ -146,10 +146,8 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
     from hsd_jax.request import Drafting, make_decoder
     from hsd_jax.types import Limits, SamplingParams
 
-    on, is_known = (
-        None if mesh.size == 1 else mesh,
-        program.here().platform != "cpu",
-    )  # as in `sampling.with_exclusions`
+    on = None if mesh.size == 1 else mesh
+    is_known = program.here().platform != "cpu"  # as in `sampling.with_exclusions`
 
     def loaded() -> Params:
         key, num = jax.random.key(0), job.drafter.reduced_vocab_size
@@ -266,7 +264,7 @@ hsd compile --target DIR --drafter DIR --device v5e:2x4 --mesh model=8 --json co
     add_value(parser, "--batch B", COUNT, "rows", 1)
     add_value(parser, "--context TOKENS", COUNT, "slots of the caches", 4096)
     add_value(parser, "--tree NxDxW", str, "the tree", without="8x7x1, or that of the drafter")
-    add_value(parser, "--temperature T", TEMPERATURE, "0 compiles for greedy rows only", 0.0)
+    add_value(parser, "--temperature T", value_of(Temperature), "0 compiles for greedy rows only", 0.0)
     parser.add_argument("--what", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs (default: all)")
     add_value(parser, "--json OUT", NEW_FILE, "write the record")
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import time
 
+from hsd_jax.asked import Length, SamplingSettings
 from hsd_jax.cli import options
-from hsd_jax.cli.options import COUNT, add_value
+from hsd_jax.lab.bench.prompts import Workload
+from hsd_jax.loading import LoadSettings
 
 SHOWN = 6
 """Default of --limit for a chat model, which has a dozen questions."""
@@ -31,32 +33,27 @@ hsd demo --target demo --max-new-tokens 64
 hsd demo --precision exact --temperature 0.8
 """,
     )
-    what = "demo, smollm2, or any chat model as hsd generate takes it"
-    add_value(parser, "--target NAME", str, what, without="smollm2 where it is installed, else demo")
-    add_value(parser, "--drafter NAME", str, "the drafter, as hsd generate takes it", without="the target's own")
-    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
-    add_value(parser, "--temperature T", options.TEMPERATURE, "0 is greedy", 0.0)
-    add_value(parser, "--limit N", COUNT, "first N prompts only", without=f"{SHOWN} for a chat model, else all")
-    options.add_dtype_argument(parser)
-    options.add_precision_argument(parser)
+    what = "demo, smollm2, or any chat model as hsd generate takes it (default: smollm2 where it is there, else demo)"
+    names = "target", "drafter", "dtype", "quantize", "precision"
+    options.add_record(parser, LoadSettings, *names, target={"help": what})
+    options.add_text_settings(parser, "max_new_tokens", "temperature", max_new_tokens=96)
+    what = f"first N prompts only (default: {SHOWN} for a chat model, else all)"
+    options.add_record(parser, Workload, "limit", limit={"help": what})
     options.add_tree_arguments(parser)
-    names = "revision", "tokenizer", "mesh", "max_len", "rescore", "alpha", "stack", "pearl", "devices"
-    parser.set_defaults(demo=False, strict=False, **dict.fromkeys(names))
 
 
 def run(args: argparse.Namespace) -> int:
     """Answers all prompts with plain and with speculative decoding, and prints the table."""
-    from hsd_jax.lab.bench import demo, prompts
+    from hsd_jax.lab.bench import demo
     from hsd_jax.lab.bench.facts import model_record
 
     start = time.perf_counter()
-    if args.target is None:
-        args.target = _default_target()
+    args.target = getattr(args, "target", None) or _default_target()
     options.say(f"loading {args.target}")
     params = options.load_pair(args, "demo")
     tree = options.tree_asked(args, params)
-    found = prompts.for_checkpoint(params, None, None, args.limit, args.max_new_tokens)
-    if args.limit is None and found[0].is_templated:
+    found = options.prompts_of(args, params)
+    if not hasattr(args, "limit") and found[0].is_templated:
         found = found[:SHOWN]
     sizes = [model_record(model)["parameters"] / 1e6 for model in (params.target, params.drafter)]
     shape = "a tree chosen by cost" if tree is None else f"tree of {tree.nodes} nodes"
@@ -64,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         f"target {sizes[0]:.1f}M parameters, drafter {sizes[1]:.1f}M, {params.arithmetic},"
         f" {shape}; compiling (the first time takes a while)"
     )
-    settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "tree": tree}
+    settings = options.given(args, Length, SamplingSettings) | {"tree": tree}
     rows = [demo.answer_prompt(params, prompt, settings, prompt is found[0]) for prompt in found]
     print()
     demo.print_demo(rows)

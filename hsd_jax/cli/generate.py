@@ -9,8 +9,9 @@ import sys
 import time
 from typing import Any
 
+from hsd_jax.asked import Length, SamplingSettings, SpeculationSettings
 from hsd_jax.cli import options
-from hsd_jax.cli.options import add_value
+from hsd_jax.config import TreeConfig
 from hsd_jax.host.files import decoded, with_unix_lines
 
 
@@ -33,32 +34,27 @@ cat letter.txt | hsd generate --demo --json -
     )
     parser.add_argument("prompt", nargs="+", metavar="PROMPT", help='text; "-" reads stdin as UTF-8')
     options.add_model_arguments(parser)
-    add_text_arguments(parser, 128)
-    add_sampling_arguments(parser)
-    tree = options.add_tree_arguments(parser)
-    options.add_rule_arguments(tree)
-    options.add_tuned_argument(tree)
-    tree.add_argument("--no-speculate", action="store_true", help="plain decoding: one token per pass")
+    add_text_arguments(parser)
+    tree = options.add_speculation(parser)
+    options.add_record(tree, SpeculationSettings, "speculate", speculate={"help": "plain decoding: one token per pass"})
+    either = tree.add_mutually_exclusive_group()
+    what = "a record of `hsd tune --out`: draft as it says, or decode plainly if it found that faster (default: the"
+    what += " record that `hsd tune` kept for this pair and machine, if there is one)"
+    either.add_argument("--tuned", metavar="FILE", default=True, help=what)
+    what = "follow no record; choose by the model of costs"
+    either.add_argument("--no-tuned", dest="tuned", action="store_false", help=what)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
-def add_text_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Declares how prompts are read, and the length of the answer; `encode_prompt` reads it."""
+def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Declares how prompts are read, which `encode_prompt` does, and how the answer is drawn."""
     text = parser.add_argument_group("text")
     either = text.add_mutually_exclusive_group()
     either.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
     text.add_argument("--system", type=options.argument_text, metavar="TEXT", help="system message, with --chat")
     either.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
-    add_value(text, "--max-new-tokens N", options.WHOLE, "per prompt", max_new_tokens)
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares temperature, filters and seed."""
-    sampling = parser.add_argument_group("sampling")
-    add_value(sampling, "--temperature T", options.TEMPERATURE, "0 is greedy", 0.0)
-    options.add_filter_arguments(sampling)
-    add_value(sampling, "--seed", options.SEED, "seed of all draws; prompt i uses seed + i", 0)
+    options.add_text_settings(parser, **defaults)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,10 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     prompts = [encode_prompt(params, text, args) for text in texts]
-    settings = text_settings(args) | {
-        "tuned": options.tuned_of(args, params),
+    settings = options.given(args, Length, SamplingSettings, SpeculationSettings) | {
+        "tuned": _tuned(args, params),
         "tree": None if params.drafter is None else options.tree_asked(args, params),
-        "speculate": not args.no_speculate,
     }
     if args.json or len(prompts) > 1:
         out = hsd_jax.decode(params, prompts, **settings)
@@ -110,11 +105,15 @@ def _stream(pieces) -> None:
         _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
 
 
-def text_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `decode`, from the options of `add_text_arguments`, `add_sampling_arguments` and
-    `add_rule_arguments`."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw", "lossy")
-    return {name: getattr(args, name) for name in names} | {"reuse": args.reuse or "none"}
+def _tuned(args: argparse.Namespace, params) -> Any:
+    """The argument `tuned` of `decode`. Prints a line if the record of --tuned was made under other conditions."""
+    if isinstance(args.tuned, bool):
+        return args.tuned
+    others = options.given(args, SpeculationSettings, TreeConfig).keys() - {"tuned"}
+    options.refuse(args, f"--tuned {args.tuned}: the record says how to draft", *sorted(others))
+    from hsd_jax.planning.tuned import Tuned
+
+    return Tuned.load(args.tuned, params, report=options.say)
 
 
 def check_text_arguments(args: argparse.Namespace) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from hsd_jax.asked import Speculation
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
+from hsd_jax.lab.bench.prompts import Workload
 
 
 def add_parser(commands) -> None:
@@ -28,10 +30,9 @@ hsd identity --demo --levels --precision exact
 """,
     )
     options.add_model_arguments(parser)
-    options.add_prompt_arguments(parser, limit=200)
-    options.add_length_arguments(parser, 128)
+    options.add_prompt_arguments(parser, "max_new_tokens", "seed", limit=200)
     add_value(parser, "--batch B", COUNT, "rows at a time", 8)
-    options.add_rule_arguments(options.add_tree_arguments(parser))
+    options.add_speculation(parser)
     parser.add_argument(
         "--levels",
         action="store_true",
@@ -50,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
     found = options.prompts_of(args, params)
     texts = [(p.name, p.tokens(params.tokenizer)) for p in found]
     isas = identity.isas_here(params) if args.levels else []
-    rule = {"accept": args.accept, "draw": args.draw, "lossy": args.lossy}
-    size = args.max_new_tokens, args.batch, args.seed
-    record = identity.compare(params, texts, tree, *size, args.reuse or "none", rule)
+    asked, work = options.record_of(args, Speculation), options.record_of(args, Workload)
+    rule = {"accept": asked.accept, "draw": asked.draw, "lossy": asked.lossy}
+    size = work.max_new_tokens, args.batch, work.seed
+    record = identity.compare(params, texts, tree, *size, asked.reuse, rule)
     record |= {"command": args.command_line, "hardware": hardware()}
     identity.print_identity(record)
     if isas:

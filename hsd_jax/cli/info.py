@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hsd_jax.cli import options
+from hsd_jax.loading import LoadSettings
 
 
 def add_parser(commands) -> None:
@@ -25,14 +26,14 @@ hsd info --rates
 """,
     )
     what = "a target, as --target of hsd generate; or a folder written by `hsd train drafter`"
-    parser.add_argument("source", metavar="NAME", nargs="?", help=what)
+    parser.add_argument("target", metavar="NAME", nargs="?", help=what)
     parser.add_argument("--rates", action="store_true", help="measure, keep and show the rates of this processor")
-    options.add_value(parser, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
+    options.add_record(parser, LoadSettings, "revision")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts of one model, or of this processor, one per line."""
-    if (args.source is None) == (not args.rates):
+    if (args.target is None) == (not args.rates):
         raise ValueError("hsd info takes one of NAME and --rates")
     facts = _rates() if args.rates else _facts(args)
     width = max(map(len, facts))
@@ -43,9 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _facts(args: argparse.Namespace) -> dict[str, str]:
     from hsd_jax.lab.bench.facts import facts_of
-    from hsd_jax.models.checkpoint import find
 
-    return facts_of(find(args.source, args.revision))
+    return facts_of(options.source_of(args))
 
 
 def _rates() -> dict[str, str]:

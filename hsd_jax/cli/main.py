@@ -19,18 +19,7 @@ if TYPE_CHECKING:
 
 ERROR, INTERRUPTED = 2, 130
 EPILOG = """\
-examples:
-  hsd demo
-  hsd generate --demo $'User: I want to book a table for two in Oakland.\\nAssistant:'
-  hsd generate --target smollm2 --chat "Where is Lisbon?"
-  hsd generate --target DIR --drafter DIR --temperature 0.8 --seed 1 "Once upon a time,"
-  hsd show --demo --out round.html
-  hsd tune --target DIR --drafter DIR --prompts dev.jsonl --out tuned.json
-  hsd generate-data --target DIR --prompts train.jsonl --out own.jsonl
-  hsd train drafter --target DIR --data own.jsonl --out runs/drafter
-  hsd bench --target DIR --drafter DIR --prompts dev.jsonl --half report --out runs/bench
-  hsd identity --demo --prompts dev.jsonl --half report --precision exact
-  hsd compile --target llama-3-8b --device h100
+`hsd COMMAND --help` has the options of a command, and examples.
 
 environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import COUNT, TEMPERATURE, add_value
+from hsd_jax.cli.options import COUNT, add_value
+from hsd_jax.lab.bench.prompts import Workload
+from hsd_jax.loading import LoadSettings
 
 
 def add_parser(commands) -> None:
@@ -24,20 +26,14 @@ hsd plan --target DIR --models SMALL TINY --prompts dev.jsonl --half tune --limi
 hsd plan --demo --models runs/small-lm lookup --temperature 0.8 --json plan.json
 """,
     )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--demo", action="store_true", help="the bundled target, as --target demo")
-    options.add_target_arguments(parser, which)
+    options.add_target_arguments(parser)
     what = "folders of smaller models and of drafters of any model; or lookup"
     add_value(parser, "--models NAME", str, what, nargs="+", required=True)
-    options.add_dtype_argument(parser)
-    options.add_prompt_arguments(parser, 8)
-    options.add_length_arguments(parser, 96)
+    options.add_record(parser, LoadSettings, "dtype", "quantize")
+    options.add_prompt_arguments(parser, "max_new_tokens", "seed", "repeats", limit=8, max_new_tokens=96)
+    options.add_text_settings(parser, "temperature", temperature=0.0)
     add_value(parser, "--max-length T", COUNT, "most tokens that a level collects", 6)
-    add_value(parser, "--temperature T", TEMPERATURE, "0 is greedy", 0.0)
-    add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     options.add_json_argument(parser)
-    without = dict.fromkeys(("drafter", "rescore", "alpha", "stack", "pearl", "devices", "max_len", "mesh"))
-    parser.set_defaults(precision="fast", strict=False, **without)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,8 +45,9 @@ def run(args: argparse.Namespace) -> int:
     load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731
     params = load(None)
     ids = [prompt.tokens(params.tokenizer) for prompt in options.prompts_of(args, params)]
-    names = "max_new_tokens", "temperature", "max_length", "seed", "repeats"
-    how = {name: getattr(args, name) for name in names}
+    work = options.record_of(args, Workload)
+    how = {name: getattr(work, name) for name in ("max_new_tokens", "seed", "repeats")}
+    how |= {"temperature": args.temperature, "max_length": args.max_length}
     record = {"command": args.command_line, "hardware": hardware()}
     record |= measure_stacks(params, args.models, load, ids, **how, report=options.say)
     print_stacks(record)

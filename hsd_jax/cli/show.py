@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hsd_jax.asked import Sampling, Speculation
 from hsd_jax.cli import generate, options
 from hsd_jax.host.files import write_text
 
@@ -27,9 +28,8 @@ hsd show --target DIR --drafter DIR --temperature 0.8 --max-rounds 6 --out round
         "prompt", nargs="?", metavar="PROMPT", help='text; "-" reads stdin as UTF-8 (default with --demo: a dialogue)'
     )
     options.add_model_arguments(parser)
-    generate.add_text_arguments(parser, 64)
-    generate.add_sampling_arguments(parser)
-    options.add_rule_arguments(options.add_tree_arguments(parser))
+    generate.add_text_arguments(parser, max_new_tokens=64)
+    options.add_speculation(parser)
     options.add_value(parser, "--out FILE", options.NEW_FILE, "a .html file", required=True)
     what = "draw only the trees of the first N rounds; the text is always complete"
     options.add_value(parser, "--max-rounds N", options.COUNT, what, without="all")
@@ -40,19 +40,18 @@ def run(args: argparse.Namespace) -> int:
     if args.out.suffix.lower() != ".html":
         raise ValueError(f"--out {args.out}: allowed are files that end in .html")
     generate.check_text_arguments(args)
-    if args.prompt is None and (not args.demo or args.chat or args.ids):
+    if args.prompt is None and (args.target != "demo" or args.chat or args.ids):
         raise ValueError('give a PROMPT to decode, "-" for stdin')
     text = None if args.prompt is None else generate.read_prompt(args.prompt)
     from hsd_jax.lab.bench.prompts import demo_prompts
     from hsd_jax.lab.viz.page import make_page, render
     from hsd_jax.request import rule_and_scheme
 
-    params = options.load_params(args)
-    if params.drafter is None:
-        raise ValueError("hsd show draws draft trees: give --drafter DIR")
+    params = options.load_pair(args, "show")
     prompt = demo_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
-    settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
-    settings["accept"], _ = rule_and_scheme(args.accept, args.draw)
+    settings = vars(options.record_of(args, Sampling)) | vars(options.record_of(args, Speculation))
+    settings |= {"tree": options.tree_of(args, params)}
+    settings["accept"], _ = rule_and_scheme(settings["accept"], settings["draw"])
     write_text(args.out, render(make_page(params, prompt, settings, args.command_line, args.max_rounds)))
     options.say(f"wrote {args.out}")
     return 0

@@ -6,14 +6,38 @@
 from __future__ import annotations
 
 import argparse
+from typing import Annotated
+
+from pydantic import Field
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import Choices, add_value
+from hsd_jax.cli.options import add_value
+from hsd_jax.loading import Folder, LoadSettings
+from hsd_jax.settings import dataclass
 from hsd_jax.train.recipe import read_recipe, recipe_help
 
-SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
-FIELDS = "text, turns, messages, conversations, question and answer, or prompt and response"
-DRAFTERS = Choices("train.run", lambda module: module.DRAFTERS)
+OF_TARGET = "target", "revision", "tokenizer"
+OF_DATA = "data", "skip_bad_lines", "out"
+
+
+@dataclass
+class Run:
+    """What a training reads and writes."""
+
+    data: tuple[Annotated[str, Field(title="FILE")], ...]
+    """JSON lines or arrays (.jsonl, .json) with text, turns, messages, conversations, question and answer, or prompt
+    and response; or text (.txt)."""
+    out: Folder
+    """Folder of the result."""
+    skip_bad_lines: bool = False
+    """Leave out records that cannot be used, count them and name three (default: the first one is an error)."""
+    config: Annotated[str, Field(title="YAML")] | None = None
+    """The recipe, a file as in configs/ (default: the built-in recipe)."""
+    set: tuple[Annotated[str, Field(title="KEY=VALUE")], ...] = ()
+    """Change one value of the recipe, for example train.steps=100 (may be repeated)."""
+    force: bool = False
+    """Continue a run that was started with another recipe."""
+    start: Folder | None = None
 
 
 def add_parser(commands) -> None:
@@ -40,12 +64,10 @@ hsd train drafter --kind small_lm --start smollm2 --target smollm2 --data a.json
 hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out DIR --set model.frozen=true
 """,
     )
-    options.add_target_arguments(drafter, is_required=True)
+    options.add_record(drafter, LoadSettings, *OF_TARGET, target={"required": True})
     start = "a drafter of the same target to start from, or the language model to distil into, as model.kind says"
-    add_value(drafter, "--start DIR", str, start, without="random weights")
-    what = "model.kind of the recipe, of %(choices)s"
-    add_value(drafter, "--kind KIND", str, what, without="the recipe's, or hidden", dest="model", choices=DRAFTERS)
-    _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter")
+    add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="the recipe's, or hidden", dest="model")
+    _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter", start)
     _with_keys(drafter, "drafter", None, "small_lm")
     target = options.add_command(
         kinds,
@@ -59,9 +81,9 @@ hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out
 hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.jsonl --out runs/demo-target
 """,
     )
-    _add_run_arguments(target, True, "folder of the result and its checkpoints")
+    start = "a model to start from, grown to model.num_layers"
+    _add_run_arguments(target, True, "folder of the result and its checkpoints", start)
     add_value(target, "--tokenizer DIR", str, "with tokenizer.json", without="that of --start or --out, or a new one")
-    add_value(target, "--start DIR", str, "a model to start from, grown to model.num_layers", without="random weights")
     _with_keys(target, "target", None, leave_out=("model.vocab_size",))
     tokenizer = options.add_command(
         kinds,
@@ -73,7 +95,7 @@ hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.
 hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
 """,
     )
-    _add_data_arguments(tokenizer, "folder of the result")
+    options.add_record(tokenizer, Run, *OF_DATA)
     add_value(tokenizer, "--vocab-size V", options.COUNT, "", 4096)
     ngram = options.add_command(
         kinds,
@@ -86,8 +108,8 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
 hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
 """,
     )
-    options.add_target_arguments(ngram, is_required=True)
-    _add_data_arguments(ngram, "folder of the model")
+    options.add_record(ngram, LoadSettings, *OF_TARGET, target={"required": True})
+    options.add_record(ngram, Run, *OF_DATA)
     add_value(ngram, "--order N", options.COUNT, "tokens of the longest n-grams, 2 to 8", 4)
     add_value(ngram, "--loss-on", str, "the tokens to count", "responses", "responses", choices=("all", "responses"))
 
@@ -107,20 +129,15 @@ def _with_keys(
     parser.format_help = format_help
 
 
-def _add_data_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    add_value(
-        parser, "--data FILE", str, f"{options.JSON_FILES} with {FIELDS}; or text (.txt)", nargs="+", required=True
+def _add_run_arguments(parser: argparse.ArgumentParser, needs_config: bool, out: str, start: str) -> None:
+    options.add_record(
+        parser,
+        Run,
+        out={"help": out},
+        start={"help": f"{start} (default: random weights)"},
+        config={"required": needs_config},
+        set={"action": "append", "nargs": None},
     )
-    options.add_skip_argument(parser)
-    add_value(parser, "--out DIR", str, out, required=True)
-
-
-def _add_run_arguments(parser: argparse.ArgumentParser, needs_config: bool, out: str) -> None:
-    _add_data_arguments(parser, out)
-    what, otherwise = "the recipe, a file as in configs/", "" if needs_config else "the built-in recipe"
-    add_value(parser, "--config YAML", str, what, without=otherwise, required=needs_config)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
-    parser.add_argument("--force", action="store_true", help="continue a run that was started with another recipe")
     options.add_mesh_argument(parser)
 
 
@@ -129,20 +146,20 @@ def run_recipe(args: argparse.Namespace) -> int:
     from hsd_jax.host.sharding import TRAINING_AXES, make_mesh
     from hsd_jax.train.run import recipe_of, train
 
-    kind = getattr(args, "model", None)
-    values = read_recipe(args.config, args.set + ([f"model.kind={kind}"] if kind else []))
+    kind, asked = getattr(args, "model", None), options.record_of(args, Run)
+    values = read_recipe(asked.config, [*asked.set, *([f"model.kind={kind}"] if kind else [])])
     model = values.get("model")
     recipe = recipe_of(args.kind, model.get("kind") if isinstance(model, dict) else None)
     train(
         options.source_of(args) if args.kind == "drafter" else args.tokenizer,
-        args.data,
-        args.out,
-        recipe.from_dict(values, args.config or "--set"),
-        mesh=make_mesh(args.mesh, TRAINING_AXES),
+        asked.data,
+        asked.out,
+        recipe.from_dict(values, asked.config or "--set"),
+        mesh=make_mesh(options.given(args, LoadSettings).get("mesh"), TRAINING_AXES),
         report=options.say,
-        force=args.force,
-        start_dir=args.start,
-        skip_bad_lines=args.skip_bad_lines,
+        force=asked.force,
+        start_dir=asked.start,
+        skip_bad_lines=asked.skip_bad_lines,
     )
     return 0
 
@@ -151,8 +168,9 @@ def run_ngram(args: argparse.Namespace) -> int:
     """Counts n-grams."""
     from hsd_jax.train.ngram import train_ngram
 
-    how = args.order, args.loss_on, options.say, args.skip_bad_lines
-    train_ngram(options.source_of(args), args.data, args.out, *how)
+    asked = options.record_of(args, Run)
+    how = args.order, args.loss_on, options.say, asked.skip_bad_lines
+    train_ngram(options.source_of(args), asked.data, asked.out, *how)
     return 0
 
 
@@ -161,7 +179,8 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     from hsd_jax.host import lock
     from hsd_jax.train.tokenizer import train_tokenizer
 
-    with lock.held(lock.of_folder(args.out)):
-        tokenizer = train_tokenizer(args.data, args.vocab_size, args.out, args.skip_bad_lines, options.say)
-    options.say(f"wrote {args.out}: {tokenizer.get_vocab_size()} tokens")
+    asked = options.record_of(args, Run)
+    with lock.held(lock.of_folder(asked.out)):
+        tokenizer = train_tokenizer(asked.data, args.vocab_size, asked.out, asked.skip_bad_lines, options.say)
+    options.say(f"wrote {asked.out}: {tokenizer.get_vocab_size()} tokens")
     return 0

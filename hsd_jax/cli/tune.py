@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import Annotated
+
+from pydantic import Field
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import COUNT, add_value
+from hsd_jax.cli.options import add_value
+from hsd_jax.lab.bench.prompts import RunOptions
+from hsd_jax.settings import Count, dataclass
 
 
 def add_parser(commands) -> None:
@@ -31,21 +36,27 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 """,
     )
     options.add_model_arguments(parser)
-    options.add_prompt_arguments(parser, 8)
-    options.add_length_arguments(parser, 64)
-    add_value(parser, "--temperatures T,...", options.numbers(options.TEMPERATURE), "0 is greedy", [0.0], "0")
-    add_value(parser, "--batches N,...", options.numbers(COUNT), "rows decoded at once", [1], "1")
-    what = "tokens of a prompt; prompts are joined or cut to this length"
-    add_value(parser, "--contexts N,...", options.numbers(COUNT), what, without="the prompts are not changed")
-    candidates = parser.add_argument_group("candidates")
-    otherwise = "chains, and trees of 8, 12 and 16 nodes, as the drafter allows"
-    add_value(candidates, "--trees NxDxW,...", str, "for example 6x5x1,8x5x2,3.2.1", without=otherwise)
-    add_value(candidates, "--reuse FORM", str, "forms of reuse", without="all that the drafter allows", nargs="+")
-    add_value(candidates, "--finalists N", COUNT, "trees to measure: those with the best estimates", 3)
-    add_value(candidates, "--repeats R", COUNT, "timed passes", 3)
-    what = "write the record as JSON, for --tuned of generate"
-    add_value(parser, "--out FILE", options.NEW_FILE, what)
-    parser.add_argument("--no-keep", action="store_true", help="do not keep the record where decode() finds it")
+    names = "max_new_tokens", "seed", "repeats"
+    options.add_prompt_arguments(parser, *names, limit=8, max_new_tokens=64)
+    options.add_record(parser.add_argument_group("sizes"), RunOptions, "temperatures", "contexts")
+    options.add_record(parser.add_argument_group("candidates"), Tuning)
+    add_value(parser, "--out FILE", options.NEW_FILE, "write the record as JSON, for --tuned of generate")
+
+
+@dataclass
+class Tuning:
+    """What is measured, and what becomes of it."""
+
+    batches: tuple[Count, ...] = (1,)
+    """Rows decoded at once."""
+    trees: Annotated[str, Field(title="NxDxW,...")] | None = None
+    """For example 6x5x1,8x5x2,3.2.1 (default: chains, and trees of 8, 12 and 16 nodes, as the drafter allows)."""
+    reuse: tuple[Annotated[str, Field(title="FORM")], ...] | None = None
+    """Forms of reuse (default: all that the drafter allows)."""
+    finalists: Count = 3
+    """Trees to measure: those with the best estimates."""
+    keep: bool = True
+    """Do not keep the record where decode() finds it."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,25 +65,26 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.measure.speeds import parse_trees
     from hsd_jax.measure.tune import tune
 
-    trees = parse_trees(args.trees) if args.trees else None
+    asked, work = options.record_of(args, Tuning), options.record_of(args, RunOptions)
+    trees = parse_trees(asked.trees) if asked.trees else None
     params = options.load_pair(args, "tune")
     found = options.prompts_of(args, params)
-    most = max(len(found), *args.batches)
+    most = max(len(found), *asked.batches)
     rows = [found[row % len(found)].tokens(params.tokenizer) for row in range(most)]
-    if args.contexts:
-        rows = [ids for n in args.contexts for ids in prompts.joined_contexts(params, found, n, most)]
+    if work.contexts:
+        rows = [ids for n in work.contexts for ids in prompts.joined_contexts(params, found, n, most)]
     tuned = tune(
         params,
         rows,
-        temperature=args.temperatures,
-        batch=args.batches,
-        max_new_tokens=args.max_new_tokens,
+        temperature=work.temperatures,
+        batch=asked.batches,
+        max_new_tokens=work.max_new_tokens,
         trees=trees,
-        reuses=args.reuse,
-        finalists=args.finalists,
-        repeats=args.repeats,
-        seed=args.seed,
-        keep=not args.no_keep,
+        reuses=asked.reuse,
+        finalists=asked.finalists,
+        repeats=work.repeats,
+        seed=work.seed,
+        keep=asked.keep,
         report=options.say,
     )
     tables.print_tuned(tuned)

@@ -6,12 +6,15 @@ The keys themselves are fields of the records of each section: `drafter.py`, `di
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
+from pydantic_core import PydanticUndefined
 
 from hsd_jax import settings
 from hsd_jax.host.files import parse_yaml, read_yaml
@@ -47,29 +50,27 @@ class HeldOut:
 def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:
     """All keys of a recipe dataclass, section by section, as `section.key (type, default): description`."""
     lines = [f"recipe keys of {name or kind.__name__}, in the YAML file or by --set:"]
-    schema = TypeAdapter(kind).json_schema()
-    for section, part in schema["properties"].items():
-        keys = schema["$defs"][part["$ref"].rpartition("/")[2]]["properties"] if "$ref" in part else {"": part}
+    how = {"initial_indent": "  ", "subsequent_indent": "      ", "break_long_words": False}
+    for section, part in settings.parts_of(kind).items():
+        keys = settings.parts_of(part.hint) if dataclasses.is_dataclass(part.hint) else {"": part}
         for key, field in keys.items():
             if (full := f"{section}.{key}".rstrip(".")) not in leave_out:
-                lines += _key(full, field)
+                default = "required" if field.default is PydanticUndefined else field.default
+                default = list(default) if isinstance(default, tuple) else default
+                shown = _type_name(field.hint) + ("" if dataclasses.is_dataclass(default) else f", {default}")
+                text = f"{full} ({shown.replace('None', 'null')}): {field.description}".removesuffix(": ")
+                lines += textwrap.wrap(text, WIDTH, **how)
     return "\n".join(lines)
 
 
-def _key(name: str, field: dict[str, Any]) -> list[str]:
-    default = "required" if "default" not in field and "$ref" not in field else field.get("default", "")
-    shown = [_type_name(field)] + ([] if default == "" or isinstance(default, dict) else [str(default)])
-    note = " ".join(field.get("description", "").split())
-    text = f"{name} ({', '.join(shown).replace('None', 'null')})" + (f": {note}" if note else "")
-    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
-
-
-def _type_name(field: dict[str, Any]) -> str:
-    if "anyOf" in field:
-        return " or ".join(_type_name(part) for part in field["anyOf"] if part.get("type") != "null")
-    if field.get("type") == "array":
-        return f"list of {_type_name(field['items'])}"
-    return field.get("type", "section")
+def _type_name(hint: Any) -> str:
+    kind, *others = settings.kinds_of(hint)
+    if others:
+        return " or ".join(map(_type_name, (kind, *others)))
+    if typing.get_origin(kind) is tuple:
+        return f"list of {_type_name(typing.get_args(kind)[0])}"
+    names = {int: "integer", float: "number", bool: "boolean"}
+    return "section" if dataclasses.is_dataclass(kind) else names.get(kind, "string")
 
 
 def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:

@@ -38,28 +38,33 @@ class GenerateConfig:
     """Which prompts to continue, and how. The values are stored in the file of settings beside the result."""
 
     max_new_tokens: Count = 256
+    """Most tokens of a response."""
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.7, 1.0)
-    """Each prompt is decoded at one of them, chosen by its number and the seed. Further samples of it take the others
-    in turn."""
+    """Each prompt is decoded at one of them, chosen by its number and the seed; further samples of it take the others
+    in turn. 0 is greedy."""
     top_k: Count | None = None
+    """Keep the K likeliest tokens (default: all)."""
     top_p: TopP | None = None
+    """Keep the likeliest tokens of total probability P (default: all)."""
     samples_per_prompt: Count = 1
+    """Responses per prompt."""
     batch: Count = 32
     """Rows decoded at once. The order of the lines depends on it, too."""
     seed: Seed = 0
+    """Seed of all random choices."""
     limit: Count | None = None
-    """Prompts of each file."""
+    """Prompts of each file (default: all)."""
     prompt_tokens: Count | None = None
-    """The longest prompt in tokens. Longer ones are left out. None: the model's positions are the only limit."""
+    """The longest prompt in tokens. Longer ones are left out (default: those that leave too few positions)."""
     prefix_tokens: Count = 32
-    """Tokens of a prompt from a text, at most half of the text."""
+    """Tokens of a prompt from a text: its first N, at most half of the text."""
     stride: Count | None = None
-    """Distance in tokens between the prompts of a text; None: one prompt, at its start."""
+    """Distance in tokens between the prompts of a text (default: one prompt, at its start)."""
     all_turns: bool = False
-    """Whether a conversation gives a prompt for each turn of the user. Otherwise it gives one, for a random turn that
-    depends on its number and the seed."""
+    """Make a prompt of each user turn of a conversation (default: of one random turn, which depends on its number and
+    the seed)."""
     chat_template: bool = True
-    """As in section `data` of a recipe."""
+    """Write conversations as lines, `User: ...` and `Assistant: ...` (default: the target's chat template, if any)."""
 
     def __post_init__(self):
         if self.samples_per_prompt > 1 and not any(self.temperatures):

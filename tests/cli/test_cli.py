@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -206,18 +205,6 @@ def test_generate_by_lookup(folders, capsys):
     assert "lookup" in capsys.readouterr().err
 
 
-def test_the_rules_of_the_command_line_are_those_of_the_library():
-    from hsd_jax.infer.rules.table import RULES
-    from hsd_jax.request import AUTO
-    from hsd_jax.types import DrawScheme
-
-    parser = argparse.ArgumentParser()
-    options.add_rule_arguments(parser.add_argument_group())
-    choices = {action.dest: action.choices for action in parser._actions}
-    assert [*choices["accept"]] == [AUTO, *RULES]
-    assert [*choices["draw"]] == [scheme.value for scheme in DrawScheme]
-
-
 @pytest.fixture
 def identity_run(folders, tmp_path):
     def run(*arguments: str) -> tuple[int, dict]:
@@ -390,7 +377,7 @@ def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys, monkeypatch
 @pytest.mark.parametrize(
     "more, says",
     [
-        (["--devices", "1,1"], "--pearl GAMMA"),
+        (["--devices", "1,1"], "pearl"),
         (["--pearl", "2", "--devices", "3"], "6,2"),
         (["--pearl", "2", "--devices", "0:8"], "8 devices"),
         (["--pearl", "2", "--devices", "0-2:2"], "devices of its own"),

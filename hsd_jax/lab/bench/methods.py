@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -17,13 +17,14 @@ from hsd_jax import settings
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_yaml
 from hsd_jax.lab.bench.presets import PRESETS
+from hsd_jax.lab.bench.prompts import RunOptions
 from hsd_jax.lab.bench.tables import say
+from hsd_jax.loading import Additions
 from hsd_jax.measure.pearl import pearl
 from hsd_jax.measure.speeds import HOW, Mode, parse_tree
 from hsd_jax.measure.stack import stacked
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
 from hsd_jax.request import Speculation
-from hsd_jax.settings import Count, Temperature
 
 PLAIN = "plain"
 CHOSEN = "chosen"
@@ -33,12 +34,14 @@ RUN = "run"
 
 
 @settings.dataclass
-class MethodOptions:
+class MethodOptions(Additions):
     """The changes of a method from the defaults: the drafter of the command line, its own tree and `match`.
 
     The fields are the keys of a line of the YAML file. docs/cli.md, "A file of methods", says what each means.
     """
 
+    stack: tuple[str, ...] | str = ()
+    """As --stack, or "DIR@T,DIR@T"."""
     drafter: str | None = None
     tree: str | None = None
     """A tree such as "8x5x2", or CHOSEN."""
@@ -46,13 +49,6 @@ class MethodOptions:
     draw: str | None = None
     reuse: str | None = None
     lossy: str | None = None
-    rescore: str | None = None
-    alpha: float = ALPHA
-    stack: str | None = None
-    pearl: Count | Literal["auto"] | None = None
-    """As --pearl."""
-    devices: str | None = None
-    """As --devices."""
     adaptive: bool | None = None
     token_info: bool = True
     reference: bool = False
@@ -63,18 +59,6 @@ class MethodOptions:
         """The fields that differ from their defaults."""
         usual = MethodOptions()
         return {key: value for key, value in vars(self).items() if value != getattr(usual, key)}
-
-
-@settings.dataclass
-class RunOptions:
-    """What a file sets where the command line does not. The fields are options of `hsd bench`."""
-
-    temperatures: tuple[Temperature, ...] | None = None
-    batch: tuple[Count, ...] | None = None
-    contexts: tuple[Count, ...] | None = None
-    limit: Count | None = None
-    max_new_tokens: Count | None = None
-    repeats: Count | None = None
 
 
 Methods = dict[str, MethodOptions]
@@ -126,16 +110,7 @@ def _mode(name: str, method: MethodOptions, found: Params) -> Mode:
     """The mode of one method, checked; `found` has its drafter."""
     if not method.token_info:
         found = without_token_info(found)
-    if method.rescore is not None:
-        found = rescore(found, method.rescore, method.alpha)
-    if method.stack is not None:
-        found = stacked(found, method.stack.split(","))
-    if method.pearl is not None:
-        found = pearl(found, None if method.pearl == "auto" else method.pearl, method.devices)
-        if found.drafter_config.choice is not None:
-            say(f"{name}: {found.drafter_config.choice}")
-    elif method.devices is not None:
-        raise ValueError("devices: is for pearl: GAMMA or pearl: auto; give both")
+    found = with_additions(found, method, f"{name}: ")
     asked = method.tree or (found.tree or default_tree(found.drafter_config)).name
     how = {key: value for key, value in method.changes.items() if key in HOW}
     if asked == CHOSEN and how:
@@ -143,6 +118,19 @@ def _mode(name: str, method: MethodOptions, found: Params) -> Mode:
     mode = Mode(name, found, Speculation(None if asked == CHOSEN else parse_tree(asked), **how))
     mode.check()
     return mode
+
+
+def with_additions(params: Params, asked: Additions, before: str = "") -> Params:
+    """The models with what is asked for. A measured GAMMA is printed, with the text `before` in front."""
+    if asked.rescore is not None:
+        params = rescore(params, asked.rescore, ALPHA if asked.alpha is None else asked.alpha)
+    if asked.stack:
+        params = stacked(params, asked.stack.split(",") if isinstance(asked.stack, str) else asked.stack)
+    if asked.pearl is not None:
+        params = pearl(params, None if asked.pearl == "auto" else asked.pearl, asked.devices)
+        if params.drafter_config.choice is not None:
+            say(f"{before}{params.drafter_config.choice}")
+    return params
 
 
 def without_token_info(params: Params) -> Params:

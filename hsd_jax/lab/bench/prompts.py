@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.settings import OneOf, take
+from hsd_jax.settings import Count, OneOf, Seed, Temperature, dataclass, take
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train.documents import (
     Turns,
@@ -65,42 +67,72 @@ class BenchPrompt:
         return tokenizer.encode_rendered(self.text) if self.is_templated else tokenizer.encode(self.text)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass
 class Workload:
     """The prompts that are decoded and timed, and how often. The fields are options of the command line."""
 
-    prompts: Sequence[str] | None
-    """Files; None: the prompts of the demo."""
-    half: str | None
-    limit: int | None
-    """Most prompts of each file."""
-    max_new_tokens: int
-    seed: int
-    repeats: int
-    command_line: str
+    prompts: tuple[Annotated[str, Field(title="FILE")], ...] = ()
+    """JSON lines or arrays (.jsonl, .json) with turns, messages, conversations, question, prompt or text; or text
+    (.txt), one prompt per line (default: the dozen prompts of the demo)."""
+    half: Half | None = None
+    """Keep one half of the prompts: crc32(id) % 2 is 0 for tune and 1 for report (default: both)."""
+    limit: Count | None = None
+    """Most prompts of each file (default: all)."""
+    max_new_tokens: Count = 128
+    """Per prompt."""
+    seed: Seed = 0
+    """Prompt i uses seed + i."""
+    repeats: Count = 3
+    """Timed passes."""
+    command_line: str = ""
     chat_template: bool = True
-    """Whether conversations and questions go through the target's chat template, if it has one."""
+    """Write conversations and questions as lines, `User: ...` and `Assistant: ...` (default: the target's chat
+    template, if any)."""
     skip_bad_lines: bool = False
-    """As in `records.read_file`."""
-    spec_bench: str | None = None
-    """The file of Spec-Bench, all of whose tasks are read."""
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Workload:
-        """Takes its fields from the options of a command. An option that the command lacks has its default."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: options[name] for name in names if name in options})
+    """Leave out records that cannot be used, count them and name three (default: the first one is an error)."""
+    spec_bench: Annotated[str, Field(title="FILE")] | None = None
+    """question.jsonl of Spec-Bench: six tasks; MT-bench with its eight categories is one."""
 
     @property
     def prompt_files(self) -> list[str]:
         """The files, for records."""
         own = [] if self.spec_bench is None else [self.spec_bench]
-        return [str(path) for path in (*(self.prompts or ()), *own)] or ["the demo's own"]
+        return [str(path) for path in (*self.prompts, *own)] or ["the demo's own"]
 
-    def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
-        """The prompts of some files; raises as `for_checkpoint`."""
-        how = self.half, self.limit, self.max_new_tokens, self.chat_template, self.skip_bad_lines
-        return for_checkpoint(params, files, *how)
+    def read(self, params, files: Sequence[str | Path] = ()) -> list[BenchPrompt]:
+        """The prompts of some files, or of the demo, that are short enough for `max_new_tokens`."""
+        tokenizer = params.tokenizer
+        if tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer: this command needs text prompts")
+        if files:
+            chat = tokenizer if self.chat_template and is_chat(tokenizer) else None
+            how = {"chat": chat, "skip_bad_lines": self.skip_bad_lines}
+            found = read_prompts(files, lambda text: len(tokenizer.encode(text)), self.half, self.limit, **how)
+        elif self.half is not None:
+            raise ValueError(f"--half {self.half}: needs prompts of files; give --prompts")
+        else:
+            found = demo_prompts(tokenizer if self.chat_template else None)[: self.limit]
+        return short_enough(found, tokenizer, params.max_len - self.max_new_tokens)
+
+
+@dataclass
+class RunOptions(Workload):
+    """What `hsd bench` takes from the command line, or else from the line `run` of a file of methods."""
+
+    limit: Count | None = 20
+    """Prompts of each task; of Spec-Bench at equal distances, and 80 are all."""
+    temperatures: tuple[Temperature, ...] = (0.0,)
+    """0 is greedy."""
+    batch: tuple[Count, ...] = (1,)
+    """Rows decoded at once."""
+    contexts: tuple[Count, ...] = ()
+    """Cut or join the prompts to so many tokens, a task each; end tokens are then ignored."""
+
+    def __post_init__(self):
+        for name in ("temperatures", "batch", "contexts"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ValueError(f"--{name} {' '.join(map(str, values))}: each once")
 
 
 def at_contexts(
@@ -131,36 +163,6 @@ def joined_contexts(params, found: Sequence[BenchPrompt], length: int, num: int)
             before += 1
         contexts.append(ids[-length:])
     return contexts
-
-
-def for_checkpoint(
-    params,
-    files: Sequence[str | Path] | None,
-    half: str | None,
-    limit: int | None,
-    max_new_tokens: int,
-    chat_template: bool = True,
-    skip_bad_lines: bool = False,
-) -> list[BenchPrompt]:
-    """The prompts of all files, or of the demo, that are short enough for `max_new_tokens`.
-
-    Args:
-      params: the models with the tokenizer. The number of prompts that are too long is printed on stderr.
-      chat_template: False: write conversations as lines, even if the checkpoint has a template.
-      skip_bad_lines: as in `records.read_file`. What is skipped is printed on stderr.
-    """
-    tokenizer = params.tokenizer
-    if tokenizer is None:
-        raise ValueError("this checkpoint has no tokenizer: this command needs text prompts")
-    if files:
-        chat = tokenizer if chat_template and is_chat(tokenizer) else None
-        how = {"chat": chat, "skip_bad_lines": skip_bad_lines}
-        found = read_prompts(files, lambda text: len(tokenizer.encode(text)), half, limit, **how)
-    elif half is not None:
-        raise ValueError(f"--half {half}: needs prompts of files; give --prompts")
-    else:
-        found = demo_prompts(tokenizer if chat_template else None)[:limit]
-    return short_enough(found, tokenizer, params.max_len - max_new_tokens)
 
 
 def is_chat(tokenizer: Tokenizer) -> bool:
@@ -324,8 +326,8 @@ def read_tasks(work: Workload, params) -> dict[str, list[BenchPrompt]]:
     """The prompts of every task that are short enough for `max_len`: files as TASK=FILE, and Spec-Bench's files."""
     tasks: dict[str, list[BenchPrompt]] = {}
     if not work.prompts and not work.spec_bench:
-        return {"demo": work.read(params, None)}
-    for named in work.prompts or ():
+        return {"demo": work.read(params)}
+    for named in work.prompts:
         task, _, file = named.rpartition("=")
         task = task or Path(file).stem
         if task in tasks:

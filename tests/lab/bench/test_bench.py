@@ -140,15 +140,15 @@ def test_prompts_of_a_command(tmp_path, capsys):
     )
     path = tmp_path / "lines.txt"
     path.write_text("one two\none two three four\nthree\n")
-    found = prompts.for_checkpoint(params, [path], None, None, 7)
+    found = prompts.Workload(max_new_tokens=7).read(params, [path])
     assert [p.text for p in found] == ["one two", "three"]
     assert capsys.readouterr().err == "1 prompts left out: longer than 3 tokens\n"
-    assert [p.text for p in prompts.for_checkpoint(params, [path], None, 1, 7)] == ["one two"]
+    assert [p.text for p in prompts.Workload(limit=1, max_new_tokens=7).read(params, [path])] == ["one two"]
     params.max_len = 500
     whole = [(p.name, p.text) for p in prompts.demo_prompts()]
-    assert [(p.name, p.text) for p in prompts.for_checkpoint(params, None, None, 3, 7)] == whole[:3]
+    assert [(p.name, p.text) for p in prompts.Workload(limit=3, max_new_tokens=7).read(params)] == whole[:3]
     with pytest.raises(ValueError, match="--half report"):
-        prompts.for_checkpoint(params, None, "report", None, 7)
+        prompts.Workload(half="report", max_new_tokens=7).read(params)
 
 
 def test_the_demo_has_a_dozen_questions_for_a_chat_model(tmp_path):

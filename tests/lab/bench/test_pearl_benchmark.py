@@ -46,8 +46,8 @@ def test_methods_draft_on_devices_of_their_own(pair, tmp_path, monkeypatch, caps
     runs = time_modes([plain, named], [[3, 1, 4]], max_new_tokens=10, temperature=0.8, repeats=1)
     assert runs.texts("named") == runs.texts("plain")
     assert runs.results["named"][0].stats.drafter["overlapped rounds"] > 0
-    with pytest.raises(ValueError, match=r"'a': devices: .*pearl: GAMMA"):
-        methods.make_modes(pair, read(tmp_path, 'a: {devices: "1,1"}'), lambda drafter: None)
+    with pytest.raises(ValueError, match=r"methods\.yaml: devices .*pearl"):
+        read(tmp_path, 'a: {devices: "1,1"}')
 
 
 @pytest.mark.parametrize("devices", [None, pytest.param("1,1", marks=pytest.mark.slow)])

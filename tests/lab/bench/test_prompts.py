@@ -60,7 +60,7 @@ def asked(tmp_path_factory):
     ) -> tuple[types.SimpleNamespace, dict[str, prompts.BenchPrompt]]:
         tokenizer = Tokenizer.find(chat.write_tokenizer(root / str(hash(template)), template))
         params = types.SimpleNamespace(tokenizer=tokenizer, max_len=300)
-        work = Workload([str(file)], None, None, 10, 0, 1, "", chat_template)
+        work = Workload((str(file),), None, None, 10, 0, 1, "", chat_template)
         found = work.read(params, work.prompts)
         assert [prompt.name for prompt in found] == list(RECORDS)
         return params, {prompt.name: prompt for prompt in found}
@@ -132,4 +132,4 @@ def test_the_bundled_target_is_asked_in_lines():
 def test_the_option(arguments, value):
     parser = argparse.ArgumentParser()
     options.add_prompt_arguments(parser)
-    assert parser.parse_args(arguments).chat_template is value
+    assert options.record_of(parser.parse_args(arguments), Workload).chat_template is value
