@@ -93,7 +93,7 @@ def text_without_rounds(one, target, prompt, key, temperature):
 @pytest.mark.parametrize("tree", [SMALL, CHAIN, pytest.param(WIDE, marks=pytest.mark.slow)], ids=lambda tree: tree.name)
 def test_texts_and_rounds_are_those_of_the_library(tree, temperature):
     one, models, num_tried = example(tree), toy_models(), 0
-    for seed in range(3):
+    for seed in range(12):  # so that the last round of a text drafts past its end
         prompt, key = np.array([4, 5, seed]), jax.random.fold_in(jax.random.key(seed), 0)  # of row 0
         text = text_without_rounds(example(), models[0], prompt, key, temperature).tolist()
         plain, state = (one.decode(models, prompt, key, temperature, speculates)[0] for speculates in (False, True))
