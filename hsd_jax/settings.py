@@ -133,12 +133,12 @@ class Part(NamedTuple):
 def parts_of(kind: Any) -> dict[str, Part]:
     """The fields of a `dataclass`, or the keys of a TypedDict with a `Default`, and the docstrings below them."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    if dataclasses.is_dataclass(kind):
-        texts = {}
+    if fields := getattr(kind, "__pydantic_fields__", {}):
+        texts: dict[str, str] = {}
         for each in reversed(kind.__mro__):  # pydantic finds no docstrings of inherited fields
             own = getattr(each, "__pydantic_fields__", {})
             texts |= {key: one.description for key, one in own.items() if one.description}
-        found = {key: (one.default, texts.get(key, "")) for key, one in kind.__pydantic_fields__.items()}
+        found = {key: (one.default, texts.get(key, "")) for key, one in fields.items()}
     else:
         body: Any = ast.parse(inspect.getsource(kind)).body[0]
         pairs = itertools.pairwise(body.body)

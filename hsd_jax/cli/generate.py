@@ -59,8 +59,7 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 def run(args: argparse.Namespace) -> int:
     """Continues the prompts of the command line."""
-    check_text_arguments(args)
-    texts = [read_prompt(p) for p in args.prompt]
+    texts = [read_prompt(prompt, args) for prompt in args.prompt]
     import hsd_jax
 
     params = options.load_params(args)
@@ -116,14 +115,10 @@ def _tuned(args: argparse.Namespace, params) -> Any:
     return Tuned.load(args.tuned, params, report=options.say)
 
 
-def check_text_arguments(args: argparse.Namespace) -> None:
-    """Raises a ValueError if two options of `add_text_arguments` exclude each other."""
+def read_prompt(prompt: str, args: argparse.Namespace) -> str | bytes:
+    """The prompt, or stdin for "-"."""
     if args.system is not None and not args.chat:
         raise ValueError("--system needs --chat")
-
-
-def read_prompt(prompt: str) -> str | bytes:
-    """The prompt, or stdin for "-"."""
     if prompt == "-":
         if sys.stdin is None:
             raise ValueError('prompt "-" reads stdin, which is closed')

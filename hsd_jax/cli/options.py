@@ -94,7 +94,8 @@ def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any
             text = f"{re.sub(OTHERWISE, '', text)} (default: {' '.join(shown)})".lstrip()
         elif more.get("required"):
             text = re.sub(OTHERWISE, "", text)
-    group.add_argument(f"--{name}".replace("_", "-"), **own | {"help": text} | more)
+    own["help"] = text
+    group.add_argument(f"--{name}".replace("_", "-"), **own | more)
 
 
 def _metavar(kinds: dict[Any, tuple[Any, ...]]) -> str | None:
@@ -102,8 +103,8 @@ def _metavar(kinds: dict[Any, tuple[Any, ...]]) -> str | None:
         for note in notes:
             if isinstance(note, settings.OneOf) and not callable(note.names):  # a table may need jax
                 return f"{{{','.join(note.allowed)}}}"
-            if getattr(note, "title", None):
-                return note.title
+            if title := getattr(note, "title", None):
+                return title
         return {int: "N", float: "X"}.get(kind)
 
 
@@ -174,8 +175,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_target_arguments(group: Group) -> None:
     """Declares --demo, --target, --revision and --tokenizer. `source_of` reads them."""
     which = group.add_mutually_exclusive_group(required=True)
-    demo = {"action": "store_const", "const": "demo", "default": argparse.SUPPRESS}
-    which.add_argument("--demo", dest="target", help="the bundled target and drafter, as --target demo", **demo)
+    what, default = "the bundled target and drafter, as --target demo", argparse.SUPPRESS
+    which.add_argument("--demo", dest="target", action="store_const", const="demo", default=default, help=what)
     add_record(which, LoadSettings, "target")
     add_record(group, LoadSettings, "revision", "tokenizer")
 

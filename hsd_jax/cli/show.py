@@ -39,10 +39,9 @@ def run(args: argparse.Namespace) -> int:
     """Decodes the prompt and writes the page."""
     if args.out.suffix.lower() != ".html":
         raise ValueError(f"--out {args.out}: allowed are files that end in .html")
-    generate.check_text_arguments(args)
     if args.prompt is None and (args.target != "demo" or args.chat or args.ids):
         raise ValueError('give a PROMPT to decode, "-" for stdin')
-    text = None if args.prompt is None else generate.read_prompt(args.prompt)
+    text = None if args.prompt is None else generate.read_prompt(args.prompt, args)
     from hsd_jax.lab.bench.prompts import demo_prompts
     from hsd_jax.lab.viz.page import make_page, render
     from hsd_jax.request import rule_and_scheme

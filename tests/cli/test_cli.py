@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -10,40 +11,78 @@ import re
 import subprocess
 import sys
 import types
+from typing import Annotated
 
 import jax
 import numpy as np
 import pytest
+from pydantic import Field
 from support import chat, command_line
 from support.command_line import SHORT, TEXTS, TREE, both, hsd
 
 import hsd_jax
+from hsd_jax import settings
 from hsd_jax.cli import options
 from hsd_jax.drafters.table import DRAFTING_METHODS
-from hsd_jax.measure import pearl
 from hsd_jax.train import recipe
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
 COMMANDS = ["generate", "demo", "show", "tune", "plan", "bench", "identity", "info", "generate-data", "compile"]
-COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "ngram")]
-
-
-@pytest.mark.parametrize("command", ["", "train", *COMMANDS])
-def test_help_reads_and_exits_with_0(command, capsys):
-    assert hsd(*command.split(), "--help") == 0
-    text = capsys.readouterr().out
-    assert text.startswith(f"usage: hsd {command}".rstrip())
+HELP = """
+import sys
+from hsd_jax.cli.main import main
+for command in sys.argv[1:]:
+    assert main([*command.split(), "--help"]) == 0
+sys.exit(any(name in sys.modules for name in ("jax", "flax", "transformers")))
+"""
 
 
 def test_help_does_not_wait_for_jax():
-    code = (
-        "import sys; from hsd_jax.cli.main import main; main(['--help']);"
-        "sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'transformers')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    commands = ["", *COMMANDS, "train", "train tokenizer", "train ngram"]
+    done = subprocess.run([sys.executable, "-c", HELP, *commands], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "generate" in done.stdout
+    assert all(f"usage: hsd {command}".rstrip() in done.stdout for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("drafter", "model.rank (integer, 128): Rank of the factors of token information"),
+        ("target", "model.rope_local (section, null): Rotary embedding of SLIDING layers"),
+    ],
+)
+def test_help_of_a_training_explains_the_keys_of_its_recipes(kind, key, capsys):
+    assert hsd("train", kind, "--help") == 0
+    assert key in capsys.readouterr().out
+
+
+@settings.dataclass
+class Example:
+    """As a command may declare its own."""
+
+    sizes: tuple[settings.Count, ...] = (1, 2)
+    """Some sizes."""
+    kind: Annotated[str, settings.OneOf(("a", "b"))] | None = None
+    """JSON, 5 % of it (default: neither)."""
+    share: Annotated[settings.Share, Field(title="S")] = 0.5
+    is_on: bool = True
+    """Switch it off."""
+
+
+def test_a_field_of_a_record_is_an_option(capsys):
+    parser = argparse.ArgumentParser()
+    options.add_record(parser, Example, kind={"default": "b"})
+    assert options.record_of(parser.parse_args([]), Example) == Example(kind="b")
+    given = ["--sizes", "3,4", "5", "--kind", "a", "--share", "1", "--no-is-on"]
+    assert options.record_of(parser.parse_args(given), Example) == Example((3, 4, 5), "a", 1.0, False)
+    for wrong in (["--sizes", "0"], ["--kind", "c"], ["--share", "2"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong)
+        assert f"{wrong[0]}: {wrong[1]!r}: " in capsys.readouterr().err
+    shown = " ".join(parser.format_help().split())
+    wanted = "N [N ...] some sizes (default: 1 2) --kind {a,b} JSON, 5 % of it (default: b) --share S (default: 0.5)"
+    assert f"--sizes {wanted} --no-is-on switch it off" in shown
 
 
 def test_generate_streams_the_text_of_decode(folders, capsys):
@@ -195,33 +234,12 @@ def test_info_of_target_and_drafter(folders, capsys):
     assert int(drafter["parameters"].replace(",", "")) > 0
 
 
-def test_generate_by_lookup(folders, capsys):
-    arguments = ["generate", "--target", folders.target, "--drafter", "lookup", "--json", *SHORT, "abc abc abc"]
-    assert hsd(*arguments) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert hsd(*arguments, "--no-speculate") == 0
-    assert found["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
-    assert hsd(*arguments, "--accept", "recursive") == 2
-    assert "lookup" in capsys.readouterr().err
-
-
 @pytest.fixture
 def identity_run(folders, tmp_path):
     def run(*arguments: str) -> tuple[int, dict]:
         out = tmp_path / "identity.json"
-        code = hsd(
-            "identity",
-            *both(folders),
-            "--prompts",
-            folders.data,
-            *SHORT,
-            *TREE,
-            "--batch",
-            "2",
-            "--json",
-            out,
-            *arguments,
-        )
+        given = ["--prompts", folders.data, *SHORT, *TREE, "--batch", "2", "--json", out]
+        code = hsd("identity", *both(folders), *given, *arguments)
         return code, json.loads(out.read_text())
 
     return run
@@ -387,15 +405,3 @@ def test_devices_that_cannot_be_are_refused(folders, capsys, more, says):
     with contextlib.suppress(SystemExit):
         assert hsd("generate", "--target", folders.target, "--drafter", folders.target, *more, *SHORT, "the cat") != 0
     assert says in capsys.readouterr().err
-
-
-def test_gamma_is_measured_and_said(folders, capsys, monkeypatch):
-    """On the devices that were named."""
-    measured = []
-    monkeypatch.setattr(pearl, "measured_c", lambda params: measured.append(params) or 2.6)
-    asked = ["--target", folders.target, "--drafter", folders.target, "--pearl", "auto", "--devices", "2:0-1"]
-    assert hsd("generate", *asked, *SHORT, "--json", "the cat") == 0
-    found = capsys.readouterr()
-    assert "gamma 3" in found.err and "2.60 passes of the small model" in found.err
-    meshes = measured[0].mesh, measured[0].drafter_mesh
-    assert [mesh.devices.ravel().tolist() for mesh in meshes] == [jax.devices()[2:3], jax.devices()[:2]]

@@ -128,15 +128,9 @@ def test_the_shipped_targets_have_the_sizes_of_their_names():
 def test_devices_are_counted():
     counts = {"h100": 1, "h100:2": 2, "v5e": 1, "v5e:2x4": 8, "v5p": 4, "v5p:2x2x2": 8}
     assert {name: aot.parse_devices(name).count for name in counts} == counts
-
-
-@pytest.mark.parametrize("name", ["h101", "", "h100:0", "h100:x", "v5e:3", "cpu"])
-def test_an_unknown_device_is_named_with_the_allowed_ones(name):
-    with pytest.raises(ValueError, match=rf"device={name!r}: .*h100"):
-        aot.parse_devices(name)
-
-
-def test_a_mesh_of_another_number_of_devices_is_refused():
+    for name in ("h101", "", "h100:0", "h100:x", "v5e:3", "cpu"):
+        with pytest.raises(ValueError, match=rf"device={name!r}: .*h100"):
+            aot.parse_devices(name)
     with pytest.raises(ValueError, match=r"model=3.* 8"):
         aot.make_mesh(aot.parse_devices("v5e:2x4"), "model=3")
 
