@@ -135,9 +135,10 @@ def parts_of(kind: Any) -> dict[str, Part]:
     fields = getattr(kind, "__pydantic_fields__", {})
     texts = {key: one.description for key, one in fields.items() if one.description}  # a `record` has no source
     for each in reversed(kind.__mro__):
-        for key, text in itertools.pairwise(_classes(each.__module__).get(each.__name__, ())):
-            if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
-                texts[key.target.id] = text.value.value
+        for pair in itertools.pairwise(_classes(each.__module__).get(each.__name__, ())):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[key] = text
     if fields:
         found = {key: one.default for key, one in fields.items()}
     else:
