@@ -16,6 +16,7 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -33,13 +34,7 @@ LARGEST = 3.4e38
 HOTTEST = 1e30
 """The highest temperature. From 1e38 on, logits divided by the temperature are too small for float32, and top-k would
 keep every token."""
-_CONFIG = ConfigDict(
-    strict=True,
-    extra="forbid",
-    allow_inf_nan=False,
-    arbitrary_types_allowed=True,
-    use_attribute_docstrings=True,  # the help of recipes and options
-)
+_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 Kind = TypeVar("Kind", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -130,22 +125,32 @@ class Part(NamedTuple):
     description: str
 
 
+@functools.cache
 def parts_of(kind: Any) -> dict[str, Part]:
-    """The fields of a `dataclass`, or the keys of a TypedDict with a `Default`, and the docstrings below them."""
+    """The fields of a `dataclass`, or the keys of a TypedDict with a `Default`, and the docstrings below them.
+
+    pydantic reads such docstrings too, but at every import, and not those of inherited fields or of a TypedDict.
+    """
     hints = typing.get_type_hints(kind, include_extras=True)
-    if fields := getattr(kind, "__pydantic_fields__", {}):
-        texts: dict[str, str] = {}
-        for each in reversed(kind.__mro__):  # pydantic finds no docstrings of inherited fields
-            own = getattr(each, "__pydantic_fields__", {})
-            texts |= {key: one.description for key, one in own.items() if one.description}
-        found = {key: (one.default, texts.get(key, "")) for key, one in fields.items()}
+    fields = getattr(kind, "__pydantic_fields__", {})
+    texts = {key: one.description for key, one in fields.items() if one.description}  # a `record` has no source
+    for each in reversed(kind.__mro__):
+        for pair in itertools.pairwise(_classes(each.__module__).get(each.__name__, ())):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[key] = text
+    if fields:
+        found = {key: one.default for key, one in fields.items()}
     else:
-        body: Any = ast.parse(inspect.getsource(kind)).body[0]
-        pairs = itertools.pairwise(body.body)
-        texts = {key.target.id: text.value.value for key, text in pairs if hasattr(key, "target")}
-        defaults = {key: one.value for key in texts for one in hints[key].__metadata__ if isinstance(one, Default)}
-        found = {key: (defaults[key], text) for key, text in texts.items()}
-    return {key: Part(hints[key], default, " ".join(text.split())) for key, (default, text) in found.items()}
+        found = {key: one.value for key in hints for one in hints[key].__metadata__ if isinstance(one, Default)}
+    return {key: Part(hints[key], default, " ".join(texts.get(key, "").split())) for key, default in found.items()}
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, list[Any]]:
+    """The bodies of the classes of a module, as syntax trees."""
+    body = [] if module == "builtins" else ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
 
 
 def row_hint(hint: Any) -> Any:
