@@ -48,21 +48,18 @@ class Row:
 NOTHING = Row([0], Sampling(max_new_tokens=0, eos=()))
 """Fills an unused row: it has one token, may get no other, and so is finished from the start."""
 ROW_HINTS = {name: row_hint(part.hint) for kind in (Length, SamplingSettings) for name, part in parts_of(kind).items()}
-del ROW_HINTS["eos"]  # the same for all rows
 """The annotation of one row's value of each setting that rows have of their own."""
+del ROW_HINTS["eos"]  # the same for all rows
 
 
 def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
     """The rows of a call."""
     prompts = encode(params, prompt)
-    eos = end_tokens_of(params, asked.eos)
-    per_row = [per_row_values(name, getattr(asked, name), len(prompts)) for name in ROW_HINTS]
-    settings = [Sampling(**dict(zip(ROW_HINTS, values, strict=True)), eos=eos) for values in zip(*per_row, strict=True)]
+    per_row = zip(*[_per_row(name, getattr(asked, name), len(prompts)) for name in ROW_HINTS], strict=True)
     folds = range(len(prompts)) if np.ndim(asked.seed) == 0 else [0] * len(prompts)
-    rows = [Row(*row) for row in zip(prompts, settings, folds, strict=True)]
-    for index, row in enumerate(rows):
-        check_length(params, f"prompt {index}", len(row.tokens), row.asked.max_new_tokens)
-    return rows
+    eos, max_len = end_tokens_of(params, asked.eos), params.max_len
+    own = enumerate(zip(prompts, per_row, folds, strict=True))
+    return [_row(f"prompt {row}", tokens, values, eos, max_len, fold) for row, (tokens, values, fold) in own]
 
 
 def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row:
@@ -70,9 +67,15 @@ def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row
     if isinstance(prompt, (int, np.integer, Mapping)):
         raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}")
     tokens = _encode_one(params, prompt, "the prompt")
-    own = {name: take(hint, _plain(getattr(asked, name)), name) for name, hint in ROW_HINTS.items()}
-    check_length(params, "the prompt", len(tokens), own["max_new_tokens"], max_len)
-    return Row(tokens, Sampling(**own, eos=end_tokens_of(params, asked.eos)))
+    values = [take(hint, _plain(getattr(asked, name)), name) for name, hint in ROW_HINTS.items()]
+    return _row("the prompt", tokens, values, end_tokens_of(params, asked.eos), max_len)
+
+
+def _row(name: str, tokens: list[int], values: Iterable[Any], eos: tuple[int, ...], max_len: int, fold: int = 0) -> Row:
+    """The row of checked values of ROW_HINTS, if it is not too long. `name` is that of its prompt, for the error."""
+    row = Row(tokens, Sampling(**dict(zip(ROW_HINTS, values, strict=True)), eos=eos), fold)
+    check_length(name, len(tokens), row.asked.max_new_tokens, max_len)
+    return row
 
 
 def arrays_of(
@@ -102,12 +105,11 @@ def sampling_arrays(asked: Sequence[Sampling]) -> SamplingParams:
     return SamplingParams(*arrays)
 
 
-def check_length(params: Params, name: str, num_tokens: int, new: int, max_len: int | None = None) -> None:
+def check_length(name: str, num_tokens: int, new: int, max_len: int) -> None:
     """Checks that `new` tokens fit after a prompt of `num_tokens`."""
-    longest = params.max_len if max_len is None else max_len
-    if num_tokens + new > longest:
+    if num_tokens + new > max_len:
         raise ValueError(
-            f"{name} has {num_tokens} tokens, max_new_tokens={shown(new)}: together over max_len={longest}"
+            f"{name} has {num_tokens} tokens, max_new_tokens={shown(new)}: together over max_len={max_len}"
         )
 
 
@@ -162,7 +164,7 @@ def _encode_one(params: Params, prompt, name: str) -> list[int]:
     return [int(x) for x in ids]
 
 
-def per_row_values(name: str, value: Any, batch: int) -> list[Any]:
+def _per_row(name: str, value: Any, batch: int) -> list[Any]:
     """One checked value of a setting per row; a single value is repeated."""
     try:
         values = list(value) if np.ndim(value) else [value] * batch

@@ -1,19 +1,19 @@
 """The settings of a call: what a caller may ask for, each spelled once.
 
-`decode`, `stream`, `Session`, its requests, the command line and files of methods take the keys below. Type, range,
-default and description stand here. To add a setting, add its key here and use it where it acts.
+`decode`, `stream`, `Session`, its requests and the command line take the keys below. Type, range, default and
+description stand here. To add a setting, add its key here and use it where it acts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pydantic import Field
 
 from hsd_jax.config import NO_REUSE_FORM, TreeConfig
-from hsd_jax.settings import Default, Flag, OneOf, PerRow, Seed, Temperature, TopK, TopP, Whole, record
+from hsd_jax.settings import Default, Flag, OneOf, PerRow, Seed, Temperature, TopK, TopP, Whole, record, shown
 
 if TYPE_CHECKING:
     from hsd_jax.planning.tuned import Tuned
@@ -114,8 +114,18 @@ else:
     Speculation = record("Speculation", SpeculationSettings)
 
 
+OF_TEXT, OF_SPECULATION = (tuple(field.name for field in dataclasses.fields(kind)) for kind in (Sampling, Speculation))
+"""The names of the settings of the two records."""
+
+
+def check_names(given: Iterable[Any], *allowed: str) -> None:
+    """Raises a ValueError for the first name that is not allowed."""
+    if wrong := [name for name in given if name not in allowed]:
+        raise ValueError(f"unknown key {shown(wrong[0])}; allowed are {', '.join(allowed)}")
+
+
 def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
     """Splits keyword arguments of `decode` into the two records."""
-    of_speculation = SpeculationSettings.__annotations__
-    sampling = {name: value for name, value in settings.items() if name not in of_speculation}
-    return Sampling(**sampling), Speculation(**{name: settings[name] for name in settings if name in of_speculation})
+    check_names(settings, *OF_TEXT, *OF_SPECULATION)
+    text = {name: settings[name] for name in OF_TEXT if name in settings}
+    return Sampling(**text), Speculation(**{name: settings[name] for name in OF_SPECULATION if name in settings})

@@ -125,11 +125,11 @@ def set_up(
 
     The program has `num_rows` rows, and the tree is chosen for `plan_rows`. `temperature` is the highest of all rows.
     """
+    take(bool | Tuned, asked.tuned, "tuned")
     check_jax_settings()
     check_mesh(params.mesh)
     make_room()
     plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
-    take(bool | Tuned, asked.tuned, "tuned")
     lossy, drafting, costs = Lossy.parse(asked.lossy, rule), None, None
     if plan.tree is not None:
         reuse = ReuseConfig.parse(plan.reuse)

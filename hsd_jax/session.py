@@ -23,7 +23,15 @@ import jax
 import numpy as np
 
 from hsd_jax.arguments import Prompt, Row, arrays_of, row_of, rows_of
-from hsd_jax.asked import NEW_TOKENS, Length, Sampling, SamplingSettings, Speculation, SpeculationSettings
+from hsd_jax.asked import (
+    NEW_TOKENS,
+    OF_TEXT,
+    Sampling,
+    SamplingSettings,
+    Speculation,
+    SpeculationSettings,
+    check_names,
+)
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_same, fetch, put
 from hsd_jax.host.jax_settings import check_jax_settings
@@ -665,9 +673,8 @@ def _asked(request: Any) -> tuple[Any, Sampling]:
     """The prompt and the settings of a request of `Session.generate`."""
     if not isinstance(request, Mapping):
         return request, Sampling()
-    settings, allowed = dict(request), ("prompt", *Length.__annotations__, *SamplingSettings.__annotations__)
-    if wrong := [name for name in settings if name not in allowed]:
-        raise ValueError(f"unknown key {shown(wrong[0])}; allowed are {', '.join(allowed)}")
+    settings = dict(request)
+    check_names(settings, "prompt", *OF_TEXT)
     if "prompt" not in settings:
         raise ValueError(f"no prompt, only {', '.join(settings) or 'an empty mapping'}")
     return settings.pop("prompt"), Sampling(**settings)

@@ -12,8 +12,8 @@ import pytest
 from support.recipes import TARGET_VALUES
 
 from hsd_jax import settings
+from hsd_jax.asked import Speculation
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.request import Speculation
 from hsd_jax.train.distill import DistillRecipe
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.pretrain import TargetRecipe

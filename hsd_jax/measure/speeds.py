@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import api
+from hsd_jax.asked import Speculation
 from hsd_jax.config import TreeConfig
 from hsd_jax.planning.tuned import Tuned
 from hsd_jax.request import (
     LARGEST_FIRST,
     MOST_LOOKAHEAD,
     SMALLEST_CAPACITY,
-    Speculation,
     first_capacity,
     rule_and_scheme,
     set_up,

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from hsd_jax.arguments import sampling_of_row
+from hsd_jax.asked import Speculation
 from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
@@ -33,7 +34,6 @@ from hsd_jax.models.tensor_files import is_stored
 from hsd_jax.params import Params, stack
 from hsd_jax.planning.acceptance import Distribution, mean
 from hsd_jax.planning.stack import RoundParts, Stack, all_stacks
-from hsd_jax.request import Speculation
 from hsd_jax.types import SamplingParams
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.arguments import Prompt, check_length, encode
+from hsd_jax.asked import Speculation
 from hsd_jax.config import NO_REUSE_FORM, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding
@@ -25,7 +26,7 @@ from hsd_jax.params import Params
 from hsd_jax.planning.costs import round_seconds
 from hsd_jax.planning.plan import plan_for, trees_of
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
-from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
+from hsd_jax.request import MOST_LOOKAHEAD, first_capacity, rows_bucket
 from hsd_jax.settings import Count, Temperature, take
 
 LEAST_SPEEDUP = 1.02
@@ -88,7 +89,7 @@ def tune(
     for number, row in enumerate(rows):
         if len(row) < 2:
             raise ValueError(f"prompt {number} has 1 token: at least 2 are needed for drafting")
-        check_length(params, f"prompt {number}", len(row), max_new_tokens)
+        check_length(f"prompt {number}", len(row), max_new_tokens, params.max_len)
     sizes = [(size, *some) for size in batches for some in _by_size(params, rows, size, max_new_tokens, report)]
     how: dict[str, Any] = {"may_be_planned": trees is None, "finalists": finalists, "repeats": repeats}
     choices = []

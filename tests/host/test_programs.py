@@ -13,6 +13,7 @@ import pytest
 from support import setups
 
 from hsd_jax import request
+from hsd_jax.asked import Speculation
 from hsd_jax.host import programs
 
 
@@ -53,7 +54,7 @@ def test_programs_go_when_they_take_half_of_the_maps_that_others_leave(process, 
 def test_a_call_and_a_session_make_room_first(process):
     compile_one()
     process.maps(51)
-    request.set_up(setups.params_of("beam"), request.Speculation(speculate=False), 1, 1, 512, 0.0)
+    request.set_up(setups.params_of("beam"), Speculation(speculate=False), 1, 1, 512, 0.0)
     assert process.num_cleared == 1
 
 

@@ -13,12 +13,13 @@ import pytest
 from support import command_line, setups, toy
 
 import hsd_jax
+from hsd_jax.asked import Speculation
 from hsd_jax.config import TreeConfig
 from hsd_jax.measure import speeds
 from hsd_jax.measure import tune as tuning
 from hsd_jax.params import Params
 from hsd_jax.planning import plan, tuned
-from hsd_jax.request import Speculation, set_up
+from hsd_jax.request import set_up
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
 

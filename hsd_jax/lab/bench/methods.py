@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from hsd_jax import settings
+from hsd_jax.asked import Speculation
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_yaml
 from hsd_jax.lab.bench.presets import PRESETS
@@ -24,7 +25,6 @@ from hsd_jax.measure.pearl import pearl
 from hsd_jax.measure.speeds import HOW, Mode, parse_tree
 from hsd_jax.measure.stack import stacked
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
-from hsd_jax.request import Speculation
 
 PLAIN = "plain"
 CHOSEN = "chosen"
