@@ -17,6 +17,8 @@ from support import setups, toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
+from hsd_jax.arguments import rows_of, sampling_arrays
+from hsd_jax.asked import Sampling
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.models import convert
@@ -164,7 +166,7 @@ def test_end_tokens_of_checkpoint_and_call(text_params):
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
-def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed():
+def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed(params):
     """Bit for bit those of jax, for the ends of both ranges; of a list every row is number 0."""
     pairs = [(0, 0), (0, 1), (1, 0), (7, 300), (2**31, 2**31), (2**32 - 1, 2**32 - 1)]
     wanted = [jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number) for seed, number in pairs]
@@ -172,6 +174,9 @@ def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed():
     assert jax.random.key_impl(found) == jax.random.key_impl(wanted[0])
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(jax.random.key_data(one), jax.random.key_data(other))
+    for seed, wanted in (5, [(5, 0), (5, 1), (5, 2)]), ([5, 6, 5], [(5, 0), (6, 0), (5, 0)]):
+        rows = rows_of(params, [[1]] * 3, Sampling(1, seed=seed))
+        assert [(row.asked.seed, row.fold) for row in rows] == wanted
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -231,6 +236,13 @@ def test_settings_may_be_arrays(params):
         seed=jnp.array([3, 4]),
     )
     np.testing.assert_array_equal(lists.tokens, arrays.tokens)
+
+
+def test_filters_that_are_off_and_temperatures_that_nothing_can_be_divided_by():
+    rows = [Sampling(), Sampling(temperature=1e-38, top_k=5, top_p=0.5), Sampling(temperature=0.5)]
+    found = sampling_arrays(rows)
+    assert found.temperature.tolist() == [0, 0, 0.5]
+    assert (found.top_k.tolist(), found.top_p.tolist()) == ([0, 5, 0], [1, 0.5, 1])
 
 
 def test_a_temperature_next_to_zero_is_greedy(params):
@@ -362,6 +374,8 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
         {"accept": "recursive", "tree": hsd_jax.TreeConfig(nodes=9, depth=3, width=2)},
         "nodes=9",
     ),
+    "unknown name": ({"minp": 0.1}, "'minp'; allowed are max_new_tokens, temperature"),
+    "tuned": ({"tuned": "yes", "speculate": False}, "tuned='yes'"),
     "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),
 }
 

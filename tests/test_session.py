@@ -401,6 +401,8 @@ def test_wrong_requests_disturb_nobody(plain):
             call()
     assert session.rows is None and session.take(1).finish_reason in ("cancelled", "length")
     session.close()
+    with pytest.raises(ValueError, match="tuned=True"):
+        Session(plain, tuned=True)
 
 
 def with_nan(params: Params, token: int) -> Params:
