@@ -217,7 +217,7 @@ def test_sampled_tokens_are_not_tokenised_again(tokenizer):
     [
         ({"response": "a dog"}, r"f:1: response_tokens"),
         ({"response_tokens": [2, 400]}, r"f:1: response_tokens"),
-        ({"prompt_tokens": None}, r"f:1: prompt_tokens=None: .*list"),
+        ({"prompt_tokens": None}, r"^prompt_tokens=None: .*list"),
     ],
 )
 def test_sampled_tokens_of_another_target(tokenizer, changes, message):

@@ -139,7 +139,7 @@ def test_long_prompts_are_left_out(folder, tokenizer):
 @pytest.mark.parametrize(
     "record, message",
     [
-        ({"words": "a"}, r"some\.jsonl:1: .*'words'.*text, turns, messages, conversations, question or prompt"),
+        ({"words": "a"}, r"some\.jsonl:1: .*'words'.*text, turns, messages, conversations, question, prompt"),
         ({"turns": [["S", "a dog"]]}, r"some\.jsonl:1: turns .*user"),
     ],
 )
