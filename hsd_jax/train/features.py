@@ -150,7 +150,7 @@ def open_features(
         report(f"features: {what}, {to_write:.3g} GB to write in {folder}, {free:.3g} GB free")
         if to_write > free:
             raise ValueError(f"features.cache={folder}: needs {to_write:.3g} GB more, the disk has {free:.3g}")
-        with lock.held(lock.of_folder(folder)):
+        with lock.held(folder):
             write_json(folder / MANIFEST, dataclasses.asdict(layout))
             path.touch()
             os.truncate(path, done * layout.row_bytes)

@@ -106,7 +106,7 @@ def run(
     """
     for path in files:
         check_file(path)
-    with lock.held(lock.beside(out)):
+    with lock.held(out.parent, f".{out.name}{lock.NAME}"):
         settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
         check_settings(out, settings)
         checkpoint = find(source)

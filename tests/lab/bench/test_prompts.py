@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import types
 
@@ -10,7 +9,6 @@ import pytest
 from support import chat
 
 from hsd_jax.arguments import encode
-from hsd_jax.cli import options
 from hsd_jax.lab.bench import prompts
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.models.checkpoint import DEMO
@@ -126,10 +124,3 @@ def test_the_bundled_target_is_asked_in_lines():
     tokenizer = Tokenizer.find(DEMO / "target")
     assert not prompts.is_chat(tokenizer) and tokenizer.turn_ends == ()
     assert not any(prompt.is_templated for prompt in prompts.demo_prompts())
-
-
-@pytest.mark.parametrize(("arguments", "value"), [([], True), (["--no-chat-template"], False)])
-def test_the_option(arguments, value):
-    parser = argparse.ArgumentParser()
-    options.add_prompt_arguments(parser)
-    assert options.record_of(parser.parse_args(arguments), Workload).chat_template is value
