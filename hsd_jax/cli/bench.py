@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     work = dataclasses.replace(work, **options.given(args, RunOptions))
     for tree in parse_trees(args.trees) if args.trees else ():
         named[f"tree {tree.name}"] = methods.MethodOptions(tree=tree.name)
-    with contextlib.nullcontext() if args.out is None else lock.held(lock.of_folder(args.out)):
+    with contextlib.nullcontext() if args.out is None else lock.held(args.out):
         params = options.load_params(args)
         tasks = prompts.read_tasks(work, params)
         modes = methods.make_modes(params, named, options.other_drafters(args, params))

@@ -180,7 +180,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     from hsd_jax.train.tokenizer import train_tokenizer
 
     asked = options.record_of(args, Run)
-    with lock.held(lock.of_folder(asked.out)):
+    with lock.held(asked.out):
         tokenizer = train_tokenizer(asked.data, args.vocab_size, asked.out, asked.skip_bad_lines, options.say)
     options.say(f"wrote {asked.out}: {tokenizer.get_vocab_size()} tokens")
     return 0

@@ -16,24 +16,15 @@ from hsd_jax.host.files import check_new_folder
 NAME = ".lock"
 
 
-def of_folder(folder: str | Path) -> Path:
-    """The lock file of a folder that a run fills."""
-    return Path(folder) / NAME
-
-
-def beside(path: str | Path) -> Path:
-    """The lock file of a file, or of a folder that must not exist yet."""
-    path = Path(path)
-    return path.with_name(f".{path.name}{NAME}")
-
-
 @contextlib.contextmanager
-def held(lock: Path) -> Iterator[None]:
-    """Holds a lock file until the end of the block, and then removes it. A ValueError if another run holds it.
+def held(folder: str | Path, name: str = NAME) -> Iterator[None]:
+    """Holds a lock file in a folder until the end of the block, and then removes it. A ValueError if another run holds
+    it.
 
-    If its folder did not exist, it is made, and it is removed again if the block leaves it empty.
+    If the folder did not exist, it is made, and it is removed again if the block leaves it empty.
     """
-    folder = check_new_folder(lock.parent)
+    folder = check_new_folder(folder)
+    lock = folder / name
     was_there = folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     file = filelock.FileLock(lock, timeout=0)

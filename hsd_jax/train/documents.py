@@ -1,7 +1,7 @@
-"""Turns records into documents: it renders conversations, and finds the responses in a text.
+"""Says what a record holds, and turns records into documents: renders conversations, and finds the responses in a text.
 
 A record holds `text`, `prompt` and `response`, `question` and `answer`, or a conversation as `turns`, `messages` or
-`conversations`. A file of text is one document.
+`conversations`. A file of text is one document. Prompts are made of the same records, by `content_of`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from hsd_jax.settings import Whole, shown, take
 from hsd_jax.tokenizer import Messages
@@ -22,8 +21,7 @@ CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 """GSM8K writes notes such as `<<48/2=24>>` before results. They are removed from the text."""
 
 _TURN_KEYS = (("role", "content"), ("from", "value"))
-_PAIRS = (("question", "answer"), ("prompt", "response"))
-EXPECTED = f"text, {', '.join(CONVERSATIONS)}, question and answer, or prompt and response"
+ANSWERS = {"question": "answer", "prompt": "response"}
 
 Turns = Sequence[tuple[str, str]]
 """Speaker and text of each turn."""
@@ -46,45 +44,47 @@ class Document:
     """The sampled tokens of prompt and response. They are used in place of tokens of the text."""
 
 
-def text_of(record: dict, field: str, where: str) -> str:
-    """The value of a field that must hold text."""
-    value = record[field]
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: {field} is {shown(value)}: expected a text")
-    return value
+def content_of(
+    record: dict, fields: Sequence[str] = ("text", *CONVERSATIONS, *ANSWERS), is_answered: bool = False
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """The first of `fields` that a record has, its text, and speaker and text of each turn: one of the two is empty.
 
+    A conversation lists pairs, objects with `role` and `content`, or objects with `from` and `value`. Of one that lists
+    texts of the user only, as in MT-bench and Spec-Bench, the first is the text.
 
-def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
-    """Speaker and text of each turn of a conversation.
-
-    The field lists pairs, objects with `role` and `content`, or objects with `from` and `value`.
+    Args:
+      is_answered: whether a question counts only with its answer, and a prompt only with its response.
     """
-    if not isinstance(record[field], list) or not record[field]:
-        raise ValueError(f"{where}: {field} is {shown(record[field])}: expected a list of turns")
-    pairs = []
-    for number, turn in enumerate(record[field], 1):
+    partners = ANSWERS if is_answered else {}
+    field = next((name for name in fields if name in record and partners.get(name, name) in record), None)
+    if field is None:
+        expected = [f"{name} and {partners[name]}" if name in partners else name for name in fields]
+        raise ValueError(f"fields {shown(sorted(record))}; expected one of: {', '.join(expected)}")
+    value = record[field]
+    if field not in CONVERSATIONS:
+        if not isinstance(value, str):
+            raise ValueError(f"{field} is {shown(value)}: expected a text")
+        return field, value, []
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{field} is {shown(value)}: expected a list of turns")
+    if isinstance(value[0], str):
+        return field, value[0], []
+    turns = []
+    for number, turn in enumerate(value, 1):
         pair = turn
         if isinstance(turn, dict):
             pair = next(([turn[k] for k in keys] for keys in _TURN_KEYS if set(keys) <= set(turn)), None)
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             expected = "the texts [speaker, text], role and content, or from and value"
-            raise ValueError(f"{where}: turn {number} of {field} is {shown(turn)}: expected {expected}")
-        pairs.append((pair[0], pair[1]))
-    return pairs
+            raise ValueError(f"turn {number} of {field} is {shown(turn)}: expected {expected}")
+        turns.append((pair[0], pair[1]))
+    return field, "", turns
 
 
-def first_question(turns: Any) -> str | None:
-    """The user's first text if `turns` lists texts of the user only, as in MT-bench and Spec-Bench; otherwise None."""
-    return turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], str) else None
-
-
-def render_turns(turns: Turns, open_for: str | None = None) -> str:
-    """One line per turn, `User: ...` or `Assistant: ...`. `open_for` names a speaker whose line is left open at the
-    end."""
+def render_turns(turns: Turns, is_open: bool = False) -> str:
+    """The `ChatTemplate` of targets without one: a line per turn, `User: ...` or `Assistant: ...`."""
     lines = [f"{speaker_of(who)}: {' '.join(text.split())}" for who, text in turns]
-    if open_for is not None:
-        lines.append(f"{open_for}:")
-    return "\n".join(lines)
+    return "\n".join([*lines, "Assistant:"] if is_open else lines)
 
 
 def speaker_of(who: str) -> str:
@@ -101,27 +101,19 @@ def to_document(
       template: renders conversations; None: `render_turns`.
       find_responses: False leaves `responses` of a templated conversation empty and saves two renderings per turn.
     """
-    if "text" in record:
-        return Document(where, text_of(record, "text", where))
-    for field in CONVERSATIONS:
-        if field in record:
-            turns = conversation(record, field, where)
-            if template is None:
-                return _rendered(turns, where)
-            return _templated(turns, template, where, find_responses)
-    for first, second in _PAIRS:
-        if first in record and second in record:
-            before, after = text_of(record, first, where), text_of(record, second, where)
-            if first == "question":
-                before, after = question_prompt(before), f" {_answer(after)}"
-            text = before + after
-            return Document(where, text, ((len(before), len(text)),), tokens=_sampled(record, where))
-    raise ValueError(f"{where}: fields {names_of(record)}; expected {EXPECTED}")
-
-
-def names_of(record: dict) -> str:
-    """The names of the fields, cut for an error message."""
-    return shown(sorted(record))
+    field, said, turns = content_of(record, is_answered=True)
+    if turns:
+        return _rendered(turns, where) if template is None else _templated(turns, template, where, find_responses)
+    if field == "text":
+        return Document(where, said)
+    if field in CONVERSATIONS:
+        raise ValueError(f"{field} lists texts without speakers: expected turns")
+    _, answer, _ = content_of(record, (ANSWERS[field],))
+    if field == "question":
+        answer = CALCULATOR_NOTE.sub("", answer).replace("\n#### ", "\nThe answer is ")
+        said, answer = question_prompt(said), f" {answer.strip()}."
+    text = said + answer
+    return Document(where, text, ((len(said), len(text)),), tokens=_sampled(record))
 
 
 def question_prompt(question: str) -> str:
@@ -129,18 +121,13 @@ def question_prompt(question: str) -> str:
     return f"Question: {question.strip()}\nAnswer:"
 
 
-def _answer(answer: str) -> str:
-    answer = CALCULATOR_NOTE.sub("", answer).replace("\n#### ", "\nThe answer is ")
-    return f"{answer.strip()}."
-
-
-def _sampled(record: dict, where: str) -> tuple[list[int], list[int]] | None:
+def _sampled(record: dict) -> tuple[list[int], list[int]] | None:
     """The ids that `hsd generate-data` wrote beside prompt and response."""
     if "response_tokens" not in record:
         return None
     pair = (record.get("prompt_tokens"), record["response_tokens"])
     for name, ids in zip(("prompt_tokens", "response_tokens"), pair, strict=True):
-        take(list[Whole], ids, f"{where}: {name}")
+        take(list[Whole], ids, name)
     return pair  # type: ignore[return-value]
 
 
@@ -158,15 +145,12 @@ def _rendered(turns: Turns, where: str) -> Document:
 
 def _templated(turns: Turns, template: ChatTemplate, where: str, find_responses: bool) -> Document:
     """The document of a conversation, rendered by the template. A first turn of the assistant is not a response."""
-    try:
-        text = template(turns, False)
-        responses = []
-        for i, (who, said) in enumerate(turns):
-            if find_responses and i and speaker_of(who) == "Assistant":
-                before, through = template(turns[:i], True), template(turns[: i + 1], False)
-                responses.append(_response(text, before, through, said.strip(), f"turn {i + 1}"))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    text = template(turns, False)
+    responses = []
+    for i, (who, said) in enumerate(turns):
+        if find_responses and i and speaker_of(who) == "Assistant":
+            before, through = template(turns[:i], True), template(turns[: i + 1], False)
+            responses.append(_response(text, before, through, said.strip(), f"turn {i + 1}"))
     return Document(where, text, tuple(responses), is_templated=True)
 
 

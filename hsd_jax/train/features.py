@@ -23,7 +23,7 @@ from pydantic import Field
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.host import lock
-from hsd_jax.host.files import read_json, write_json
+from hsd_jax.host.files import write_json
 from hsd_jax.kernels import program
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import OneOf
@@ -134,8 +134,7 @@ def open_features(
         shape=[len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))],
     )
     if (folder / MANIFEST).is_file():
-        stored = read_json(folder / MANIFEST)
-        manifest.check_equal(stored, dataclasses.asdict(layout), f"features.cache={folder}: holds others")
+        manifest.check_claim(folder / MANIFEST, dataclasses.asdict(layout), f"features.cache={folder}: holds others")
     elif folder.exists() and (not folder.is_dir() or any(p.name != lock.NAME for p in folder.iterdir())):
         raise ValueError(f"features.cache={folder}: is not empty and holds no {MANIFEST}")
     path, num = folder / FILE, len(rows.tokens)
@@ -151,7 +150,7 @@ def open_features(
         report(f"features: {what}, {to_write:.3g} GB to write in {folder}, {free:.3g} GB free")
         if to_write > free:
             raise ValueError(f"features.cache={folder}: needs {to_write:.3g} GB more, the disk has {free:.3g}")
-        with lock.held(lock.of_folder(folder)):
+        with lock.held(folder):
             write_json(folder / MANIFEST, dataclasses.asdict(layout))
             path.touch()
             os.truncate(path, done * layout.row_bytes)

@@ -1,6 +1,7 @@
-"""The settings of earlier runs, which a run that continues them must have: those of a folder are in `recipe.json`.
+"""Claims of folders: what was begun with some settings is continued only with the same.
 
-A folder without checkpoints holds nothing that another recipe could damage, so any recipe may use it.
+A folder of checkpoints keeps its settings in `recipe.json`. One without checkpoints holds nothing that another recipe
+could damage, so any recipe may use it.
 """
 
 from __future__ import annotations
@@ -28,15 +29,20 @@ def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     """Refuses to continue the run in a folder with another recipe, unless `force`. Returns the values for `write`."""
     values = json.loads(json.dumps({**about, **dataclasses.asdict(recipe)}))
     if not force and has_checkpoints(out):
-        there = {key: old for key, old in flattened(read_json(out / RECIPE)).items() if not key.startswith(VERSIONS)}
-        check_equal(there, dict.fromkeys(there, "missing") | flattened(values), f"{out} holds another run (--force)")
+        check_claim(out / RECIPE, values, f"{out} holds another run (--force)", is_recipe=True)
     return values
 
 
-def check_equal(there: Any, here: dict[str, Any], what: str) -> None:
-    """Raises a ValueError that begins with `what` and names the first value of `here` that differs from a stored
-    one."""
-    for name, new in json.loads(json.dumps(here)).items():
+def check_claim(path: Path, here: dict[str, Any], what: str, is_recipe: bool = False) -> None:
+    """Raises a ValueError that begins with `what` and names the first value of `here` that differs in the file `path`.
+
+    `here` may be some of the settings there. In a recipe all must be the same, and a value in a section is named.
+    """
+    there, here = read_json(path), json.loads(json.dumps(here))
+    if is_recipe:
+        there = {key: old for key, old in flattened(there).items() if not key.startswith(VERSIONS)}
+        here = dict.fromkeys(there, "missing") | flattened(here)
+    for name, new in here.items():
         old = there.get(name, "missing") if isinstance(there, dict) else there
         if old != new:
             raise ValueError(f"{what}: {name} is {old!r} there and {new!r} here")

@@ -8,6 +8,7 @@ file is read. `documents.py` says what a record means.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import json
 import zlib
@@ -54,6 +55,15 @@ def check_file(path: str | Path, text: str | None = WHOLE) -> str:
     return ending
 
 
+@contextlib.contextmanager
+def naming(record: Record) -> Iterator[None]:
+    """A ValueError in the block begins with the place of the record."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
+
+
 def read_records(path: str | Path, text: str | None = WHOLE) -> Iterator[Record]:
     """The records of a file, whose texts are read as WHOLE or by LINES, or, with None, are not allowed."""
     path = Path(path)
@@ -71,8 +81,8 @@ def read_file(
 ) -> list[T]:
     """All that `make` makes of the records of a file, at most `limit`.
 
-    If `make` raises a ValueError, its record cannot be used. With `skip_bad_lines` such records are left out, and their
-    number and the first of them are reported.
+    If `make` raises a ValueError, its record cannot be used, and the error names its place. With `skip_bad_lines` such
+    records are left out, and their number and the first of them are reported.
     """
     found: list[T] = []
     bad: list[str] = []
@@ -80,7 +90,9 @@ def read_file(
     for index, (where, number, content) in enumerate(_contents(path, text)):
         num += 1
         try:
-            found += make(Record(path, where, number, index, _fields(content, where)))
+            record = Record(path, where, number, index, _fields(content, where))
+            with naming(record):
+                found += make(record)
         except ValueError as error:
             if not skip_bad_lines:
                 raise ValueError(f"{error}; --skip-bad-lines leaves such records out") from error

@@ -17,20 +17,9 @@ from tokenizers import Tokenizer
 
 from hsd_jax import settings
 from hsd_jax.settings import Count, Seed, Temperature, TopP
-from hsd_jax.train.documents import (
-    ChatTemplate,
-    conversation,
-    first_question,
-    names_of,
-    question_prompt,
-    render_turns,
-    speaker_of,
-    text_of,
-)
+from hsd_jax.train.documents import ChatTemplate, content_of, question_prompt, render_turns, speaker_of
 from hsd_jax.train.journal import Report
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
-
-EXPECTED = f"text, {', '.join(CONVERSATIONS)}, question or prompt"
 
 
 @settings.dataclass
@@ -102,7 +91,7 @@ def read_prompts(
 
     def make(record: Record) -> list[Prompt]:
         nonlocal num_long
-        choices = list(_prompts_of(record.fields, record.where, tokenizer, bos, template, config))
+        choices = list(_prompts_of(record, tokenizer, bos, template, config))
         fitting = [p for p in choices if len(p.tokens) <= longest]
         num_long += bool(choices) and not fitting
         if fitting and not config.all_turns and "text" not in record.fields:
@@ -124,31 +113,25 @@ def draw(*numbers: int) -> np.random.Generator:
     return np.random.default_rng(numbers)
 
 
-def _prompts_of(record: dict, where: str, tokenizer, bos, template, config: GenerateConfig) -> Iterator[Prompt]:
+def _prompts_of(record: Record, tokenizer, bos, template, config: GenerateConfig) -> Iterator[Prompt]:
     """All prompts of one record: of a text, a question, or a conversation up to each turn of the user."""
-    name, is_templated = Path(where).name, False
-    if "text" in record:
-        for ids, text in _beginnings(text_of(record, "text", where), tokenizer, config):
+    name, is_templated = Path(record.where).name, False
+    field, said, turns = content_of(record.fields)
+    if field == "text":
+        for ids, text in _beginnings(said, tokenizer, config):
             yield Prompt(tuple(ids if bos is None else [bos, *ids]), text, name)
         return
-    if (field := next((f for f in CONVERSATIONS if f in record), None)) is not None:
-        question, is_templated = first_question(record[field]), template is not None
-        turns = conversation(record, field, where) if question is None else [("User", question)]
+    if field in CONVERSATIONS:
+        is_templated = template is not None
+        turns = turns or [("User", said)]
         cuts = [turns[: i + 1] for i, (who, _) in enumerate(turns) if speaker_of(who) == "User"]
         if not cuts:
-            raise ValueError(f"{where}: {field} holds no turn of the user")
-        try:
-            texts = [template(cut, True) if template else render_turns(cut, "Assistant") for cut in cuts]
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-    elif "question" in record or "prompt" in record:
-        field = "question" if "question" in record else "prompt"
-        text = text_of(record, field, where)
-        if not text.strip():
-            raise ValueError(f"{where}: {field} is empty")
-        texts = [question_prompt(text) if field == "question" else text]
+            raise ValueError(f"{field} holds no turn of the user")
+        texts = [(template or render_turns)(cut, True) for cut in cuts]
+    elif said.strip():
+        texts = [question_prompt(said) if field == "question" else said]
     else:
-        raise ValueError(f"{where}: fields {names_of(record)}; expected {EXPECTED}")
+        raise ValueError(f"{field} is empty")
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if bos is not None and ids[:1] == [bos]:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import lock
-from hsd_jax.host.files import read_json, write_json
+from hsd_jax.host.files import write_json
 from hsd_jax.measure import texts
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
@@ -71,7 +71,7 @@ def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: expected a name that ends in .jsonl")
     if out.exists():  # if no line was written, stored settings do not matter
-        manifest.check_equal(read_json(settings_path(out)), settings, f"{out} was started with other settings")
+        manifest.check_claim(settings_path(out), settings, f"{out} was started with other settings")
 
 
 def lines_done(out: Path, jobs: Sequence[ResponseJob]) -> int:
@@ -106,7 +106,7 @@ def run(
     """
     for path in files:
         check_file(path)
-    with lock.held(lock.beside(out)):
+    with lock.held(out.parent, f".{out.name}{lock.NAME}"):
         settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
         check_settings(out, settings)
         checkpoint = find(source)

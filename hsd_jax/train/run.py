@@ -78,7 +78,7 @@ def train(
     out, report = Path(out), report if is_writer() else lambda line: None
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     how = mesh, report, force, start_dir, skip_bad_lines
-    with lock.held(lock.of_folder(out)) if is_writer() else contextlib.nullcontext():
+    with lock.held(out) if is_writer() else contextlib.nullcontext():
         return _trained(TASKS[type(recipe)](source, data_files, out, recipe, *how), stop_at)
 
 

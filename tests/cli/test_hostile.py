@@ -16,15 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import toy
+from support import command_line
 from support.checkpoints import edit_tensors
+from support.command_line import hsd
 
-from hsd_jax import settings
 from hsd_jax import tokenizer as tokenizer_lib
-from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import files, lock
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
@@ -34,25 +32,7 @@ from hsd_jax.train import data, run
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A target with a tokenizer, and its drafter."""
-    root = tmp_path_factory.mktemp("hostile")
-    (root / "text.txt").write_text("the cat sat on the mat and the dog ran\n" * 9)
-    tokenizer = train_tokenizer([str(root / "text.txt")], 280, root / "target")
-    config = toy.target_config(vocab_size=tokenizer.get_vocab_size())
-    weights = toy.make_target(config)
-    convert.save_target(root / "target", config, weights, bos=0, eos=[1])
-    drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
-    drafter_files.save_drafter(root / "drafter", drafter_config, toy.random_like(init_drafter, drafter_config, 1, 1.0))
-    return root
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch):
-    monkeypatch.setenv("HSD_CACHE", "off")
-    monkeypatch.delenv("HSD_DEBUG", raising=False)
+folders, own_cache = command_line.folders, command_line.own_cache
 
 
 @contextlib.contextmanager
@@ -66,14 +46,10 @@ def full_disk(num_bytes: int = 100):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def hsd(*argv) -> int:
-    return main_lib.main([str(a) for a in argv])
-
-
-def copy_of(folder: Path, to: Path, **changes) -> Path:
+def copy_of(folder: str, to: Path, **changes) -> Path:
     """A checkpoint folder with other values in its config.json or drafter_config.json."""
     to.mkdir()
-    for path in folder.iterdir():
+    for path in Path(folder).iterdir():
         (to / path.name).write_bytes(path.read_bytes())
     for name in ("config.json", "drafter_config.json"):
         if (to / name).is_file():
@@ -83,30 +59,23 @@ def copy_of(folder: Path, to: Path, **changes) -> Path:
 
 # --- one boundary -----------------------------------------------------------------------------------------------------
 
-BAD_CONFIG = {
-    "hidden_size": [None, True, 10**400],
-    "num_hidden_layers": [10**12],
-    "num_attention_heads": [[2]],
-    "vocab_size": [1.5],
-    "rms_norm_eps": [float("nan")],
-    "model_type": ["mamba"],
-    "rope_scaling": [{"rope_type": "linear"}],
-    "layer_types": [["full"]],
-}
 
-
-def name_of(bad) -> str:
-    """The same in every process: no address."""
-    return "object" if type(bad) is object else settings.shown(bad)[:30]
-
-
-def cases(values: dict[str, list]) -> list:
-    return [pytest.param(key, bad, id=f"{key}={name_of(bad)}") for key in values for bad in values[key]]
-
-
-@pytest.mark.parametrize("key, bad", cases(BAD_CONFIG))
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("hidden_size", None),
+        ("hidden_size", True),
+        ("hidden_size", 10**400),
+        ("num_hidden_layers", 10**12),
+        ("num_attention_heads", [2]),
+        ("vocab_size", 1.5),
+        ("rms_norm_eps", float("nan")),
+        ("layer_types", ["full"]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
 def test_config_json(folders, key, bad):
-    values = json.loads((folders / "target" / "config.json").read_text()) | {key: bad}
+    values = json.loads(Path(folders.target, "config.json").read_text()) | {key: bad}
     with pytest.raises(ValueError, match=r"^config\.json: ") as raised:
         parse_config(values, "config.json")
     assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)
@@ -125,9 +94,9 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 )
 def test_tensors_that_do_not_fit_are_named_in_a_line(folders, tmp_path, capsys, change, words):
     """As a target and as a draft model; nothing is hashed before."""
-    wrong = copy_of(folders / "target", tmp_path / "wrong")
+    wrong = copy_of(folders.target, tmp_path / "wrong")
     edit_tensors(wrong / "model.safetensors", change)
-    for target, drafter in ((wrong, "lookup"), (folders / "target", wrong)):
+    for target, drafter in ((wrong, "lookup"), (folders.target, wrong)):
         assert hsd("generate", "--target", target, "--drafter", drafter, "a") == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and [w for w in [str(wrong), *words] if w not in error] == []
@@ -137,10 +106,10 @@ def test_tensors_that_do_not_fit_are_named_in_a_line(folders, tmp_path, capsys, 
 def test_layers_that_are_not_stored_are_not_traced(folders, tmp_path, num_layers):
     """Less than a second each; to trace as many layers takes minutes."""
     start = time.monotonic()
-    changed = copy_of(folders / "target", tmp_path / "target", num_hidden_layers=num_layers)
+    changed = copy_of(folders.target, tmp_path / "target", num_hidden_layers=num_layers)
     with pytest.raises(ValueError, match=r"num_hidden_layers|5000 layers"):
         find(changed).weights()
-    changed = copy_of(folders / "drafter", tmp_path / "drafter", num_layers=num_layers)
+    changed = copy_of(folders.drafter, tmp_path / "drafter", num_layers=num_layers)
     with pytest.raises(ValueError, match=r"num_layers|5000 layers"):
         drafter_files.read_drafter(changed)
     assert time.monotonic() - start < 10
@@ -151,7 +120,7 @@ def test_layers_that_are_not_stored_are_not_traced(folders, tmp_path, num_layers
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ 1 / 0 }}"])
 def test_faulty_chat_templates(folders, tmp_path, template):
-    changed = copy_of(folders / "target", tmp_path / "target")
+    changed = copy_of(folders.target, tmp_path / "target")
     values = json.loads((changed / "tokenizer_config.json").read_text()) | {"chat_template": template}
     (changed / "tokenizer_config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="template"):
@@ -160,29 +129,17 @@ def test_faulty_chat_templates(folders, tmp_path, template):
         data.template_of(changed)([("User", "hi")], True)
 
 
-def test_chat_templates_without_end(folders, tmp_path, monkeypatch):
-    from hsd_jax import tokenizer
-
-    monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.3)
-    changed = copy_of(folders / "target", tmp_path / "target")
-    forever = "{% for i in range(90000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"  # seconds: nobody ends it
-    values = json.loads((changed / "tokenizer_config.json").read_text()) | {"chat_template": forever}
-    (changed / "tokenizer_config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r" 0.3 seconds"):
-        Tokenizer.find(changed).encode_chat([{"role": "user", "content": "hi"}])
-
-
 # --- files that are written -------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
     """Neither half a result nor a temporary file; the error names the file."""
-    config, weights = find(folders / "target").config, find(folders / "target").weights()
+    config, weights = find(folders.target).config, find(folders.target).weights()
     long = "x" * 10_000
     writers = {
         "page.html": lambda path: files.write_text(path, long),
         "record.json": lambda path: files.write_json(path, long),
-        "tokenizer": lambda path: train_tokenizer([str(folders / "text.txt")], 280, path),
+        "tokenizer": lambda path: train_tokenizer([folders.data], 280, path),
         "weights": lambda path: convert.save_target(path, config, weights),
         "folder": lambda path: files.replace_folder(path, lambda new: convert.save_target(new, config, weights)),
     }
@@ -222,9 +179,9 @@ def test_outputs_that_cannot_be_written(tmp_path, monkeypatch, capsys, argv):
 # --- one writer -------------------------------------------------------------------------------------------------------
 
 HOLDER = """
-import pathlib, sys, time
+import sys, time
 from hsd_jax.host import lock
-with lock.held(pathlib.Path(sys.argv[1])):
+with lock.held(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -232,8 +189,8 @@ with lock.held(pathlib.Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds a lock, and the path."""
-    path = lock.of_folder(tmp_path / "out")
+    """Another process that holds the lock of a folder, and the folder."""
+    path = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     yield process, path
@@ -254,14 +211,14 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, ca
     process.wait()
     with lock.held(path), pytest.raises(ValueError, match="another process"), lock.held(path):
         pass
-    assert not path.exists()
+    assert not (path / lock.NAME).exists()
 
 
 def test_a_file_that_is_being_written(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(options, "load_params", None)
     out = tmp_path / "own.jsonl"
-    arguments = ["--target", folders / "target", "--prompts", folders / "text.txt", "--out", out]
-    with lock.held(lock.beside(out)):
+    arguments = ["--target", folders.target, "--prompts", folders.data, "--out", out]
+    with lock.held(tmp_path, f".own.jsonl{lock.NAME}"):
         assert hsd("generate-data", *arguments) == 2
         assert "another process" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -279,7 +236,7 @@ def test_a_file_that_is_being_written(folders, tmp_path, monkeypatch, capsys):
 )
 def test_streams_that_are_closed_or_full(folders, redirect, code, error):
     command = f'"$0" -m hsd_jax.cli.main info "$1" {redirect}'
-    argv = ["sh", "-c", command, sys.executable, str(folders / "drafter")]
+    argv = ["sh", "-c", command, sys.executable, folders.drafter]
     found = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stderr) == (code, error)
 
@@ -289,7 +246,7 @@ def test_a_terminal_that_lacks_characters(folders, monkeypatch, encoding, shown)
     """An answer is printed with question marks for them, at once or as a stream. JSON loses no character."""
     said = "caf\xe9 \u2022"
     monkeypatch.setattr(tokenizer_lib.IncrementalDecoder, "push", lambda *_, is_last=False: said if is_last else "")
-    one = ["generate", "--target", folders / "target", "--max-new-tokens", "2", "the"]
+    one = ["generate", "--target", folders.target, "--max-new-tokens", "2", "the"]
     for argv in (one, [*one, "--json"]):
         out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         monkeypatch.setattr(sys, "stdout", out)

@@ -217,7 +217,7 @@ def test_sampled_tokens_are_not_tokenised_again(tokenizer):
     [
         ({"response": "a dog"}, r"f:1: response_tokens"),
         ({"response_tokens": [2, 400]}, r"f:1: response_tokens"),
-        ({"prompt_tokens": None}, r"f:1: prompt_tokens=None: .*list"),
+        ({"prompt_tokens": None}, r"^prompt_tokens=None: .*list"),
     ],
 )
 def test_sampled_tokens_of_another_target(tokenizer, changes, message):
@@ -243,29 +243,11 @@ def test_files_become_rows(folder, tmp_path):
         data.read_rows([folder / "words.txt"], folder, 16, 3, 310, config)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("latin.txt", b"caf\xe9", ": .*UTF-8.* 3"),
-        ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ":3: .*JSON"),
-        ("chat.jsonl", b'{"messages": [["a", "b"], {"role": "c"}]}\n', r":1: .*2 of messages.*{'role': 'c'}"),
-        ("plain.jsonl.gz", b'{"text": "a"}\n', ": .*gzip"),
-    ],
-)
-def test_files_that_are_wrong(tmp_path, name, content, said):
-    """With the file, the line, and what stands there."""
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=name.replace(".", r"\.") + said):
-        documents.load_documents(tmp_path / name)
-
-
-@pytest.mark.parametrize("field", ["turns", "messages", "conversations"])
-def test_turns_in_every_form(tmp_path, field):
+def test_turns_in_every_form():
     """Pairs, and the objects of two widespread chat formats; a line may mix them."""
     turns = [["user", "Hi."], {"role": "assistant", "content": "Hello,\nyou."}, {"from": "human", "value": "Bye."}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({field: turns}) + "\n")
-    (document,) = documents.load_documents(tmp_path / "chat.jsonl")
-    assert document.text == "User: Hi.\nAssistant: Hello, you.\nUser: Bye."
+    for field in ("turns", "messages", "conversations"):
+        assert to_document({field: turns}, "-").text == "User: Hi.\nAssistant: Hello, you.\nUser: Bye."
 
 
 # Batches.

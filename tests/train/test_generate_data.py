@@ -17,7 +17,7 @@ import time
 import types
 
 import pytest
-from support import toy
+from support import command_line, toy
 
 import hsd_jax
 from hsd_jax.cli import main as main_lib
@@ -62,11 +62,7 @@ def folder(tmp_path_factory):
     return root
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """No compilation cache in the home directory."""
-    monkeypatch.setenv("HSD_CACHE", "off")
-    monkeypatch.delenv("HSD_DEBUG", raising=False)
+own_cache = command_line.own_cache
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +135,7 @@ def test_long_prompts_are_left_out(folder, tokenizer):
 @pytest.mark.parametrize(
     "record, message",
     [
-        ({"words": "a"}, r"some\.jsonl:1: .*'words'.*text, turns, messages, conversations, question or prompt"),
+        ({"words": "a"}, r"some\.jsonl:1: .*'words'.*text, turns, messages, conversations, question, prompt"),
         ({"turns": [["S", "a dog"]]}, r"some\.jsonl:1: turns .*user"),
     ],
 )

@@ -18,18 +18,8 @@ from pydantic import Field
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.settings import Count, OneOf, Seed, Temperature, dataclass, take
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train.documents import (
-    Turns,
-    chat_template_of,
-    conversation,
-    first_question,
-    names_of,
-    question_prompt,
-    render_turns,
-    speaker_of,
-    text_of,
-)
-from hsd_jax.train.records import CONVERSATIONS, LINES, Record, read_file, read_records
+from hsd_jax.train.documents import Turns, chat_template_of, content_of, question_prompt, render_turns, speaker_of
+from hsd_jax.train.records import CONVERSATIONS, LINES, Record, naming, read_file, read_records
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h. Choose settings on the first, report on the second."""
@@ -177,7 +167,7 @@ def is_chat(tokenizer: Tokenizer) -> bool:
         asked = tokenizer.encode_chat([{"role": "user", "content": "Now?"}])
     except ValueError:
         return True  # a later error names the prompt that it refuses
-    return asked != tokenizer.encode(render_turns([("User", "Now?")], open_for="Assistant"))
+    return asked != tokenizer.encode(render_turns([("User", "Now?")], True))
 
 
 def demo_prompts(tokenizer: Tokenizer | None = None) -> list[BenchPrompt]:
@@ -210,7 +200,6 @@ def read_prompts(
     count: Callable[[str], int],
     half: str | None = None,
     limit: int | None = None,
-    max_tokens: int = MAX_PROMPT_TOKENS,
     chat: Tokenizer | None = None,
     skip_bad_lines: bool = False,
 ) -> list[BenchPrompt]:
@@ -228,9 +217,17 @@ def read_prompts(
         name = name_of(record)
         if half is not None and zlib.crc32(name.encode()) % 2 != HALVES.index(half):
             return []
-        prompt = prompt_of(record.fields, name, record.where, count, max_tokens, chat)
+        field, said, turns = content_of(record.fields, (*CONVERSATIONS, "question", "prompt", "text"))
+        if turns:
+            prompt = dialogue_prompt(turns, name, count, MAX_PROMPT_TOKENS, chat)
+        elif field == "text":
+            prompt = BenchPrompt(name, beginning(said, count, MAX_PROMPT_TOKENS))
+        elif field != "prompt" and chat is not None:
+            prompt = asked(chat, [("User", said.strip() if field == "question" else said)], name)
+        else:
+            prompt = BenchPrompt(name, question_prompt(said) if field == "question" else said)
         if not prompt.text:
-            raise ValueError(f"{record.where}: the prompt is empty")
+            raise ValueError("the prompt is empty")
         return [prompt]
 
     prompts = []
@@ -248,40 +245,8 @@ def name_of(record: Record) -> str:
     return str(next(own, f"{record.path.stem}-{record.number}"))
 
 
-def prompt_of(
-    record: dict,
-    name: str,
-    where: str,
-    count: Callable[[str], int],
-    max_tokens: int,
-    chat: Tokenizer | None = None,
-) -> BenchPrompt:
-    """The prompt of one record."""
-    for field in CONVERSATIONS:
-        if (first := first_question(record.get(field))) is not None:
-            return BenchPrompt(name, first) if chat is None else asked(chat, [("User", first)], name, where)
-        if field in record:
-            return dialogue_prompt(conversation(record, field, where), name, where, count, max_tokens, chat)
-    if "question" in record:
-        question = text_of(record, "question", where)
-        if chat is None:
-            return BenchPrompt(name, question_prompt(question))
-        return asked(chat, [("User", question.strip())], name, where)
-    if "prompt" in record:
-        return BenchPrompt(name, text_of(record, "prompt", where))
-    if "text" in record:
-        return text_prompt(text_of(record, "text", where), name, count, max_tokens)
-    expected = f"{', '.join(CONVERSATIONS)}, question, prompt or text"
-    raise ValueError(f"{where}: fields {names_of(record)}; expected {expected}")
-
-
 def dialogue_prompt(
-    turns: Turns,
-    name: str,
-    where: str,
-    count: Callable[[str], int],
-    max_tokens: int,
-    chat: Tokenizer | None = None,
+    turns: Turns, name: str, count: Callable[[str], int], max_tokens: int, chat: Tokenizer | None = None
 ) -> BenchPrompt:
     """The beginning of a dialogue, cut before a turn of the assistant: at most half of the turns and `max_tokens`.
 
@@ -291,10 +256,10 @@ def dialogue_prompt(
     if not cuts and speaker_of(turns[-1][0]) == "User":
         cuts = [len(turns)]
     if not cuts:
-        raise ValueError(f"{where}: no turn of the assistant after one of the user, and none of the user at the end")
-    best = asked(chat, turns[: cuts[0]], name, where)
+        raise ValueError("no turn of the assistant after one of the user, and none of the user at the end")
+    best = asked(chat, turns[: cuts[0]], name)
     for cut in cuts[1:]:
-        found = asked(chat, turns[:cut], name, where)
+        found = asked(chat, turns[:cut], name)
         num_tokens = count(found.text) if chat is None else len(found.tokens(chat))
         if cut > len(turns) / 2 or num_tokens > max_tokens:
             break
@@ -302,24 +267,20 @@ def dialogue_prompt(
     return best
 
 
-def asked(chat: Tokenizer | None, turns: Turns, name: str, where: str) -> BenchPrompt:
+def asked(chat: Tokenizer | None, turns: Turns, name: str) -> BenchPrompt:
     """The prompt of a conversation up to the assistant's turn, by the chat template; None: in lines."""
     if chat is None:
-        return BenchPrompt(name, render_turns(turns, open_for="Assistant"))
-    try:
-        text = chat_template_of(chat.render)(turns, True)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return BenchPrompt(name, text, is_templated=True, question=turns[-1][1])
+        return BenchPrompt(name, render_turns(turns, True))
+    return BenchPrompt(name, chat_template_of(chat.render)(turns, True), is_templated=True, question=turns[-1][1])
 
 
-def text_prompt(text: str, name: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:
+def beginning(text: str, count: Callable[[str], int], max_tokens: int) -> str:
     """The beginning of a text: at most half of it and about `max_tokens`. The cut is before a space, never inside a
     word."""
     spaces = [i for i, c in enumerate(text) if c == " " and 0 < i <= len(text) / 2]
     while len(spaces) > 1 and count(text[: spaces[-1]]) > max_tokens:
         spaces = spaces[: max(1, int(len(spaces) * 0.8))]
-    return BenchPrompt(name, text[: spaces[-1]] if spaces else text)
+    return text[: spaces[-1]] if spaces else text
 
 
 def read_tasks(work: Workload, params) -> dict[str, list[BenchPrompt]]:
@@ -346,18 +307,18 @@ def spec_bench(path: str | Path, limit: int | None, tokenizer: Tokenizer | None)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError("--spec-bench asks an assistant, and this target has no chat template; see --tokenizer NAME")
     task_of = {category: task for task, names in SPEC_BENCH.items() for category in names}
-    tasks: dict[str, list[tuple[str, str, str]]] = {task: [] for task in SPEC_BENCH}
+    tasks: dict[str, list[BenchPrompt]] = {task: [] for task in SPEC_BENCH}
     for record in read_records(path, text=None):
-        if (category := record.fields.get("category")) not in task_of:
-            raise ValueError(f"{record.where}: category {category!r}: allowed are {', '.join(task_of)}")
-        question = first_question(record.fields.get("turns"))
-        if question is None:
-            raise ValueError(f"{record.where}: turns is {record.fields.get('turns')!r:.60}: expected the user's texts")
-        tasks[task_of[category]].append((question, name_of(record), record.where))
-    chosen = {task: spread_evenly(found, limit) for task, found in tasks.items() if found}
-    if not chosen:
+        with naming(record):
+            if (category := record.fields.get("category")) not in task_of:
+                raise ValueError(f"category {category!r}: allowed are {', '.join(task_of)}")
+            _, question, turns = content_of(record.fields, ("turns",))
+            if turns:
+                raise ValueError(f"turns is {record.fields['turns']!r:.60}: expected the user's texts")
+            tasks[task_of[category]].append(asked(tokenizer, [("User", question)], name_of(record)))
+    if not any(tasks.values()):
         raise ValueError(f"{path}: holds no prompt")
-    return {task: [asked(tokenizer, [("User", q)], *rest) for q, *rest in found] for task, found in chosen.items()}
+    return {task: spread_evenly(found, limit) for task, found in tasks.items() if found}
 
 
 def spread_evenly(found: Sequence[Any], num: int | None) -> list[Any]:

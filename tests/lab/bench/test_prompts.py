@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import types
 
@@ -10,7 +9,6 @@ import pytest
 from support import chat
 
 from hsd_jax.arguments import encode
-from hsd_jax.cli import options
 from hsd_jax.lab.bench import prompts
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.models.checkpoint import DEMO
@@ -102,7 +100,7 @@ def test_long_dialogues_are_cut_by_the_tokens_of_the_template(asked):
     turns = [("User", "one"), ("Assistant", "two")] * 6
     by_length = {}
     for most in (10, 60, 1000):
-        found = prompts.dialogue_prompt(turns, "x", "here", None, most, params.tokenizer)
+        found = prompts.dialogue_prompt(turns, "x", len, most, params.tokenizer)
         by_length[most] = found.text.count("two")
         assert most == 10 or len(found.tokens(params.tokenizer)) <= most
     assert by_length[10] == 0 and 0 < by_length[60] < by_length[1000] == 2
@@ -111,8 +109,8 @@ def test_long_dialogues_are_cut_by_the_tokens_of_the_template(asked):
 def test_a_conversation_that_the_template_refuses_is_named(asked):
     with pytest.raises(ValueError, match=r"records\.jsonl:1: .*roles must alternate"):
         asked(chat.REFUSING)
-    with pytest.raises(ValueError, match=r"^here: "):
-        prompts.dialogue_prompt([("System", "be brief")], "x", "here", len, 9)
+    with pytest.raises(ValueError, match="no turn of the assistant"):
+        prompts.dialogue_prompt([("System", "be brief")], "x", len, 9)
 
 
 def test_an_empty_prompt_is_named(tmp_path):
@@ -126,10 +124,3 @@ def test_the_bundled_target_is_asked_in_lines():
     tokenizer = Tokenizer.find(DEMO / "target")
     assert not prompts.is_chat(tokenizer) and tokenizer.turn_ends == ()
     assert not any(prompt.is_templated for prompt in prompts.demo_prompts())
-
-
-@pytest.mark.parametrize(("arguments", "value"), [([], True), (["--no-chat-template"], False)])
-def test_the_option(arguments, value):
-    parser = argparse.ArgumentParser()
-    options.add_prompt_arguments(parser)
-    assert options.record_of(parser.parse_args(arguments), Workload).chat_template is value
