@@ -90,32 +90,25 @@ class Drafting:
     """The devices of a drafter that has its own."""
 
 
+@functools.lru_cache(maxsize=64)
 def make_decoder(
-    config: ModelConfig,
-    drafting: Drafting | None,
-    matmul_precision: str | None,
-    cache_dtype: str,
-    pad_rows: int = 1,
-    mesh: Mesh | None = None,
+    own: Program, config: ModelConfig, drafting: Drafting | None, cache_dtype: str, pad_rows: int = 1
 ) -> Decoder:
-    """The compiled functions of a static configuration. Without `drafting` rows are padded to `pad_rows`."""
+    """The functions of a static configuration, which are compiled once for each and for each program `own`.
+
+    Without `drafting` rows are padded to `pad_rows`.
+    """
     if drafting is None:
-        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
-    own, tree, scheme = drafting.config, drafting.tree, drafting.scheme
+        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, own)
+    kind, tree, scheme = drafting.config, drafting.tree, drafting.scheme
     rule = make_rule(drafting.rule, tree, drafting.lossy)
     if drafting.mesh is not None:
-        overlapped = method_of(own).overlapped
+        overlapped = method_of(kind).overlapped
         if overlapped is None:
-            raise ValueError(f"a {own.kind} drafter cannot run on devices of its own: place() both models on one mesh")
-        return overlapped(config, own, tree, scheme, rule, mesh, drafting.mesh, cache_dtype, matmul_precision)
-    drafter = make_drafter(config, own, tree, cache_dtype, scheme, drafting.reuse)
-    return Decoder(config, make_step(config, drafter, rule), drafter, cache_dtype, matmul_precision, mesh=mesh)
-
-
-@functools.lru_cache(maxsize=64)
-def _decoder(program: Program, *configuration: Any) -> Decoder:
-    """`make_decoder`, called once for each configuration and each `program` that it is traced for."""
-    return make_decoder(*configuration)
+            raise ValueError(f"a {kind.kind} drafter cannot run on devices of its own: place() both models on one mesh")
+        return overlapped(config, kind, tree, scheme, rule, drafting.mesh, cache_dtype, own)
+    drafter = make_drafter(config, kind, tree, cache_dtype, scheme, drafting.reuse)
+    return Decoder(config, make_step(config, drafter, rule), drafter, cache_dtype, own)
 
 
 def set_up(
@@ -136,9 +129,9 @@ def set_up(
         drafting = Drafting(params.drafter_config, plan.tree, rule, scheme, reuse, lossy, params.drafter_mesh)
     dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
     pad_rows = asked.pad_rows if drafting is None else 1
-    static = params.target_config, drafting, params.matmul_precision, dtype, pad_rows, params.mesh
     own = program_for(params.matmul_precision, mesh=params.mesh)
-    decoder = _decoder(own, *static)  # first of all, because it refuses what no drafter can grow
+    # first of all, because it refuses what no drafter can grow
+    decoder = make_decoder(own, params.target_config, drafting, dtype, pad_rows)
     if plan.tree is not None and plan.is_adaptive:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
         trial = None if plan_rows == num_rows else capacity

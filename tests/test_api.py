@@ -24,7 +24,7 @@ from hsd_jax.infer.sampling import row_keys
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.placement import Placement
-from hsd_jax.request import _decoder, rule_and_scheme
+from hsd_jax.request import make_decoder, rule_and_scheme
 from hsd_jax.types import NO_TOKEN, DrawScheme
 
 CYCLE = "aé€😀 "
@@ -299,7 +299,7 @@ def test_a_stream_complains_at_the_call(params):
 def test_params_are_a_pytree(params):
     """Through jit, device_put and tree.map, with the settings beside; and still the same compiled functions."""
     wanted = hsd_jax.decode(params, ONE, 6)
-    misses = _decoder.cache_info().misses
+    misses = make_decoder.cache_info().misses
     passed = [
         jax.jit(lambda p: p)(params),
         jax.device_put(params),
@@ -310,7 +310,7 @@ def test_params_are_a_pytree(params):
         assert isinstance(other, hsd_jax.Params)
         assert other.target_config == params.target_config and other.tree == params.tree
         np.testing.assert_array_equal(hsd_jax.decode(other, ONE, 6).tokens, wanted.tokens)
-    assert _decoder.cache_info().misses == misses
+    assert make_decoder.cache_info().misses == misses
 
 
 def test_dtypes_of_weights(folders):

@@ -141,9 +141,9 @@ def test_a_row_says_what_it_says_alone(name):
 @pytest.fixture
 def fresh_programs():
     """Decoders that are traced anew, so that a mutant is in them, and forgotten after."""
-    request_lib._decoder.cache_clear()
+    request_lib.make_decoder.cache_clear()
     yield
-    request_lib._decoder.cache_clear()
+    request_lib.make_decoder.cache_clear()
 
 
 def keeps_the_cache(into, slot, source, row=0):

@@ -137,6 +137,7 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
 
     from hsd_jax.drafters.table import init_drafter
     from hsd_jax.host import sharding
+    from hsd_jax.infer.decode import program_for
     from hsd_jax.infer.rules.table import RULES
     from hsd_jax.infer.sampling import row_keys
     from hsd_jax.kernels import program
@@ -174,7 +175,7 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
     if what != PLAIN:
         drafting = Drafting(params.drafter_config, job.tree, "match", RULES["match"].scheme, NO_REUSE)
         models["drafter"] = weights(params.drafter, params.drafter_config)
-    decoder = make_decoder(params.target_config, drafting, None, cache_dtype(jnp.bfloat16).name, mesh=on)
+    decoder = make_decoder(program_for(mesh=on), params.target_config, drafting, cache_dtype(jnp.bfloat16).name)
     *prompts, limits, sampling = rows(jax.eval_shape(given))
     prefilled, sizes = (models, *prompts, limits), {"capacity": job.slots, "max_tokens": job.slots + 1}
     if what == PREFILL:

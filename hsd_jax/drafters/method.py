@@ -111,7 +111,7 @@ class DraftingMethod(NamedTuple):
     `levels(models, state) -> (logits [B, D, C], inject, state)` gives the arguments of `tree.token_free`; `inject` is
     None if drafted tokens add nothing to the logits. `lattice` is None if the drafter's states read drafted tokens."""
     overlapped: Callable[..., Any] | None = None
-    """`overlapped(target_config, config, tree, scheme, rule, mesh, drafter_mesh, cache_dtype, precision)`: a `Decoder`
+    """`overlapped(target_config, config, tree, scheme, rule, drafter_mesh, cache_dtype, program)`: a `Decoder`
     in which both models run at the same time, each on its own devices. None: one program runs both."""
 
 

@@ -254,7 +254,7 @@ def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capa
 class Decoder:
     """The compiled functions of one configuration. Everything static is fixed here, and everything else is traced.
 
-    `precision`, `use_native` and `mesh` are those of `program_for`.
+    `own` is the record that they are traced for. None: that of this machine (`program_for`).
     """
 
     begin: Callable[..., DecodeState]
@@ -269,14 +269,12 @@ class Decoder:
         step: Step,
         drafter: Drafter | None = None,
         cache_dtype=jnp.float32,
-        precision: str | None = None,
-        use_native: bool = True,
-        mesh: Mesh | None = None,
+        own: Program | None = None,
     ):
         self.drafter = drafter = NO_DRAFTER if drafter is None else drafter
         self.max_depth, self.lookahead = drafter.max_depth, drafter.most_written
         self._slots = functools.partial(cache_lib.layer_slots, config)
-        self._program = program_for(precision, use_native, mesh)
+        self._program = program_for() if own is None else own
         self.chunk = CHUNK if self._program.isa == native.OFF else CHUNK_OF_KERNELS
         sizes = ("capacity", "max_tokens")
         self.begin = self.compile(make_begin(config, drafter, cache_dtype), static_argnames=sizes)

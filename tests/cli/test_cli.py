@@ -265,7 +265,7 @@ def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
 def test_identity_counts_rows_that_differ_between_levels(identity_run, monkeypatch, capsys):
     """Of exact text there are none. Each level has a program of its own, and a level that goes wrong is seen."""
     from hsd_jax.kernels import native
-    from hsd_jax.request import _decoder
+    from hsd_jax.request import make_decoder
 
     if not native.available():
         with pytest.raises(FileNotFoundError):  # refused before anything was written
@@ -273,10 +273,10 @@ def test_identity_counts_rows_that_differ_between_levels(identity_run, monkeypat
         assert "levels" in capsys.readouterr().err
         return
     isas = [*reversed(native.cpu_isas()), native.OFF]
-    _decoder.cache_clear()
+    make_decoder.cache_clear()
     _, record = identity_run("--precision", "exact", "--levels")
     found = record["levels"]
-    assert _decoder.cache_info().currsize == len(isas) + 1, "plain at each level, and one that speculates"
+    assert make_decoder.cache_info().currsize == len(isas) + 1, "plain at each level, and one that speculates"
     assert found["level"] == isas[0] and found["num_prompts"] == record["num_prompts"]
     assert [one["rows_differing"] for one in found["settings"]] == 3 * [dict.fromkeys(isas[1:], 0)]
     assert "whose plain text differs" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.decode import Decoder, program_for
 from hsd_jax.infer.rules.accept import recursive_rule
 from hsd_jax.infer.step import make_step, root_of
 from hsd_jax.infer.tree import sharpness
@@ -110,7 +110,7 @@ def test_drawn_trees():
     call, setup, tree = calls.mixed_call(), setups.setup("llama", "eagle"), TreeConfig(nodes=8, depth=3, width=3)
     drafter = make_drafter(setup.config, setup.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
     step = make_step(setup.config, drafter, recursive_rule(tree.depth, tree.width))
-    decoder = Decoder(setup.config, step, drafter, precision="highest")
+    decoder = Decoder(setup.config, step, drafter, own=program_for("highest"))
     state = call.run(decoder, setup.models)
     assert calls.generated(call, state)[:2] == setups.expected("llama", call)[:2]
     row = 3

@@ -21,7 +21,7 @@ from hsd_jax.drafters.pearl import draft as pearl_lib
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.decode import Decoder, program_for
 from hsd_jax.infer.rules.accept import coins_of
 from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.step import make_step
@@ -54,7 +54,7 @@ def texts_of(gamma: int) -> list[list[int]]:
     one, tree = setups.setup("llama", "pearl"), TreeConfig.chain(gamma)
     drafter = make_drafter(one.config, one.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
     step = make_step(one.config, drafter, make_rule("recursive", tree))
-    state = calls.mixed_call().run(Decoder(one.config, step, drafter, precision="highest"), one.models)
+    state = calls.mixed_call().run(Decoder(one.config, step, drafter, own=program_for("highest")), one.models)
     return calls.generated(calls.mixed_call(), state)
 
 

@@ -22,7 +22,7 @@ from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host import sharding
 from hsd_jax.infer import decode, draw, sampling
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.decode import Decoder, program_for
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import attention, check, int8, ops, program, triton
@@ -351,7 +351,7 @@ def test_rings_decode_what_whole_caches_do(monkeypatch):
     def run(slots: int, new: jax.Array = new) -> np.ndarray:
         limits = Limits(length + new, jnp.full((len(length), 1), -1, jnp.int32))
         drafter = make_drafter(config, drafter_config, tree, jnp.float32, DrawScheme.ARBITRARY, NO_REUSE)
-        decoder = Decoder(config, make_step(config, drafter, match_rule(3)), drafter, use_native=False)
+        decoder = Decoder(config, make_step(config, drafter, match_rule(3)), drafter, own=program_for(use_native=False))
         state = decoder.prefill(models, tokens, length, keys, limits, capacity=64, max_tokens=65)
         assert state.cache.keys[0].shape[2] == slots
         state = calls.run_loop(decoder, models, settings, limits, state)

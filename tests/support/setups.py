@@ -41,7 +41,7 @@ from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.infer import step
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.decode import Decoder, program_for
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.rules.table import make_rule
@@ -338,7 +338,7 @@ class Setup:
             step = make_plain_step(self.config)
         else:
             step = make_step(self.config, self.drafter, rule or match_rule(self.drafter.max_depth))
-        return Decoder(self.config, step, self.drafter, precision="highest")
+        return Decoder(self.config, step, self.drafter, own=program_for("highest"))
 
 
 @functools.cache

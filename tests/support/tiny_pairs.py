@@ -13,7 +13,7 @@ from scipy import stats
 from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.decode import Decoder, program_for
 from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.types import AcceptRule, DrawScheme
@@ -69,7 +69,7 @@ def decoder_of(
     """Of a pair whose drafts are drawn, under the recursive rule if no other is given."""
     drafter = change(make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse))
     step = make_step(config, drafter, rule or make_rule("recursive", tree))
-    return Decoder(config, step, drafter, precision="highest", use_native=False)
+    return Decoder(config, step, drafter, own=program_for("highest", use_native=False))
 
 
 def many_rows(settings=((1.0, None, None),), rows: int = ROWS, new_tokens: int = NEW_TOKENS, first: int = 1):

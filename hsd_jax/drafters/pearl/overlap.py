@@ -35,10 +35,11 @@ from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer import rows
 from hsd_jax.infer import step as step_lib
-from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full, program_for
+from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules.accept import check_legal
 from hsd_jax.infer.sampling import round_noise
+from hsd_jax.kernels.program import Program
 from hsd_jax.types import AcceptRule, DecodeState, Drafter, DrawScheme, Limits, ModelOutput, SamplingParams
 
 EVERY = 2
@@ -72,10 +73,9 @@ class Overlapped(Decoder):
         tree: TreeConfig,
         scheme: DrawScheme,
         rule: AcceptRule,
-        mesh: Mesh,
         drafter_mesh: Mesh,
-        cache_dtype: Any = jnp.float32,
-        precision: str | None = None,
+        cache_dtype: Any,
+        own: Program,
     ):
         drafter = pearl_drafter(config, drafter_config, tree, cache_dtype, scheme)
         check_legal(rule, drafter.scheme, drafter.drafts_ahead)
@@ -87,8 +87,8 @@ class Overlapped(Decoder):
             commit=lambda models, phase, verdict, output, num: both.after_verdict(phase, verdict, num),
         )
         # The loop of this decoder, which would be one program, is never compiled.
-        self.here = Decoder(config, make_plain_step(config), half, cache_dtype, precision, mesh=mesh)
-        self.drafter, self.mesh, self.drafter_mesh = drafter, mesh, drafter_mesh
+        self.here = Decoder(config, make_plain_step(config), half, cache_dtype, own)
+        self.drafter, self.mesh, self.drafter_mesh = drafter, own.mesh, drafter_mesh
         self.max_depth, self.lookahead, self._slots = self.here.max_depth, self.here.lookahead, self.here._slots
         self.compile, self.chunk = self.here.compile, self.here.chunk
 
@@ -122,7 +122,7 @@ class Overlapped(Decoder):
             return fresh, rows.placed(base)
 
         def there(function: Callable, **options) -> Callable:
-            return jax.jit(program_for(precision, True, drafter_mesh).traced(function), **options)
+            return jax.jit(dataclasses.replace(own, mesh=drafter_mesh).traced(function), **options)
 
         self.look, self.judge = self.compile(look), self.compile(judge, donate_argnums=2)
         self.read_ahead = there(make_read(drafter_config.base, both.base), static_argnames="capacity")
