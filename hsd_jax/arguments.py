@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from hsd_jax.asked import Length, Sampling, SamplingSettings
 from hsd_jax.config import bucket
+from hsd_jax.host import sharding as sharding_lib
+from hsd_jax.host.distributed import put
 from hsd_jax.host.files import decoded
+from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.params import Params
 from hsd_jax.settings import MOST, parts_of, row_hint, shown, take
 from hsd_jax.tokenizer import Messages, check_unicode
@@ -78,12 +82,21 @@ def _row(name: str, tokens: list[int], values: Iterable[Any], eos: tuple[int, ..
     return row
 
 
-def arrays_of(
-    rows: Sequence[Row], num_rows: int, num_places: int
-) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]], Limits, SamplingParams]:
-    """Tokens [B, P], lengths [B], seeds of the keys, limits and settings, with B = `num_rows` and P = `num_places`.
+class Given(NamedTuple):
+    """Rows as the inputs of a prefill, on the device."""
 
-    The rows after `rows` are NOTHING.
+    tokens: jax.Array
+    """int32 [B, P]."""
+    length: jax.Array
+    keys: jax.Array
+    limits: Limits
+    sampling: SamplingParams
+
+
+def given_of(rows: Sequence[Row], num_rows: int, num_places: int, mesh: Mesh | None, is_all: bool = False) -> Given:
+    """The inputs of a prefill of B = `num_rows` rows with P = `num_places`. The rows after `rows` are NOTHING.
+
+    `is_all`: these are all rows that the program will ever have.
     """
     filled = [*rows, *[NOTHING] * (num_rows - len(rows))]
     tokens, num_ends = np.zeros((num_rows, num_places), np.int32), bucket(max(len(row.asked.eos) for row in filled), 4)
@@ -91,9 +104,14 @@ def arrays_of(
         place[: len(row.tokens)] = row.tokens
     length, most = (np.array(x, np.int32) for x in ([len(r.tokens) for r in filled], [r.longest for r in filled]))
     eos = np.array([[*row.asked.eos, *[NO_TOKEN] * (num_ends - len(row.asked.eos))] for row in filled], np.int32)
-    bounds: tuple[Any, Any] = most, eos
-    seeds = [(row.asked.seed, row.fold) for row in filled]
-    return tokens, length, seeds, Limits(*bounds), sampling_arrays([row.asked for row in filled])
+    keys = row_keys([(row.asked.seed, row.fold) for row in filled])
+    sampling = sampling_arrays([row.asked for row in filled])
+    bounds: Any = most, eos
+    host: Any = tokens, length, keys, Limits(*bounds), with_exclusions(sampling) if is_all else sampling
+    given = Given(*host)
+    if mesh is None:
+        return jax.device_put(given)  # `jnp.asarray` would compile a program for every shape
+    return put(given, sharding_lib.row_shardings(mesh, given, num_rows))
 
 
 def sampling_arrays(asked: Sequence[Sampling]) -> SamplingParams:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Unpack
+from typing import Annotated, Any, Unpack
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from hsd_jax.arguments import Prompt, Row, arrays_of, row_of, rows_of
+from hsd_jax.arguments import Given, Prompt, Row, given_of, row_of, rows_of
 from hsd_jax.asked import (
     NEW_TOKENS,
     OF_TEXT,
@@ -33,10 +35,9 @@ from hsd_jax.asked import (
     check_names,
 )
 from hsd_jax.host import sharding as sharding_lib
-from hsd_jax.host.distributed import check_same, fetch, put
+from hsd_jax.host.distributed import check_same, fetch
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
-from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.models.placement import check_free
 from hsd_jax.params import Params
 from hsd_jax.planning.plan import Plan
@@ -52,7 +53,7 @@ from hsd_jax.request import (
 )
 from hsd_jax.settings import Count, Flag, OneOf, shown, take, takes
 from hsd_jax.tokenizer import IncrementalDecoder
-from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits, SamplingParams
+from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
@@ -105,16 +106,14 @@ class Generated(Taken):
     """The number of the request, in the order of the requests."""
 
 
-@dataclasses.dataclass
-class _Open:
+@dataclasses.dataclass(eq=False)
+class _Request:
     """The host's record of a request, from `admit` until its end is taken."""
 
     row: Row
     slot: int
     detokenizer: IncrementalDecoder | None
-    is_running: bool = False
-    """Whether its row is in the state: its prompt has been read, and it has not ended."""
-    length: int = 0
+    length: int
     """The number of its tokens that the host has fetched, prompt included."""
     new: list[np.ndarray] = dataclasses.field(default_factory=list)
     """Tokens that have not been taken yet."""
@@ -123,24 +122,11 @@ class _Open:
     error: str | None = None
 
 
-class _Given(NamedTuple):
-    """Inputs of a prefill, on the device. `Decoder.prefill` takes the first four in this order."""
-
-    tokens: jax.Array
-    """int32 [B, P]."""
-    length: jax.Array
-    keys: jax.Array
-    limits: Limits
-    sampling: SamplingParams
-
-
 @dataclasses.dataclass
 class _Reading:
-    """A prompt that is being read into a separate state."""
+    """Prompts that are being read into a separate state, whose rows are those of `given`."""
 
-    request: _Open
-    given: _Given
-    """The first row is that of the request. The others fill a mesh."""
+    given: Given
     capacity: int
     num_left: int
     """The number of chunks that have not been read yet."""
@@ -218,12 +204,17 @@ class Session:
         self.prefill_seconds = self.decode_seconds = 0.0
         """Wall time so far, compilations included. `prefill_seconds` covers prompts that are read together, as in
         `decode`. `decode_seconds` covers calls of the loop, and the chunks of prompts that are read during them."""
-        self._num_rows, self._lock = num_rows, threading.Lock()
-        self._at: list[_Open | None] = [None] * slots
-        self._open: dict[int, _Open] = {}
-        self._waiting: deque[_Open] = deque()
+        self._num_rows, self._largest = num_rows, largest_capacity(setup.lookahead, self.max_len)
+        self._lock, self._closed, self._handles = threading.Lock(), "", itertools.count()
+        self._open: dict[int, _Request] = {}
+        """By handle, until their ends are taken."""
+        self._at: list[_Request | None] = [None] * slots
+        """By slot. A slot is free once its row was cancelled or its end was taken."""
+        self._waiting: deque[_Request] = deque()
         self._reading: _Reading | None = None
-        self._num_admitted, self._closed = 0, ""
+        """The prompt of the first request of `_waiting`."""
+        self._running: list[_Request] = []
+        """Those whose rows are in the state: their prompts have been read, and they have not ended."""
 
     @property
     def plan(self) -> Plan:
@@ -233,7 +224,7 @@ class Session:
     @property
     def num_running(self) -> int:
         """The number of rows whose prompts have been read and which have not ended."""
-        return len(self._running())
+        return len(self._running)
 
     @property
     def num_free(self) -> int:
@@ -246,18 +237,13 @@ class Session:
 
         While a prompt is read the session needs one more row, and while caches grow it needs one more layer.
         """
-        given, costs, mesh = self._arrays([], self._num_rows, 1), self.setup.costs, self.params.mesh
-        begin = functools.partial(self.setup.decoder.begin, **_sizes(self._largest))
-        shapes = jax.eval_shape(begin, *given[:4], costs)
+        given, mesh = given_of([], self._num_rows, 1, self.params.mesh), self.params.mesh
+        shapes = jax.eval_shape(functools.partial(_begun, self.setup, capacity=self._largest), given)
         sizes = [(x.shape, x.dtype.itemsize) for x in jax.tree.leaves(shapes)]
         if mesh is not None:
             shardings = jax.tree.leaves(sharding_lib.row_shardings(mesh, shapes, self._num_rows))
             sizes = [(at.shard_shape(shape), size) for at, (shape, size) in zip(shardings, sizes, strict=True)]
         return sum(math.prod(shape) * size for shape, size in sizes)
-
-    @property
-    def _largest(self) -> int:
-        return largest_capacity(self.setup.lookahead, self.max_len)
 
     # --- the verbs ----------------------------------------------------------------------------------------------------
 
@@ -270,15 +256,28 @@ class Session:
         It returns a handle for `take` and `cancel`. A ValueError if no slot is free, if the session is closed, or as
         `decode`. Running rows are not affected.
         """
-        sampling = Sampling(max_new_tokens=max_new_tokens, **settings)
         with self._alone():
-            self._check_open()
-            return self._admit(row_of(self.params, prompt, sampling, self.max_len))
+            return self._admit(row_of(self.params, prompt, Sampling(max_new_tokens, **settings), self.max_len))
+
+    def _admit(self, row: Row) -> int:
+        if not self.num_free:
+            raise ValueError(f"no slot is free: all {self.slots} hold a row that runs or was not taken")
+        if self.params.mesh is not None:
+            check_same("the request", repr(row))
+        return self._queue(row)
+
+    def _queue(self, row: Row) -> int:
+        """Gives a row the first free slot, where it waits for its prompt to be read. Returns its handle."""
+        tokenizer, handle = self.params.tokenizer, next(self._handles)
+        detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
+        request = _Request(row, self._at.index(None), detokenizer, len(row.tokens))
+        self._at[request.slot] = self._open[handle] = request
+        self._waiting.append(request)
+        return handle
 
     def reserve(self) -> None:
         """Makes the caches as large as `max_len` allows before the first row. All rounds then run one program."""
         with self._alone():
-            self._check_open()
             if self.rows is not None:
                 raise ValueError("reserve() must come before the first row: the caches exist already")
             with self._closes_on_error():
@@ -291,17 +290,27 @@ class Session:
         the device the session is closed, and every open handle gives "failed".
         """
         take(Count | None, rounds, "rounds")
-        with self._alone():
-            self._check_open()
-            with self._closes_on_error():
-                self._step(UNBOUNDED if rounds is None else rounds)
+        left, has_ended = UNBOUNDED if rounds is None else rounds, False
+        with self._alone(), self._closes_on_error():
+            while not has_ended and left > 0:
+                if self._reading is not None and not self._reading.num_left and self._insert():
+                    return
+                num, is_reading = self.num_running, bool(self._waiting)
+                if num:
+                    now = 1 if is_reading else left
+                    has_ended = self.run(now, num, beside=self._read_chunk if is_reading else None)
+                    left -= now if left < UNBOUNDED else 0
+                elif is_reading:
+                    self._read_chunk()
+                else:
+                    return
 
     def take(self, handle: int) -> Taken:
         """Returns the new tokens of a row, each token once.
 
         If the row has ended, this take is the last: it frees the slot and closes the handle.
         """
-        with self._alone():
+        with self._alone(may_be_closed=True):
             request = self._of(handle)
             tokens = np.concatenate([*request.new, np.zeros(0, np.int32)])
             request.new.clear()
@@ -315,22 +324,26 @@ class Session:
 
     def cancel(self, handle: int) -> None:
         """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens."""
-        with self._alone():
+        with self._alone(may_be_closed=True):
             request = self._of(handle)
             if request.finish_reason is None:
                 with self._closes_on_error():
-                    self._cancel(request)
+                    if request in self._running:
+                        self._leave([request])
+                        self._clear(request.slot)
+                    else:
+                        self._reading = None if request is self._waiting[0] else self._reading
+                        self._waiting.remove(request)
+                    request.finish_reason = CANCELLED
             self._free(request)
 
     def close(self) -> None:
         """Frees the caches and cancels the running rows. Their tokens can still be taken."""
-        with self._alone():
+        with self._alone(may_be_closed=True):
             self._close()
 
     def _close(self) -> None:
-        running = [] if self.rows is None else self._running()
-        for request, stats in zip(running, self._stats_of(running), strict=True):
-            request.stats = stats
+        self._leave(list(self._running))
         self._shut(CANCELLED, "the session is closed")
 
     def generate(
@@ -385,7 +398,6 @@ class Session:
                     index, row = following
                     if isinstance(row, Row):
                         with self._alone():
-                            self._check_open()
                             mine[self._admit(row)] = index
                     else:
                         text = None if self.params.tokenizer is None else ""
@@ -394,8 +406,7 @@ class Session:
                     break
                 self.step()
                 for handle in [h for h in mine if self._open[h].finish_reason is not None]:
-                    taken, index = self.take(handle), mine.pop(handle)
-                    yield Generated(**vars(taken), index=index)
+                    yield Generated(**vars(self.take(handle)), index=mine.pop(handle))
             if failure is not None:
                 raise failure
         finally:
@@ -411,22 +422,52 @@ class Session:
         with self._lock:  # waits for a step of another thread: else a second error would hide the first
             self._close()
 
-    # --- what they do -------------------------------------------------------------------------------------------------
+    # --- the steps: read a prompt, insert its row, run rounds, collect the tokens, end rows --------------------------
 
-    def _step(self, rounds: int) -> None:
-        has_ended = False
-        while not has_ended and rounds > 0:
-            if self._reading is not None and not self._reading.num_left and self._insert():
-                return
-            num, is_reading = self.num_running, bool(self._waiting) or self._reading is not None
-            if num:
-                now = 1 if is_reading else rounds
-                has_ended = self.run(now, num, beside=self._read_chunk if is_reading else None)
-                rounds -= now if rounds < UNBOUNDED else 0
-            elif is_reading:
-                self._read_chunk()
-            else:
-                return
+    def _read_chunk(self) -> None:
+        """Queues the next chunk of a prompt on the device and does not wait for it."""
+        if self._reading is None:
+            row, num = self._waiting[0].row, sharding_lib.rows_multiple(self.params.mesh)  # further rows fill a mesh
+            length = len(row.tokens)
+            capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
+            self._reading = _reading(self.setup, self.params.mesh, [row], num, capacity)
+        _read(self.setup, self._reading, 1)
+
+    def _insert(self) -> bool:
+        """Puts the row whose prompt has been read into its slot. Returns whether the row has ended already."""
+        read, self._reading, request = self._reading, None, self._waiting.popleft()
+        assert read is not None and read.state is not None
+        row, decoder = request.row, self.setup.decoder
+        capacity = first_capacity(len(row.tokens), row.longest, self.setup.lookahead, self.max_len)
+        state, sampling, limits = self.rows or self._empty(max(capacity, read.capacity))
+        if state.cache.capacity < capacity:
+            state = decoder.grow(state, capacity)
+        num_ends = max(limits.eos.shape[1], read.given.limits.eos.shape[1])
+        limits, new_limits = (_with_ends(x, num_ends) for x in (limits, read.given.limits))
+        new = read.state, read.given.sampling, new_limits
+        self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
+        self._running.append(request)
+        if row.asked.max_new_tokens > 0:
+            return False
+        has_ended = self._collect()
+        self._clear(request.slot)  # its caches may hold NaN: no token was drawn that would show it
+        return has_ended
+
+    def read_together(self, rows: Sequence[Row], capacity: int) -> None:
+        """Reads the prompts of the first rows of a session together. Row i takes slot i."""
+        start = time.perf_counter()
+        for row in rows:
+            self._queue(row)
+        reading = _reading(self.setup, self.params.mesh, rows, self._num_rows, capacity, is_all=True)
+        while reading.num_left > 0:
+            _read(self.setup, reading, STRETCH)
+        assert reading.state is not None
+        self.rows = reading.state, reading.given.sampling, reading.given.limits
+        self._running, self._waiting = list(self._waiting), deque()
+        if any(row.asked.max_new_tokens == 0 for row in rows):
+            self._collect()
+        jax.block_until_ready(reading.state.length)
+        self.prefill_seconds += time.perf_counter() - start
 
     def run(self, rounds: int, least_live: int = 1, loop: Any = None, beside: Callable[[], None] | None = None) -> bool:
         """Runs rounds with the rows that are in the state, and ignores waiting prompts.
@@ -440,23 +481,23 @@ class Session:
         while True:
             assert self.rows is not None, "a row has come in"
             state, sampling, limits = self.rows
-            longest = max((request.length for request in self._running()), default=0)
+            longest = max((request.length for request in self._running), default=0)
             state = setup.decoder.with_room(state, longest, self._largest)
             state = setup.decoder.run(models, sampling, limits, state, rounds, setup.costs, least_live, loop)
             self.rows = state, sampling, limits
             if beside is not None:
                 beside()
-            has_ended |= self._look()
+            has_ended |= self._collect()
             if rounds < UNBOUNDED or self.num_running < least_live:
                 self.decode_seconds += time.perf_counter() - start
                 return has_ended
 
-    def _look(self) -> bool:
-        """Fetches the new tokens of all rows. Returns whether a row has ended."""
+    def _collect(self) -> bool:
+        """Fetches the new tokens of the running rows, and ends those that are done. Returns whether one is."""
         assert self.rows is not None
         state, tokens, ended = self.rows[0], None, []
         length, done = fetch(state.length), fetch(state.done)
-        for request in self._running():
+        for request in self._running:
             last = int(length[request.slot])
             if last > request.length:
                 tokens = fetch(state.tokens) if tokens is None else tokens
@@ -464,169 +505,43 @@ class Session:
                 request.length = last
             if done[request.slot]:
                 ended.append(request)
-        self._end(ended)
+        self._leave(ended)
+        for request in ended:
+            last = request.new[-1][-1] if request.new else None
+            request.finish_reason = STOP if last is not None and int(last) in request.row.asked.eos else LENGTH
+            if last == INVALID_TOKEN:
+                request.new[-1], num = request.new[-1][:-1], len(request.row.tokens)
+                request.stats = dataclasses.replace(request.stats, num_tokens=request.stats.num_tokens - 1)
+                request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
+                request.finish_reason = FAILED
+                self._clear(request.slot)
         return bool(ended)
 
-    def _end(self, ended: Sequence[_Open]) -> None:
-        """Records why rows have ended, and their statistics."""
-        for request, request.stats in zip(ended, self._stats_of(ended), strict=True):
-            last = request.new[-1][-1] if request.new else None
-            request.is_running = False
-            if last == INVALID_TOKEN:
-                request.new[-1] = request.new[-1][:-1]
-                request.stats = dataclasses.replace(request.stats, num_tokens=request.stats.num_tokens - 1)
-                num, request.finish_reason = len(request.row.tokens), FAILED
-                request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
-                self._clear(request.slot)
-            else:
-                request.finish_reason = STOP if last is not None and int(last) in request.row.asked.eos else LENGTH
-
-    def _stats_of(self, requests: Sequence[_Open]) -> list[RequestStats]:
-        if not requests:
-            return []
-        assert self.rows is not None
-        state, drafter = self.rows[0], self.setup.decoder.drafter
-        passes, drafted, histogram = map(
-            fetch, (state.stats.num_target_passes, state.stats.num_drafted, state.stats.accepted_histogram)
-        )
-        drafts = None if state.control is None or state.control.drafts is None else fetch(state.control.drafts)
-        counts = {} if drafter is None or drafter.counts is None else drafter.counts(state.drafter)
-        counts = {name: fetch(counted) for name, counted in counts.items()}
-        sizes = np.arange(1, histogram.shape[1] + 1)
-        return [
-            RequestStats(
-                int(histogram[slot] @ sizes),
-                int(passes[slot]),
-                np.array(histogram[slot]),
-                int(drafted[slot]),
-                None if drafts is None else (int(drafts[slot, 0]), int(drafts[slot, 1])),
-                {name: int(counted[slot]) for name, counted in counts.items()},
-            )
-            for slot in [request.slot for request in requests]
-        ]
-
-    # --- rows come and go ---------------------------------------------------------------------------------------------
-
-    def _read_chunk(self) -> None:
-        """Queues the next chunk of a prompt on the device and does not wait for it."""
-        if self._reading is None:
-            request = self._waiting.popleft()
-            capacity = self._capacity_for([request.row], len(request.row.tokens))
-            given = self._arrays([request.row], sharding_lib.rows_multiple(self.params.mesh), capacity)
-            self._reading = _Reading(request, given, capacity, self._num_chunks([request.row]))
-        now = self._reading
-        now.state, now.num_left = self._read(now.given, now.capacity, now.state, 1), now.num_left - 1
-
-    def _insert(self) -> bool:
-        """Puts the row whose prompt has been read into its slot. Returns whether the row has ended already."""
-        read, self._reading = self._reading, None
-        assert read is not None and read.state is not None
-        request, decoder = read.request, self.setup.decoder
-        capacity = self._capacity_for([request.row], request.row.longest)
-        state, sampling, limits = self.rows or self._empty(max(capacity, read.capacity))
-        if state.cache.capacity < capacity:
-            state = decoder.grow(state, capacity)
-        num_ends = max(limits.eos.shape[1], read.given.limits.eos.shape[1])
-        limits, new_limits = (_with_ends(x, num_ends) for x in (limits, read.given.limits))
-        new = read.state, read.given.sampling, new_limits
-        self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
-        request.is_running = True
-        if request.row.asked.max_new_tokens > 0:
-            return False
-        has_ended = self._look()
-        self._clear(request.slot)  # its caches may hold NaN: no token was drawn that would show it
-        return has_ended
-
-    def read_together(self, rows: Sequence[Row], capacity: int) -> None:
-        """Reads the prompts of the first rows of a session together. Row i takes slot i."""
-        start = time.perf_counter()
-        requests = [self._opened(row, slot) for slot, row in enumerate(rows)]
-        with self._closes_on_error():
-            given = self._arrays(rows, self._num_rows, capacity, is_all=True)
-            state = self._read(given, capacity, None, STRETCH)
-            for _ in range(STRETCH, self._num_chunks(rows), STRETCH):
-                state = self._read(given, capacity, state, STRETCH)
-            self.rows = state, given.sampling, given.limits
-            for request in requests:
-                request.is_running = True
-            if any(row.asked.max_new_tokens == 0 for row in rows):
-                self._look()
-            jax.block_until_ready(state.length)
-        self.prefill_seconds += time.perf_counter() - start
-
-    def _num_chunks(self, rows: Sequence[Row]) -> int:
-        """The number of chunks of these prompts, at least one: the first call of the prefill also makes the state."""
-        return max(-(-(max(len(row.tokens) for row in rows) - 1) // self.setup.decoder.chunk), 1)
-
-    def _read(self, given: _Given, capacity: int, state: DecodeState | None, num: int) -> DecodeState:
-        setup = self.setup
-        return setup.decoder.prefill(setup.held, *given[:4], np.int32(num), state, setup.costs, **_sizes(capacity))
-
-    def _admit(self, row: Row) -> int:
-        """Takes a free slot for a row, which waits for its prompt to be read. Returns its handle."""
-        if not self.num_free:
-            raise ValueError(f"no slot is free: all {self.slots} hold a row that runs or was not taken")
-        if self.params.mesh is not None:
-            check_same("the request", repr(row))
-        self._waiting.append(self._opened(row, self._at.index(None)))
-        return self._num_admitted - 1
-
-    def _opened(self, row: Row, slot: int) -> _Open:
-        tokenizer = self.params.tokenizer
-        detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
-        request = _Open(row, slot, detokenizer, length=len(row.tokens))
-        self._at[slot] = self._open[self._num_admitted] = request
-        self._num_admitted += 1
-        return request
-
-    def _cancel(self, request: _Open) -> None:
-        if request.is_running:
-            request.stats = self._stats_of([request])[0]
-            self._clear(request.slot)
-        elif self._reading is not None and self._reading.request is request:
-            self._reading = None
-        elif request in self._waiting:
-            self._waiting.remove(request)
-        request.is_running, request.finish_reason = False, CANCELLED
+    def _leave(self, requests: Sequence[_Request]) -> None:
+        """Takes requests out of those that run, with their statistics."""
+        if requests:
+            assert self.rows is not None
+            found = _stats_of(self.setup, self.rows[0], [request.slot for request in requests])
+            for request, request.stats in zip(requests, found, strict=True):
+                self._running.remove(request)
 
     def _clear(self, slot: int) -> None:
         assert self.rows is not None
         state, sampling, limits = self.rows
         self.rows = self.setup.decoder.clear(state, np.int32(slot)), sampling, limits
 
-    def _free(self, request: _Open) -> None:
+    def _free(self, request: _Request) -> None:
         if self._at[request.slot] is request:
             self._at[request.slot] = None
 
-    # --- arrays -------------------------------------------------------------------------------------------------------
-
-    def _capacity_for(self, rows: Sequence[Row], longest: int) -> int:
-        """The number of slots of caches for these rows, of which the longest reaches `longest` tokens."""
-        prompt = max(len(row.tokens) for row in rows)
-        return first_capacity(prompt, longest, self.setup.lookahead, self.max_len)
-
-    def _arrays(self, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False) -> _Given:
-        """The inputs of a prefill of B = `num_rows` rows; `is_all`: these are all rows of the session."""
-        tokens, length, seeds, limits, sampling = arrays_of(rows, num_rows, capacity)
-        sampling = with_exclusions(sampling) if is_all else sampling
-        host: Any = tokens, length, row_keys(seeds), limits, sampling
-        given = _Given(*host)
-        if self.params.mesh is None:
-            return jax.device_put(given)  # `jnp.asarray` would compile a program for every shape
-        return put(given, sharding_lib.row_shardings(self.params.mesh, given, num_rows))
-
     def _empty(self, capacity: int) -> Rows:
         """The state, settings and limits of empty slots."""
-        given = self._arrays([], self._num_rows, 1)
-        state = self.setup.decoder.begin(*given[:4], self.setup.costs, **_sizes(capacity))
-        return state, given.sampling, given.limits
+        given = given_of([], self._num_rows, 1, self.params.mesh)
+        return _begun(self.setup, given, capacity), given.sampling, given.limits
 
-    # --- one at a time, and the end -----------------------------------------------------------------------------------
+    # --- one call at a time, and the end ------------------------------------------------------------------------------
 
-    def _running(self) -> list[_Open]:
-        return [request for request in self._at if request is not None and request.is_running]
-
-    def _of(self, handle: int) -> _Open:
+    def _of(self, handle: int) -> _Request:
         if not isinstance(handle, (int, np.integer)) or handle not in self._open:
             raise ValueError(f"handle={shown(handle)}: open handles are {', '.join(map(str, self._open)) or 'none'}")
         return self._open[int(handle)]
@@ -637,10 +552,12 @@ class Session:
         check_jax_settings()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, may_be_closed: bool = False) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another call of this session still runs: use one thread, or one session per thread")
         try:
+            if not may_be_closed:
+                self._check_open()
             yield
         finally:
             self._lock.release()
@@ -656,17 +573,63 @@ class Session:
     def _shut(self, finish_reason: str, why: str) -> None:
         if self._closed:
             return
-        self._closed, self.rows, self._reading = why, None, None
+        self._closed, self.rows, self._reading, self._running = why, None, None, []
         self._waiting.clear()
         for request in self._open.values():
             if request.finish_reason is None:
-                request.is_running, request.finish_reason = False, finish_reason
+                request.finish_reason = finish_reason
                 request.error = why if finish_reason == FAILED else None
 
 
-def _sizes(capacity: int) -> dict[str, int]:
-    """The sizes of the caches and of the token buffers, as keyword arguments of a `Decoder`."""
-    return {"capacity": capacity, "max_tokens": capacity + 1}
+# --- on the device ----------------------------------------------------------------------------------------------------
+
+
+def _begun(setup: Setup, given: Given, capacity: int) -> DecodeState:
+    """The state before any prompt is read."""
+    return setup.decoder.begin(*given[:4], setup.costs, capacity=capacity, max_tokens=capacity + 1)
+
+
+def _reading(
+    setup: Setup, mesh: Mesh | None, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False
+) -> _Reading:
+    """The prompts of rows, of which nothing was read. One chunk is left even if a prompt has a single token."""
+    num_chunks = max(-(-(max(len(row.tokens) for row in rows) - 1) // setup.decoder.chunk), 1)
+    return _Reading(given_of(rows, num_rows, capacity, mesh, is_all), capacity, num_chunks)
+
+
+def _read(setup: Setup, reading: _Reading, num: int) -> None:
+    """Queues the next `num` chunks."""
+    sizes: Any = {"capacity": reading.capacity, "max_tokens": reading.capacity + 1}
+    args = *reading.given[:4], np.int32(num), reading.state, setup.costs
+    reading.state, reading.num_left = setup.decoder.prefill(setup.held, *args, **sizes), reading.num_left - num
+
+
+def _stats_of(setup: Setup, state: DecodeState, slots: Sequence[int]) -> list[RequestStats]:
+    drafter, drafts = setup.decoder.drafter, None if state.control is None else state.control.drafts
+    counts = {} if drafter.counts is None else drafter.counts(state.drafter)
+    stats, drafts, counts = jax.tree.map(fetch, (state.stats, drafts, counts))
+    sizes = np.arange(1, stats.accepted_histogram.shape[1] + 1)
+    return [
+        RequestStats(
+            int(stats.accepted_histogram[slot] @ sizes),
+            int(stats.num_target_passes[slot]),
+            np.array(stats.accepted_histogram[slot]),
+            int(stats.num_drafted[slot]),
+            None if drafts is None else (int(drafts[slot, 0]), int(drafts[slot, 1])),
+            {name: int(counted[slot]) for name, counted in counts.items()},
+        )
+        for slot in slots
+    ]
+
+
+def _with_ends(limits: Limits, num: int) -> Limits:
+    if missing := num - limits.eos.shape[1]:
+        eos = jax.numpy.pad(limits.eos, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        return dataclasses.replace(limits, eos=eos)
+    return limits
+
+
+# --- requests of `generate`, and the rows of one call -----------------------------------------------------------------
 
 
 def _asked(request: Any) -> tuple[Any, Sampling]:
@@ -691,13 +654,6 @@ def _in_order(answers: Generator[Generated, None, None]) -> Generator[Generated,
                 due += 1
 
 
-def _with_ends(limits: Any, num: int) -> Any:
-    if missing := num - limits.eos.shape[1]:
-        eos = jax.numpy.pad(limits.eos, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-        return dataclasses.replace(limits, eos=eos)
-    return limits
-
-
 def prepare(
     params: Params, prompt: Prompt | Sequence[Prompt], sampling: Sampling, speculation: Speculation = DEFAULT
 ) -> Session:
@@ -710,8 +666,7 @@ def prepare(
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)
     setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.asked.temperature for row in rows))
-    if setup.lookahead > MOST_LOOKAHEAD:  # a requested tree that is deeper than any chosen tree
-        capacity = first_capacity(*lengths, setup.lookahead, params.max_len)
+    capacity = first_capacity(*lengths, setup.lookahead, params.max_len)  # a requested tree may need more
     known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.rule, setup.scheme, setup.lossy
     check_same("models, prompts and settings of the call", repr((known, asked)))

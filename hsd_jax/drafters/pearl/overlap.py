@@ -77,6 +77,7 @@ class Overlapped(Decoder):
         cache_dtype: Any,
         own: Program,
     ):
+        assert own.mesh is not None
         drafter = pearl_drafter(config, drafter_config, tree, cache_dtype, scheme)
         check_legal(rule, drafter.scheme, drafter.drafts_ahead)
         both = halves(config, drafter_config, tree, cache_dtype, scheme)
