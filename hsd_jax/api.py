@@ -202,7 +202,7 @@ def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
     found = [row for row in rows if row is not None]
     num_tokens, passes = np.array([(row.num_tokens, row.num_target_passes) for row in found]).T
     histogram = np.stack([row.accepted_histogram for row in found])
-    drafts = [row.drafts for row in found if row.drafts is not None]
+    drafts, drafting = [row.drafts for row in found if row.drafts is not None], session.setup.drafting
     return Stats(
         tau=float(num_tokens.sum() / max(passes.sum(), 1)),
         num_target_passes=int(passes.sum()),
@@ -212,7 +212,7 @@ def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
         decode_seconds=session.decode_seconds,
         plan=session.plan,
         drafted_share=sum(row.num_drafted for row in found) / max(int(passes.sum()), 1),
-        lossy=session.setup.lossy,
+        lossy=None if drafting is None or drafting.lossy is None else drafting.lossy.name,
         drafter={name: sum(row.drafter[name] for row in found) for name in found[0].drafter},
         drafts=(sum(made for made, _ in drafts), sum(verified for _, verified in drafts)) if drafts else None,
     )

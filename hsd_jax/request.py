@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from hsd_jax.asked import AUTO, Rule, Scheme, Speculation
+from hsd_jax.asked import AUTO, Speculation
 from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import check_mesh
@@ -44,38 +44,6 @@ prompt and grow when they are full."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """The parts of decoding that are fixed for the life of a session."""
-
-    decoder: Decoder
-    models: dict[str, Any]
-    """Weights of "target" and "drafter"."""
-    costs: Costs | None
-    """The costs by which drafts that do not pay are left out. None: all nodes of every tree are verified."""
-    plan: Plan
-    rule: str
-    scheme: DrawScheme
-    lossy: str | None
-    """The name of the lossy acceptance. None: the text follows the target's distribution."""
-
-    @functools.cached_property
-    def held(self) -> Any:
-        """`models`, flattened once for `Decoder.run`."""
-        return self.decoder.hold(self.models)
-
-    @property
-    def accept_rule(self) -> AcceptRule:
-        """The rule that judges the trees of the plan, which must have one."""
-        assert self.plan.tree is not None, "plain decoding has no trees"
-        return make_rule(self.rule, self.plan.tree, Lossy.parse(self.lossy, self.rule))
-
-    @property
-    def lookahead(self) -> int:
-        """The number of slots that are kept free after a row."""
-        return max(self.decoder.lookahead, MOST_LOOKAHEAD)
-
-
-@dataclasses.dataclass(frozen=True)
 class Drafting:
     """The static configuration of speculation, for which a decoder is compiled."""
 
@@ -89,6 +57,35 @@ class Drafting:
     mesh: Mesh | None = None
     """The devices of a drafter that has its own."""
 
+    @property
+    def accept_rule(self) -> AcceptRule:
+        """The rule that judges its trees."""
+        return make_rule(self.rule, self.tree, self.lossy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The parts of decoding that are fixed for the life of a session."""
+
+    decoder: Decoder
+    models: dict[str, Any]
+    """Weights of "target" and "drafter"."""
+    costs: Costs | None
+    """The costs by which drafts that do not pay are left out. None: all nodes of every tree are verified."""
+    plan: Plan
+    drafting: Drafting | None
+    """None: plain decoding."""
+
+    @functools.cached_property
+    def held(self) -> Any:
+        """`models`, flattened once for `Decoder.run`."""
+        return self.decoder.hold(self.models)
+
+    @property
+    def lookahead(self) -> int:
+        """The number of slots that are kept free after a row."""
+        return max(self.decoder.lookahead, MOST_LOOKAHEAD)
+
 
 @functools.lru_cache(maxsize=64)
 def make_decoder(
@@ -100,8 +97,7 @@ def make_decoder(
     """
     if drafting is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, own)
-    kind, tree, scheme = drafting.config, drafting.tree, drafting.scheme
-    rule = make_rule(drafting.rule, tree, drafting.lossy)
+    kind, tree, scheme, rule = drafting.config, drafting.tree, drafting.scheme, drafting.accept_rule
     if drafting.mesh is not None:
         overlapped = method_of(kind).overlapped
         if overlapped is None:
@@ -122,8 +118,9 @@ def set_up(
     check_jax_settings()
     check_mesh(params.mesh)
     make_room()
-    plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
-    lossy, drafting, costs = Lossy.parse(asked.lossy, rule), None, None
+    rule, scheme = rule_and_scheme(asked.accept, asked.draw)
+    plan = _plan(params, asked, rule, plan_rows, capacity, temperature)
+    lossy, drafting, costs = Lossy.parse(asked.lossy, rule), None, None  # wrong also where nothing is drafted
     if plan.tree is not None:
         reuse = ReuseConfig.parse(plan.reuse)
         drafting = Drafting(params.drafter_config, plan.tree, rule, scheme, reuse, lossy, params.drafter_mesh)
@@ -137,17 +134,11 @@ def set_up(
         trial = None if plan_rows == num_rows else capacity
         costs = loop_costs(CostModel.of(params), num_rows, plan.tree, ends_early, trial)
     models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
-    name = None if drafting is None or lossy is None else lossy.name
-    return Setup(decoder, models, costs, plan, rule, scheme, name)
+    return Setup(decoder, models, costs, plan, drafting)
 
 
-def _plan_and_rule(
-    params: Params, asked: Speculation, rows: int, capacity: int, temperature: float
-) -> tuple[Plan, str, DrawScheme]:
-    """The plan of the call, and the rule and the scheme of its trees, if it has any."""
-    tree = params.tree if asked.tree is None else asked.tree
-    reuse = ReuseConfig.parse(asked.reuse)
-    rule, scheme = rule_and_scheme(asked.accept, asked.draw)
+def _plan(params: Params, asked: Speculation, rule: str, rows: int, capacity: int, temperature: float) -> Plan:
+    tree, reuse = params.tree if asked.tree is None else asked.tree, ReuseConfig.parse(asked.reuse)
     if not asked.speculate or params.drafter is None:
         plan = Plan(None, reason="requested" if params.drafter is not None else "no drafter is loaded")
     elif tree is not None:
@@ -163,7 +154,7 @@ def _plan_and_rule(
         check_adaptive(params.drafter_config, rule, plan.tree or default_tree(params.drafter_config))
     if asked.adaptive is not None:
         plan = dataclasses.replace(plan, is_adaptive=asked.adaptive and plan.tree is not None)
-    return plan, rule, scheme
+    return plan
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:
@@ -190,8 +181,7 @@ def largest_capacity(lookahead: int, max_len: int) -> int:
 
 def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
     """The acceptance rule ("auto" means "match") and the draw scheme of the trees (None: the one that suits it)."""
-    take(Scheme | None, draw, "draw")
-    rule = "match" if take(Rule, accept, "accept") == AUTO else accept
+    rule = "match" if accept == AUTO else accept
     return rule, RULES[rule].scheme if draw is None else DrawScheme(draw)
 
 

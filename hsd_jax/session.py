@@ -477,13 +477,12 @@ class Session:
         """
         self._check_open()
         start, setup, has_ended = time.perf_counter(), self.setup, False
-        models = setup.held if loop is None else setup.models
         while True:
             assert self.rows is not None, "a row has come in"
             state, sampling, limits = self.rows
             longest = max((request.length for request in self._running), default=0)
             state = setup.decoder.with_room(state, longest, self._largest)
-            state = setup.decoder.run(models, sampling, limits, state, rounds, setup.costs, least_live, loop)
+            state = setup.decoder.run(setup.held, sampling, limits, state, rounds, setup.costs, least_live, loop)
             self.rows = state, sampling, limits
             if beside is not None:
                 beside()
@@ -668,7 +667,7 @@ def prepare(
     setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.asked.temperature for row in rows))
     capacity = first_capacity(*lengths, setup.lookahead, params.max_len)  # a requested tree may need more
     known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
-    asked = rows, dataclasses.replace(setup.plan, reason=""), setup.rule, setup.scheme, setup.lossy
+    asked = rows, dataclasses.replace(setup.plan, reason=""), setup.drafting
     check_same("models, prompts and settings of the call", repr((known, asked)))
     session = Session.__new__(Session)
     session._begin(params, setup, num_rows, len(rows), None)

@@ -170,9 +170,9 @@ def kinds_of(hint: Any, *notes: Any) -> dict[Any, tuple[Any, ...]]:
     return {} if hint is types.NoneType else {hint: notes}
 
 
-def record(name: str, *kinds: Any) -> Any:
-    """Makes the `dataclass` of TypedDicts of settings. A value per row is checked when the rows are known."""
-    parts = {key: part for kind in kinds for key, part in parts_of(kind).items()}
+def record(name: str, *kinds: Any, names: Sequence[str] = ()) -> Any:
+    """Makes the `dataclass` of TypedDicts of settings, or of those `names`. A value per row is checked with its row."""
+    parts = {key: part for kind in kinds for key, part in parts_of(kind).items() if not names or key in names}
     body = {key: pydantic.Field(default=part.default, description=part.description) for key, part in parts.items()}
     hints = {key: Any if row_hint(part.hint) else part.hint for key, part in parts.items()}
     body |= {"__annotations__": hints, "__module__": kinds[0].__module__, "__doc__": kinds[-1].__doc__}

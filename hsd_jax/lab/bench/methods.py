@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from hsd_jax import settings
-from hsd_jax.asked import Speculation
+from hsd_jax.asked import Speculation, SpeculationSettings
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_yaml
 from hsd_jax.lab.bench.presets import PRESETS
@@ -33,8 +33,11 @@ RUN = "run"
 """The line of a file that holds options of the run."""
 
 
+How: Any = settings.record("How", SpeculationSettings, names=HOW)
+
+
 @settings.dataclass
-class MethodOptions(Additions):
+class MethodOptions(Additions, How):
     """The changes of a method from the defaults: the drafter of the command line, its own tree and `match`.
 
     The fields are the keys of a line of the YAML file. docs/cli.md, "A file of methods", says what each means.
@@ -45,11 +48,6 @@ class MethodOptions(Additions):
     drafter: str | None = None
     tree: str | None = None
     """A tree such as "8x5x2", or CHOSEN."""
-    accept: str | None = None
-    draw: str | None = None
-    reuse: str | None = None
-    lossy: str | None = None
-    adaptive: bool | None = None
     token_info: bool = True
     reference: bool = False
     """Whether the column `over reference` divides the speed of every other method by that of this one."""

@@ -79,7 +79,8 @@ def make_page(params, prompt, settings: dict, command: str, max_rounds: int | No
     """Decodes `prompt` with the settings of `decode`, once at full speed and once round by round."""
     out = api.decode(params, prompt, **settings)
     with prepare(params, prompt, *records(settings)) as session:
-        rounds = replay(session, params.target_config, session.setup.accept_rule)
+        assert session.setup.drafting is not None, "a tree is drawn"
+        rounds = replay(session, params.target_config, session.setup.drafting.accept_rule)
     ids, tokenizer = encode(params, prompt)[0], params.tokenizer
     if [token for drafted in rounds for token in drafted.emitted] != out.tokens[0].tolist():
         say(
