@@ -89,6 +89,11 @@ class Params:
             return self.fingerprint_pair
         return convert.weights_hash(self.target), drafter_hash(self.drafter_config, self.drafter)
 
+    @property
+    def as_owner(self) -> DraftedFor:
+        """The target as a drafter's files describe it."""
+        return DraftedFor(self.target_config, self.fingerprints()[0], self.tokenizer)
+
 
 def drafter_hash(config: Any, weights: Weights | None) -> str:
     """Fingerprint of a drafter's configuration and weights."""
@@ -132,10 +137,9 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
     """
     check_jax_settings()
     asked = Loading(**settings)
-    given = {"name": name, **{key: getattr(asked, key) for key in ("target", "tokenizer", "drafter")}}
-    for argument, value in given.items():
-        configs = WITHOUT_WEIGHTS if argument == "drafter" else ()
-        if not isinstance(value, (str, os.PathLike, Checkpoint, *configs, type(None))):
+    for argument, value in {"name": name, **vars(asked)}.items():
+        kinds = (str, os.PathLike, Checkpoint, type(None), *(WITHOUT_WEIGHTS if argument == "drafter" else ()))
+        if argument in ("name", "target", "tokenizer", "drafter") and not isinstance(value, kinds):
             raise ValueError(f"{argument}={shown(value)}: expected a name, a folder or a file")
     source = asked.target if name is None else name
     if source is None or (name is not None and asked.target is not None):
@@ -147,20 +151,18 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         if is_exact and dtype != jnp.float32:
             raise ValueError(f'dtype="{dtype}" with precision="exact": exact means float32')
     checkpoint = find(source, asked.revision, asked.tokenizer)
-    config, words, eos = checkpoint.config, checkpoint.tokenizer, checkpoint.eos
-    weights_dtype = jnp.dtype(checkpoint.dtype) if dtype is None else dtype
+    config, words = checkpoint.config, checkpoint.tokenizer
+    dtype = jnp.dtype(checkpoint.dtype) if dtype is None else dtype
     take(int | None, asked.max_len, "max_len", le=config.max_position)
     drafter = checkpoint.drafter if asked.drafter is None else asked.drafter
     # The drafter is read first, because it is smaller and more often refused.
-    owner = DraftedFor(config, checkpoint.hash(weights_dtype), words)
+    owner = DraftedFor(config, checkpoint.hash(dtype), words)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
-        may_be_narrower = not is_exact and weights_dtype == jnp.float32
-        drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
-        place_drafter = Placement(mesh, True)
-        drafter_config, drafter_weights = _load_drafter(drafter, owner, drafter_dtype, place_drafter, asked.strict)
+        own_dtype, on = _drafter_dtype(dtype, mesh, asked.precision), Placement(mesh, True)
+        drafter_config, drafter_weights = _load_drafter(drafter, owner, own_dtype, on, asked.strict)
     try:
-        weights = checkpoint.weights(weights_dtype, Placement(mesh, True, asked.quantize, not is_exact))
+        weights = checkpoint.weights(dtype, Placement(mesh, True, asked.quantize, not is_exact))
     except BaseException:
         drafter_weights = None  # frees the memory: Python keeps the frames of the last error
         raise
@@ -172,15 +174,20 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         config,
         drafter_config,
         words and dataclasses.replace(words, parse_special=asked.parse_special),
-        eos,
+        checkpoint.eos,
         asked.max_len or config.max_position,
         asked.precision,
         asked.tree,
         mesh,
-        asked.quantize or weights_dtype.name,
+        asked.quantize or dtype.name,
         (owner.hash, drafter_hash(drafter_config, drafter_weights)),
     )
     return place(arranged(params, mesh, frees=True), mesh)
+
+
+def _drafter_dtype(dtype: Any, mesh: Mesh | None, precision: str) -> Any:
+    """The dtype of a drafter's weights, given that of its target's."""
+    return fastest_dtype(mesh is None) if precision == "fast" and dtype == jnp.float32 else dtype
 
 
 def default_tree(config: Any) -> TreeConfig:
@@ -237,23 +244,18 @@ def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
 
 def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False) -> Params:
     """The same target with another drafter, named as in `load`. The target's weights are shared."""
-    target_hash, _ = params.fingerprints()
     dtype = params.target["final_norm"]["weight"].dtype if params.dtype in QUANTIZED else jnp.dtype(params.dtype)
-    if params.precision == "fast" and dtype == jnp.float32:
-        dtype = fastest_dtype(params.mesh is None)
-    owner = DraftedFor(params.target_config, target_hash, params.tokenizer)
-    config, weights = _load_drafter(drafter, owner, dtype, Placement(params.mesh, True), strict)
-    weights = _with_head(weights, params.target, params.target_config)
+    dtype = _drafter_dtype(dtype, params.mesh, params.precision)
+    config, weights = _load_drafter(drafter, params.as_owner, dtype, Placement(params.mesh, True), strict)
     params = dataclasses.replace(params, tree=None)  # the tree was for the previous drafter
-    return _drafted_by(params, config, weights, target_hash)
+    return _drafted_by(params, config, _with_head(weights, params.target, params.target_config))
 
 
-def _drafted_by(params: Params, config: Any, weights: Weights, target_hash: str | None) -> Params:
-    """The same target with this drafter. Without a `target_hash` the pair is unknown (`Params.fingerprint_pair`)."""
-    pair = None if target_hash is None else (target_hash, drafter_hash(config, weights))
-    return place(
-        dataclasses.replace(params, drafter=weights, drafter_config=config, fingerprint_pair=pair), params.mesh
-    )
+def _drafted_by(params: Params, config: Any, weights: Weights) -> Params:
+    """The same target with this drafter. A pair that was unknown stays so (`Params.fingerprint_pair`)."""
+    pair = params.fingerprint_pair and (params.fingerprint_pair[0], drafter_hash(config, weights))
+    params = dataclasses.replace(params, drafter=weights, drafter_config=config, fingerprint_pair=pair)
+    return place(params, params.mesh)
 
 
 def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.Array) -> Params:
@@ -267,8 +269,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     if params.drafter is None or method_of(params.drafter_config).training is None:
         raise ValueError("restrict() needs a trained drafter")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
-    weights = _with_head(weights, params.target, params.target_config)
-    return _drafted_by(params, config, weights, None if params.fingerprint_pair is None else params.fingerprint_pair[0])
+    return _drafted_by(params, config, _with_head(weights, params.target, params.target_config))
 
 
 def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
@@ -287,13 +288,10 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
         kinds = " or ".join(kinds_with(lambda method: method.lattice is not None))
         raise ValueError(f"rescore() needs a drafter whose states read no drafted token: {kinds}")
     take(NotNegative, alpha, "alpha")
-    target_hash, _ = params.fingerprints()
     dtype = weights["output_norm"]["weight"].dtype
-    target = DraftedFor(params.target_config, target_hash, params.tokenizer)
-    found, own = read_scorer(scorer, target, dtype, Placement(params.mesh, True))
-    config = RescoredConfig(config, found)
+    found, own = read_scorer(scorer, params.as_owner, dtype, Placement(params.mesh, True))
     weights = {**weights, "rescorer": {**own, "alpha": jnp.full(1, alpha, jnp.float32)}}
-    return _drafted_by(params, config, weights, target_hash)
+    return _drafted_by(params, RescoredConfig(config, found), weights)
 
 
 def stack(params: Params, inner: str | Path | Any, length: int | None = None) -> Params:
@@ -324,8 +322,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
 
     config, weights = at_bottom(params.drafter_config, params.drafter or {}, stacked)
     make_drafter(params.target_config, config, default_tree(config))  # raises errors before anything compiles
-    target_hash, _ = params.fingerprints()
-    return _drafted_by(params, config, weights, target_hash)
+    return _drafted_by(params, config, weights)
 
 
 def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> Params:
