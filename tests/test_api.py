@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import setups, toy
+from support import chat, setups, toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
@@ -38,10 +38,7 @@ def byte_tokenizer() -> dict:
     """`tokenizer.json` in which the id of a token is its byte."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={glyph: byte for byte, glyph in enumerate(chat.byte_glyphs())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
@@ -110,7 +107,9 @@ def test_text_in_every_form(text_params):
     one = hsd_jax.decode(text_params, "aé", max_new_tokens=8)
     for prompt in (["aé"], "aé".encode(), list("aé".encode()), ["aé".encode()]):
         assert hsd_jax.decode(text_params, prompt, max_new_tokens=8).text == one.text
-    assert one.text == ["€😀 "]
+    plain = hsd_jax.decode(text_params, "aé", max_new_tokens=8, speculate=False)
+    assert one.text == plain.text == ["€😀 "]
+    assert one.stats.tau > 3 and plain.stats.tau == 1, "the drafter knows the chain"
     two = hsd_jax.decode(text_params, ["aé", "€"], max_new_tokens=[8, 5])
     assert two.text == ["€😀 ", "😀 "]
     assert two.num_tokens.tolist() == [8, 5]
@@ -137,13 +136,6 @@ def test_stats_add_up(params, speculate):
     assert stats.prefill_seconds > 0 and stats.decode_seconds > 0
     if not speculate:
         assert stats.tau == 1.0
-
-
-def test_speculation_pays_on_text(text_params):
-    """The drafter knows the chain, so greedy text comes several tokens a pass, and is the plain text."""
-    spec, plain = (hsd_jax.decode(text_params, "a", max_new_tokens=32, speculate=s) for s in (True, False))
-    assert spec.text == plain.text
-    assert spec.stats.tau > 3 and plain.stats.tau == 1
 
 
 def test_nothing_to_generate(params):
@@ -225,31 +217,18 @@ def test_nan_logits_name_their_row(speculate, temperature):
 
 
 def test_settings_may_be_arrays(params):
-    lists = hsd_jax.decode(params, TWO, 8, temperature=[0.0, 1.0], top_k=[None, 5], top_p=[None, 0.9], seed=[3, 4])
-    arrays = hsd_jax.decode(
-        params,
-        TWO,
-        np.array([8, 8]),
-        temperature=jnp.array([0.0, 1.0]),
-        top_k=(None, np.int64(5)),
-        top_p=[1.0, np.float32(0.9)],
-        seed=jnp.array([3, 4]),
-    )
-    np.testing.assert_array_equal(lists.tokens, arrays.tokens)
+    lists = {"temperature": [0.0, 1.0], "top_k": [None, 5], "top_p": [None, 0.9], "seed": [3, 4]}
+    arrays = {"temperature": jnp.array([0.0, 1.0]), "top_k": (None, np.int64(5)), "top_p": [1.0, np.float32(0.9)]}
+    wanted = hsd_jax.decode(params, TWO, 8, **lists).tokens
+    found = hsd_jax.decode(params, TWO, np.array([8, 8]), **arrays, seed=jnp.array([3, 4])).tokens
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_filters_that_are_off_and_temperatures_that_nothing_can_be_divided_by():
-    rows = [Sampling(), Sampling(temperature=1e-38, top_k=5, top_p=0.5), Sampling(temperature=0.5)]
+    rows = [Sampling(), Sampling(temperature=1e-40, top_k=5, top_p=0.5), Sampling(temperature=0.5)]
     found = sampling_arrays(rows)
     assert found.temperature.tolist() == [0, 0, 0.5]
     assert (found.top_k.tolist(), found.top_p.tolist()) == ([0, 5, 0], [1, 0.5, 1])
-
-
-def test_a_temperature_next_to_zero_is_greedy(params):
-    """1e-40 is no zero, but nothing can be divided by it."""
-    np.testing.assert_array_equal(
-        hsd_jax.decode(params, TWO, 8, temperature=1e-40).tokens, hsd_jax.decode(params, TWO, 8).tokens
-    )
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -352,28 +331,20 @@ def test_the_dtype_is_that_of_the_checkpoint(folders, tmp_path):
 LAST = toy.VOCAB - 1
 BAD_CALLS = {  # the wrong arguments, and a word of the error
     "empty prompt": ({"prompt": []}, "empty"),
-    "empty row": ({"prompt": [[1], []]}, "prompt 1"),
     "float ids": ({"prompt": [0.5, 1.5]}, "integers"),
     "lists of several lengths": ({"prompt": [[1], [[2]]]}, "integers"),
     "text without tokenizer": ({"prompt": "hello"}, "tokenizer"),
     "too long": ({"prompt": [1] * MAX_LEN, "max_new_tokens": 1}, f"max_len={MAX_LEN}"),
     "id too large": ({"prompt": [1, toy.VOCAB]}, f"0 to {LAST}"),
     "temperature negative": ({"temperature": -0.5}, "temperature=-0.5"),
-    "temperature nan": ({"temperature": float("nan")}, "temperature=nan"),
     "temperature count": ({"temperature": [0.0, 1.0]}, "temperature"),
     "top_p zero": ({"top_p": 0.0}, "top_p=0.0"),
-    "new tokens negative": ({"max_new_tokens": -1}, "max_new_tokens=-1"),
-    "seed large": ({"seed": [2**32]}, "seed=4294967296"),
     "eos large": ({"eos": toy.VOCAB}, f"eos={toy.VOCAB}"),
-    "speculate": ({"speculate": "no"}, "speculate"),
     "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, "1 to 4"),
     "accept": ({"accept": "typical"}, "'match', 'recursive'"),
     "draw": ({"draw": "beam"}, "'arbitrary', 'independent', 'without_replacement'"),
     "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
-    "sampled tree too full": (
-        {"accept": "recursive", "tree": hsd_jax.TreeConfig(nodes=9, depth=3, width=2)},
-        "nodes=9",
-    ),
+    "sampled tree too full": ({"accept": "recursive", "tree": hsd_jax.TreeConfig(9, depth=3, width=2)}, "nodes=9"),
     "unknown name": ({"minp": 0.1}, "'minp'; allowed are max_new_tokens, temperature"),
     "tuned": ({"tuned": "yes", "speculate": False}, "tuned='yes'"),
     "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),

@@ -356,19 +356,6 @@ def test_cancelled_at_every_stage(plain):
         assert finish(session, again)[0] == text_of(roomy, long, 9)
 
 
-WRONG = [
-    ({"max_len": MAX_LEN + 1}, f"max_len={MAX_LEN + 1}: .*{MAX_LEN}"),
-    ({"accept": "nobody"}, "accept='nobody': .*'auto'"),
-    ({"lossy": ("linear", 0.5)}, "lossy"),
-]
-
-
-@pytest.mark.parametrize("how, message", WRONG)
-def test_wrong_settings_of_a_session(plain, how, message):
-    with pytest.raises(ValueError, match=message):
-        Session(plain, **how)
-
-
 def test_a_session_that_cannot_fit_is_refused(plain, monkeypatch):
     monkeypatch.setattr(placement, "_free_on_host", lambda: 10_000_000)
     Session(plain, slots=8).close()
@@ -401,8 +388,9 @@ def test_wrong_requests_disturb_nobody(plain):
             call()
     assert session.rows is None and session.take(1).finish_reason in ("cancelled", "length")
     session.close()
-    with pytest.raises(ValueError, match="tuned=True"):
-        Session(plain, tuned=True)
+    for wrong, message in [({"tuned": True}, "tuned=True"), ({"max_len": 97}, "max_len=97: .*96")]:
+        with pytest.raises(ValueError, match=message):
+            Session(plain, **wrong)
 
 
 def with_nan(params: Params, token: int) -> Params:
@@ -544,8 +532,7 @@ def test_rows_that_run_wait_for_one_chunk_at_a_time(plain, monkeypatch):
 
 
 def test_caches_that_are_reserved_have_one_size(plain):
-    params = dataclasses.replace(plain, max_len=2000)
-    params = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, max_position=2000))
+    params = with_room(plain, 2000)
     with Session(params, slots=2, max_len=1500) as session:
         session.reserve()
         assert session.rows[0].cache.capacity == 1536

@@ -13,7 +13,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from support import toy
+from support import chat, toy
 
 import hsd_jax
 from hsd_jax.models import convert
@@ -61,12 +61,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(folder):
     return Tokenizer.find(folder)
-
-
-def test_the_tokenizer_is_of_that_style(tokenizer):
-    assert tokenizer.encode("once upon") == [BOS, ONCE, UPON]
-    assert tokenizer.decode([BOS, ONCE, UPON]) == "once upon"
-    assert tokenizer.decode([A, TIME]) == "a time"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +270,7 @@ def byte_level(tmp_path_factory):
 
 def test_joined_pieces_are_the_text_whatever_the_bytes(byte_level, tokenizer):
     """Also the whole of it, decoded at once, if the tokenizer's tokens are bytes of one text."""
-    glyphs = bytes_to_glyphs()
+    glyphs = chat.byte_glyphs()
     rng = np.random.default_rng(0)
     for _ in range(60):
         text = b"".join(HOSTILE[i] for i in rng.integers(len(HOSTILE), size=40))
@@ -295,7 +289,7 @@ def test_joined_pieces_are_the_text_whatever_the_bytes(byte_level, tokenizer):
 @pytest.mark.parametrize("unit", [b"\xff", "\ufffd".encode(), b"\xe2\x82", b"a\xf0\x9f"], ids=repr)
 def test_what_cannot_become_a_character_is_not_held_back(byte_level, unit):
     """Three characters at most are held back, and the cost is linear."""
-    glyphs, costs = bytes_to_glyphs(), []
+    glyphs, costs = chat.byte_glyphs(), []
     for num in (100, 200):
         tokens = [byte_level.raw.token_to_id(glyphs[byte]) for byte in unit * num]
         whole, decoder, text, Counting.num_decoded = byte_level.decode(tokens), IncrementalDecoder(byte_level), "", 0
@@ -312,7 +306,7 @@ def test_tokens_that_straddle_characters(byte_level):
     from tokenizers import Tokenizer as Inner
 
     values = json.loads(byte_level.raw.to_str())
-    glyphs = bytes_to_glyphs()
+    glyphs = chat.byte_glyphs()
     straddling = "".join(glyphs[byte] for byte in b"\x82\xac\xe2")
     values["model"]["vocab"][straddling] = max(values["model"]["vocab"].values()) + 1
     found = Counting(Inner.from_str(json.dumps(values)), "")
@@ -324,10 +318,3 @@ def test_tokens_that_straddle_characters(byte_level):
         assert pieces[1:-1] == ["€"] * (num - 1) and "".join(pieces) == "€" * num + "\ufffd"
         costs.append(Counting.num_decoded)
     assert costs[1] < 2.2 * costs[0]
-
-
-def bytes_to_glyphs() -> dict[int, str]:
-    """The character that a byte-level tokenizer writes for each byte."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {byte: chr(byte) for byte in own} | {byte: chr(256 + i) for i, byte in enumerate(others)}

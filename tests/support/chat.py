@@ -39,6 +39,13 @@ TOJSON = "{{ bos_token }}{{ messages | tojson }}{% if add_generation_prompt %}<|
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 
+def byte_glyphs() -> list[str]:
+    """The character that a byte-level tokenizer writes for each byte."""
+    own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return [chr(byte) if byte in own else chr(256 + others.index(byte)) for byte in range(256)]
+
+
 def write_tokenizer(folder: Path, template: str | None) -> Path:
     """A tokenizer whose tokens are single characters, with a chat template; None: without."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
