@@ -175,7 +175,7 @@ def call_of(prompts: Sequence[Sequence[int]], new: int) -> tuple[tuple, dict[str
     capacity = -(-(tokens.shape[1] + new + ROOM) // CHUNK) * CHUNK
     limits = Limits(jnp.asarray(length + new), jnp.full((len(length), 4), NO_TOKEN, jnp.int32))
     keys = row_keys([(0, row) for row in range(len(prompts))])
-    return (jnp.asarray(tokens), jnp.asarray(length), keys, limits), {"capacity": capacity, "max_tokens": capacity + 1}
+    return (jnp.asarray(tokens), jnp.asarray(length), keys, limits), {"capacity": capacity}
 
 
 def start(

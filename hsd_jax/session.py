@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Unpack
 
 import jax
@@ -298,7 +298,7 @@ class Session:
                 num, is_reading = self.num_running, bool(self._waiting)
                 if num:
                     now = 1 if is_reading else left
-                    has_ended = self.run(now, num, beside=self._read_chunk if is_reading else None)
+                    has_ended = self.run(now, num, is_reading)
                     left -= now if left < UNBOUNDED else 0
                 elif is_reading:
                     self._read_chunk()
@@ -469,11 +469,11 @@ class Session:
         jax.block_until_ready(reading.state.length)
         self.prefill_seconds += time.perf_counter() - start
 
-    def run(self, rounds: int, least_live: int = 1, loop: Any = None, beside: Callable[[], None] | None = None) -> bool:
-        """Runs rounds with the rows that are in the state, and ignores waiting prompts.
+    def run(self, rounds: int, least_live: int = 1, reads: bool = False) -> bool:
+        """Runs rounds with the rows that are in the state. Returns whether a row has ended.
 
-        It returns whether a row has ended. UNBOUNDED `rounds` end when fewer than `least_live` rows run. `loop`
-        replaces the compiled loop (`lab/bench/replay.py`). The host calls `beside`, which must not wait, meanwhile.
+        UNBOUNDED `rounds` end when fewer than `least_live` rows run. `reads`: a chunk of a waiting prompt is queued
+        while they run.
         """
         self._check_open()
         start, setup, has_ended = time.perf_counter(), self.setup, False
@@ -482,10 +482,10 @@ class Session:
             state, sampling, limits = self.rows
             longest = max((request.length for request in self._running), default=0)
             state = setup.decoder.with_room(state, longest, self._largest)
-            state = setup.decoder.run(setup.held, sampling, limits, state, rounds, setup.costs, least_live, loop)
+            state = setup.decoder.run(setup.held, sampling, limits, state, rounds, setup.costs, least_live)
             self.rows = state, sampling, limits
-            if beside is not None:
-                beside()
+            if reads:
+                self._read_chunk()
             has_ended |= self._collect()
             if rounds < UNBOUNDED or self.num_running < least_live:
                 self.decode_seconds += time.perf_counter() - start
@@ -585,7 +585,7 @@ class Session:
 
 def _begun(setup: Setup, given: Given, capacity: int) -> DecodeState:
     """The state before any prompt is read."""
-    return setup.decoder.begin(*given[:4], setup.costs, capacity=capacity, max_tokens=capacity + 1)
+    return setup.decoder.begin(*given[:4], setup.costs, capacity=capacity)
 
 
 def _reading(
@@ -598,9 +598,9 @@ def _reading(
 
 def _read(setup: Setup, reading: _Reading, num: int) -> None:
     """Queues the next `num` chunks."""
-    sizes: Any = {"capacity": reading.capacity, "max_tokens": reading.capacity + 1}
     args = *reading.given[:4], np.int32(num), reading.state, setup.costs
-    reading.state, reading.num_left = setup.decoder.prefill(setup.held, *args, **sizes), reading.num_left - num
+    reading.state = setup.decoder.prefill(setup.held, *args, capacity=reading.capacity)
+    reading.num_left -= num
 
 
 def _stats_of(setup: Setup, state: DecodeState, slots: Sequence[int]) -> list[RequestStats]:

@@ -177,7 +177,7 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
         models["drafter"] = weights(params.drafter, params.drafter_config)
     decoder = make_decoder(program_for(mesh=on), params.target_config, drafting, cache_dtype(jnp.bfloat16).name)
     *prompts, limits, sampling = rows(jax.eval_shape(given))
-    prefilled, sizes = (models, *prompts, limits), {"capacity": job.slots, "max_tokens": job.slots + 1}
+    prefilled, sizes = (models, *prompts, limits), {"capacity": job.slots}
     if what == PREFILL:
         return decoder.prefill, prefilled, sizes
     state = rows(jax.eval_shape(lambda *args: decoder.prefill(*args, **sizes), *prefilled))

@@ -79,7 +79,7 @@ NO_DRAFTER = Drafter(*[lambda *_: None] * 4, DrawScheme.ARBITRARY, max_depth=0) 
 
 
 def make_begin(config: ModelConfig, drafter: Drafter, cache_dtype=jnp.float32) -> Callable[..., DecodeState]:
-    """Makes `begin(tokens [B, P], length [B], keys, limits, costs, capacity=, max_tokens=) -> DecodeState`.
+    """Makes `begin(tokens [B, P], length [B], keys, limits, costs, capacity=) -> DecodeState`.
 
     It returns the state before any prompt is read. A row that may get no new token is done.
     """
@@ -92,14 +92,13 @@ def make_begin(config: ModelConfig, drafter: Drafter, cache_dtype=jnp.float32) -
         costs: Costs | None = None,
         *,
         capacity: int,
-        max_tokens: int,
     ) -> DecodeState:
         batch, num = tokens.shape
         slots = cache_lib.layer_slots(config, capacity)
         zeros = jnp.zeros(batch, jnp.int32)
         known = jnp.where(jnp.arange(num) < length[:, None], tokens, NO_TOKEN)
         state = DecodeState(
-            tokens=jnp.pad(known, ((0, 0), (0, max_tokens - num)), constant_values=NO_TOKEN),
+            tokens=jnp.pad(known, ((0, 0), (0, capacity + 1 - num)), constant_values=NO_TOKEN),
             length=length,
             done=length >= limits.max_length,
             cache=cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity),
@@ -114,7 +113,7 @@ def make_begin(config: ModelConfig, drafter: Drafter, cache_dtype=jnp.float32) -
 
 
 def make_prefill(config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=jnp.float32) -> Callable:
-    """Makes `prefill(models, tokens, length, keys, limits, num_chunks, state, costs, capacity=, max_tokens=)`.
+    """Makes `prefill(models, tokens, length, keys, limits, num_chunks, state, costs, capacity=)`.
 
     `tokens` [B, P] are the padded prompts, `length` [B] their lengths. Prompts are read in chunks against the cache.
     The memory is therefore linear in P, and the time depends on the longest prompt and not on P. A call reads
@@ -137,7 +136,6 @@ def make_prefill(config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=
         costs: Costs | None = None,
         *,
         capacity: int,
-        max_tokens: int,
     ) -> DecodeState:
         num, size = tokens.shape[1], min(tokens.shape[1], chunk)
         assert num % size == 0, "caches have a multiple of CHUNK slots"
@@ -154,7 +152,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=
             return cache, drafter.read(models, drafter_state, output, now, following, start, length)
 
         if state is None:
-            state = begin(tokens, length, keys, limits, costs, capacity=capacity, max_tokens=max_tokens)
+            state = begin(tokens, length, keys, limits, costs, capacity=capacity)
         first, after_last = -(-jnp.max(state.cache.length) // size), -(-jnp.max(length - 1) // size)
         end = jnp.minimum(first + num_chunks, after_last)
         cache, drafter_state = lax.fori_loop(first, end, read, (state.cache, state.drafter))
@@ -276,11 +274,9 @@ class Decoder:
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._program = program_for() if own is None else own
         self.chunk = CHUNK if self._program.isa == native.OFF else CHUNK_OF_KERNELS
-        sizes = ("capacity", "max_tokens")
-        self.begin = self.compile(make_begin(config, drafter, cache_dtype), static_argnames=sizes)
-        self.prefill = self.compile(
-            make_prefill(config, drafter, self.chunk, cache_dtype), static_argnames=sizes, donate_argnames="state"
-        )
+        self.begin = self.compile(make_begin(config, drafter, cache_dtype), static_argnames="capacity")
+        prefill = make_prefill(config, drafter, self.chunk, cache_dtype)
+        self.prefill = self.compile(prefill, static_argnames="capacity", donate_argnames="state")
         self.insert = self.compile(insert, donate_argnums=0)
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)
         self.loop = self.compile(make_loop(config, step, drafter), donate_argnums=6)
@@ -291,12 +287,9 @@ class Decoder:
 
     def grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with caches of `capacity` slots. The old buffers are freed one by one."""
-        tokens = state.tokens
-        if tokens.shape[1] <= capacity:
-            tokens = cache_lib.pad_to(tokens, capacity + 1, axis=1, value=NO_TOKEN)
         return dataclasses.replace(
             state,
-            tokens=tokens,
+            tokens=cache_lib.pad_to(state.tokens, capacity + 1, axis=1, value=NO_TOKEN),
             cache=cache_lib.grow(state.cache, capacity, self._slots(capacity)),
             drafter=cache_lib.grow_all(state.drafter, capacity),
         )
@@ -320,11 +313,9 @@ class Decoder:
         num_rounds: int = UNBOUNDED,
         costs: Costs | None = None,
         least_live: int = 1,
-        loop: Callable | None = None,
     ) -> DecodeState:
-        """Calls the loop, or `loop` in its place, and does not wait for it. Every decode uses this function."""
-        loop = self.loop if loop is None else loop
-        return loop(models, costs, sampling, limits, np.int32(num_rounds), np.int32(least_live), state)
+        """Calls the loop and does not wait for it. Every decode uses this function."""
+        return self.loop(models, costs, sampling, limits, np.int32(num_rounds), np.int32(least_live), state)
 
 
 class Pace:

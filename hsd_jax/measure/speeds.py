@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import api
-from hsd_jax.asked import Speculation
+from hsd_jax.asked import OF_SPECULATION, Speculation
 from hsd_jax.config import TreeConfig
 from hsd_jax.planning.tuned import Tuned
 from hsd_jax.request import (
@@ -32,7 +32,7 @@ FEWEST_BATCHES = 8
 
 
 PLAINLY = Speculation(speculate=False)
-HOW = ("accept", "draw", "reuse", "lossy", "adaptive")
+HOW = tuple(name for name in OF_SPECULATION if name not in ("tree", "speculate", "tuned", "pad_rows"))
 """The fields of `Speculation` that the record of a mode has."""
 
 

@@ -104,7 +104,7 @@ def test_caches_grow_between_rounds(pair):
     state, *settings = one.rows
     tokens = jnp.zeros((1, 16), jnp.int32).at[0, : len(prompt)].set(jnp.array(prompt))
     given = tokens, jnp.array([len(prompt)], jnp.int32), state.keys, settings[1]
-    small = one.setup.decoder.prefill(one.setup.models, *given, capacity=16, max_tokens=17)
+    small = one.setup.decoder.prefill(one.setup.models, *given, capacity=16)
     one.rows = small, *settings
     assert one.run(UNBOUNDED)
     state = one.rows[0]

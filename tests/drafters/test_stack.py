@@ -146,9 +146,7 @@ def find_disagreement(proposer: str, call: calls.Call, state) -> str | None:
         return f"unread tokens: {unread}"
     tokens = jnp.maximum(state.tokens[:, :NEW_BUCKET], 0)
     _, _, keys, limits, sampling = call.arrays()
-    fresh = setup.decoder.prefill(
-        setup.models, tokens, state.length, keys, limits, capacity=state.cache.capacity, max_tokens=calls.MAX_TOKENS
-    )
+    fresh = setup.decoder.prefill(setup.models, tokens, state.length, keys, limits, capacity=state.cache.capacity)
     inputs = toy.round_inputs(*root_of(state), keys, sampling)
     (chain, below, cache), (chain2, below2, cache2) = (
         jax.tree.map(np.asarray, looking(proposer)(setup.models, one, inputs)) for one in (known, fresh.drafter)

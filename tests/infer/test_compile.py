@@ -79,8 +79,7 @@ def test_a_prefill_computes_no_logits():
     limits = Limits(ints, jnp.zeros((batch, 4), jnp.int32))
     keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
     models = {"target": toy.make_target(config), "drafter": None}
-    sizes = {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
-    prefill = decoder.prefill.lower(models, tokens, ints, keys, limits, **sizes).compile().as_text()
+    prefill = decoder.prefill.lower(models, tokens, ints, keys, limits, capacity=calls.CAPACITY).compile().as_text()
     whole = jax.jit(forward_sequence, static_argnums=1).lower(models["target"], config, tokens).compile().as_text()
     logits = re.compile(rf"f32\[({batch},{calls.PROMPT_BUCKET}|{batch * calls.PROMPT_BUCKET}),{vocab}\]")
     assert logits.search(whole) and not logits.search(prefill)
@@ -115,20 +114,19 @@ def lowered_programs(
         return jax.tree.map(lambda x: x.astype(held), models)
 
     tokens, ints, ones = jnp.zeros((batch, 16), jnp.int32), jnp.ones(batch, jnp.int32), jnp.ones(batch)
-    sizes = {"capacity": capacity, "max_tokens": capacity}
 
     def inputs():
         limits = Limits(ints, jnp.zeros((batch, 4), jnp.int32))
         keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
         models = weights()
-        state = decoder.prefill(models, tokens, ints, keys, limits, **sizes)
+        state = decoder.prefill(models, tokens, ints, keys, limits, capacity=capacity)
         return models, None, SamplingParams(ones, ints, ones), limits, jnp.int32(1), jnp.int32(1), state
 
     shapes = jax.eval_shape(inputs)
     state = shapes[-1]
     caches = [state.cache] + ([] if state.drafter is None else [state.drafter.cache])
     models, limits = shapes[0], shapes[3]
-    prefill = decoder.prefill.lower(models, tokens, ints, state.keys, limits, **sizes)
+    prefill = decoder.prefill.lower(models, tokens, ints, state.keys, limits, capacity=capacity)
     return {
         "loop": decoder.loop.lower(*shapes),
         "prefill": prefill,

@@ -292,9 +292,7 @@ def test_the_inputs_are_untouched():
     inputs = (setup.models, tokens, length, jax.random.key_data(keys), limits, sampling)
     before = jax.tree.map(np.array, inputs)
     for _ in range(2):
-        state = setup.decoder.prefill(
-            setup.models, tokens, length, keys, limits, capacity=calls.CAPACITY, max_tokens=calls.MAX_TOKENS
-        )
+        state = setup.decoder.prefill(setup.models, tokens, length, keys, limits, capacity=calls.CAPACITY)
         setup.decoder.run(setup.models, sampling, limits, state)
     after = (setup.models, tokens, length, jax.random.key_data(keys), limits, sampling)
     jax.tree.map(np.testing.assert_array_equal, after, before)

@@ -31,9 +31,9 @@ def test_a_prefill_goes_on_where_it_stopped(proposer, monkeypatch):
     call, setup = calls.mixed_call(), setups.setup("llama", proposer)
     decoder, read, parts = setup.decoder_with(), [], None
     whole = leaves(call.start(decoder, setup.models))
-    given, sizes = call.arrays()[:4], {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
+    given = call.arrays()[:4]
     while not read or read[-1] < LONGEST - 1:
-        parts = decoder.prefill(setup.models, *given, np.int32(2), parts, **sizes)
+        parts = decoder.prefill(setup.models, *given, np.int32(2), parts, capacity=calls.CAPACITY)
         read.append(int(parts.cache.length.max()))
     assert read == [*range(4, LONGEST - 1, 4), LONGEST - 1] and len(read) > 2
     jax.tree.map(np.testing.assert_array_equal, leaves(parts), whole)

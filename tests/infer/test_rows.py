@@ -28,10 +28,9 @@ KINDS += ["hot_skip", "path_ahead", "rescored_lm", "rescored_hidden", "stack_sta
 def shapes_of(proposer: str, batch: int = BATCH, capacity: int = LARGE) -> DecodeState:
     """A state as decodes begin with it, and what they learn of their drafts."""
     call, decoder = calls.mixed_call().rows(list(range(batch))), setups.setup("llama", proposer).decoder
-    sizes = {"capacity": capacity, "max_tokens": capacity + 1}
 
     def begin(*arrays: Any) -> DecodeState:
-        return dataclasses.replace(decoder.begin(*arrays, **sizes), control=worth.first_control(batch, True))
+        return dataclasses.replace(decoder.begin(*arrays, capacity=capacity), control=worth.first_control(batch, True))
 
     return jax.eval_shape(begin, *call.arrays()[:4])
 

@@ -171,8 +171,7 @@ def test_a_drafter_follows_plain_rounds(proposer):
     assert length.min() + 8 <= 64
     tokens = jnp.where(jnp.arange(64) < length[:, None], state.tokens[:, :64], 0)
     _, _, keys, limits, sampling = call.arrays()
-    sizes = {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
-    fresh = setup.decoder.prefill(setup.models, tokens, state.length, keys, limits, **sizes)
+    fresh = setup.decoder.prefill(setup.models, tokens, state.length, keys, limits, capacity=calls.CAPACITY)
 
     after_prompt = dataclasses.replace(state, drafter=fresh.drafter)
     own, expected = (setups.draft(setup, one, sampling)[0] for one in (state, after_prompt))

@@ -323,7 +323,7 @@ def test_a_row_that_enters_a_greedy_program_for_a_gpu_keeps_its_settings():
     limits = Limits(jnp.full(1, 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32))
     one = jnp.ones(1, jnp.int32)
     begin = decode.make_begin(toy.target_config(), decode.NO_DRAFTER)
-    state = begin(one[:, None], one, sampling.row_keys([(0, 0)]), limits, capacity=16, max_tokens=17)
+    state = begin(one[:, None], one, sampling.row_keys([(0, 0)]), limits, capacity=16)
     _, found, _ = decode.insert(
         (state, jax.device_put(first), limits), (state, jax.device_put(new), limits), jnp.array(0)
     )
@@ -352,7 +352,7 @@ def test_rings_decode_what_whole_caches_do(monkeypatch):
         limits = Limits(length + new, jnp.full((len(length), 1), -1, jnp.int32))
         drafter = make_drafter(config, drafter_config, tree, jnp.float32, DrawScheme.ARBITRARY, NO_REUSE)
         decoder = Decoder(config, make_step(config, drafter, match_rule(3)), drafter, own=program_for(use_native=False))
-        state = decoder.prefill(models, tokens, length, keys, limits, capacity=64, max_tokens=65)
+        state = decoder.prefill(models, tokens, length, keys, limits, capacity=64)
         assert state.cache.keys[0].shape[2] == slots
         state = calls.run_loop(decoder, models, settings, limits, state)
         capacity = 64 if int((length + new).max()) < 60 else 256

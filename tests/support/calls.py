@@ -14,7 +14,6 @@ from support.toy import VOCAB, sampling_of
 
 PROMPT_BUCKET = 16
 CAPACITY = 64
-MAX_TOKENS = 96
 OUTGROWN, GROWN = 32, 128
 """Slots that every prompt of `mixed_call` fits into with a round behind it, and its longest texts do not; and those of
 the next larger caches. With fewer slots the caches would grow before the first round."""
@@ -32,7 +31,6 @@ class Call:
     seeds: list[int]
     eos: tuple[int, ...] = ()
     prompt_bucket: int = PROMPT_BUCKET
-    max_tokens: int = MAX_TOKENS
 
     @property
     def batch(self) -> int:
@@ -65,8 +63,7 @@ class Call:
         self, decoder: Decoder, models: dict, capacity: int = CAPACITY, costs: Costs | None = None
     ) -> DecodeState:
         tokens, length, keys, limits, _ = self.arrays()
-        sizes = {"capacity": capacity, "max_tokens": self.max_tokens}
-        return decoder.prefill(models, tokens, length, keys, limits, costs=costs, **sizes)
+        return decoder.prefill(models, tokens, length, keys, limits, costs=costs, capacity=capacity)
 
     def resume(
         self,

@@ -84,7 +84,6 @@ def many_rows(settings=((1.0, None, None),), rows: int = ROWS, new_tokens: int =
         top_p=[p or 1.0 for p in top_p],
         seeds=list(range(rows)),
         prompt_bucket=2,
-        max_tokens=FEW_SLOTS,
     )
 
 

@@ -131,18 +131,20 @@ class Overlapped(Decoder):
         self._insert_ahead = there(rows.copied, donate_argnums=0)
         self._clear_ahead = there(rows.zeroed, donate_argnums=0)
 
-    def begin(self, tokens: Array, length: Int[Array, "B"], keys, limits: Limits, costs: None, **sizes) -> DecodeState:
+    def begin(
+        self, tokens: Array, length: Int[Array, "B"], keys, limits: Limits, costs: None, *, capacity: int
+    ) -> DecodeState:
         first = {"drafter": None}, *self._across((tokens, length))
-        base = self.read_ahead(*first, np.int32(0), None, capacity=sizes["capacity"])
-        return self._joined(self.here.begin(tokens, length, keys, limits, **sizes), base)
+        base = self.read_ahead(*first, np.int32(0), None, capacity=capacity)
+        return self._joined(self.here.begin(tokens, length, keys, limits, capacity=capacity), base)
 
-    def prefill(self, models, tokens, length, keys, limits, num_chunks=UNBOUNDED, state=None, costs=None, **sizes):
+    def prefill(self, models, tokens, length, keys, limits, num_chunks=UNBOUNDED, state=None, costs=None, *, capacity):
         """Both models read the prompts, each on its own devices."""
         small, target = ({name: models[name]} for name in ("drafter", "target"))
         before, base = (None, None) if state is None else self._apart(state)
         across = self._across((tokens, length))
-        base = self.read_ahead(small, *across, np.int32(num_chunks), base, capacity=sizes["capacity"])
-        state = self.here.prefill(target, tokens, length, keys, limits, num_chunks, before, **sizes)
+        base = self.read_ahead(small, *across, np.int32(num_chunks), base, capacity=capacity)
+        state = self.here.prefill(target, tokens, length, keys, limits, num_chunks, before, capacity=capacity)
         return self._joined(state, base)
 
     def insert(self, into: Rows, new: Rows, slot: Any) -> Rows:

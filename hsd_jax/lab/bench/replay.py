@@ -6,6 +6,7 @@ The rounds are those of `step.py`. Each is compiled alone and returns the tree a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import jax.numpy as jnp
@@ -84,9 +85,11 @@ def replay(session: Session, config: ModelConfig, rule: AcceptRule) -> list[Roun
         seen.append(saw)
         return state
 
-    is_done = False
+    watching, is_done = copy.copy(decoder), False
+    watching.loop = loop
+    session.setup = dataclasses.replace(session.setup, decoder=watching)
     while not is_done:
-        session.run(1, loop=loop)
+        session.run(1)
         taken, (tree, verdict, logp) = session.take(0), seen.pop()
         num_accepted, is_done = int(np.asarray(verdict.num_accepted)[0]), taken.finish_reason is not None
         rounds.append(
