@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from hsd_jax.host.distributed import initialize, is_writer
     from hsd_jax.host.programs import compilation_cache
     from hsd_jax.measure.pearl import pearl
-    from hsd_jax.measure.tune import tune
     from hsd_jax.params import Params, load, place, rescore, restrict, stack
-    from hsd_jax.planning.tuned import Tuned
     from hsd_jax.session import Generated, RequestStats, Session, Taken
 
 __version__ = "0.2.0"
@@ -33,7 +31,6 @@ __all__ = [
     "Stats",
     "Taken",
     "TreeConfig",
-    "Tuned",
     "compilation_cache",
     "decode",
     "initialize",
@@ -45,20 +42,17 @@ __all__ = [
     "restrict",
     "stack",
     "stream",
-    "tune",
 ]
 
 _MODULES = {
     "hsd_jax.measure.pearl": ("pearl",),
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
-    "hsd_jax.measure.tune": ("tune",),
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.host.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
     "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict", "stack"),
     "hsd_jax.host.programs": ("compilation_cache",),
     "hsd_jax.session": ("Generated", "RequestStats", "Session", "Taken"),
-    "hsd_jax.planning.tuned": ("Tuned",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -15,11 +15,6 @@ from pydantic import Field
 from hsd_jax.config import NO_REUSE_FORM, TreeConfig
 from hsd_jax.settings import Default, Flag, OneOf, PerRow, Seed, Temperature, TopK, TopP, Whole, record, shown
 
-if TYPE_CHECKING:
-    from hsd_jax.planning.tuned import Tuned
-else:
-    Tuned = Any  # its module needs jax; `set_up` checks it
-
 AUTO = "auto"
 """The rule `match`, under which the tokens of a row depend only on its prompt, settings and seed."""
 NEW_TOKENS = 128
@@ -77,10 +72,10 @@ class SpeculationSettings(TypedDict, total=False):
     (docs/design.md, "Reuse")."""
     speculate: Annotated[Flag, Default(True)]
     """False decodes plainly, one token per pass of the target."""
-    tuned: Annotated[bool | Tuned, Default(True)]
-    """How the tree is chosen if `tree` is None. True: by the record that `tune` stored for this pair and machine. A
-    `Tuned`: by that record. False: by the cost model, with the measured rates of this machine. The cost model also
-    decides if the record has no choice for calls of this size."""
+    race: Annotated[Flag, Default(True)]
+    """Whether the first calls of a kind time rounds with and without drafts, in turns, where a tree was chosen
+    (docs/design.md, "How a plan is chosen"). False, or HSD_RACE=off: the model of costs decides alone, which may be
+    wrong for this machine."""
     pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
     """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""
     lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]

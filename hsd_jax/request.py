@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import Mesh
@@ -23,13 +24,14 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules.lossy import Lossy
 from hsd_jax.infer.rules.table import RULES, make_rule
 from hsd_jax.infer.step import make_step
+from hsd_jax.infer.worth import with_drafts
+from hsd_jax.kernels import native
 from hsd_jax.kernels.program import Program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.plan import Plan, check_adaptive, loop_costs, may_end_early, plan_for
-from hsd_jax.planning.tuned import Tuned
-from hsd_jax.settings import take
+from hsd_jax.planning.plan import Plan, check_adaptive, is_warm, loop_costs, may_end_early, plan_for
+from hsd_jax.planning.race import Race
 from hsd_jax.types import AcceptRule, Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
@@ -75,6 +77,20 @@ class Setup:
     plan: Plan
     drafting: Drafting | None
     """None: plain decoding."""
+    race: Race | None
+    """What times the rounds of this plan. None: nothing."""
+    is_exact: bool
+    """Whether rounds with and without drafts have the same bits."""
+    again: Callable[[], Setup]
+    """Makes this setup again."""
+
+    def after_race(self) -> Setup:
+        """The same decoder, planned with the outcome of the race."""
+        new = self.again()
+        if new.decoder is self.decoder:
+            return new
+        assert self.costs is not None
+        return dataclasses.replace(self, plan=new.plan, costs=with_drafts(self.costs, False), race=None)
 
     @functools.cached_property
     def held(self) -> Any:
@@ -108,18 +124,28 @@ def make_decoder(
 
 
 def set_up(
-    params: Params, asked: Speculation, num_rows: int, plan_rows: int, capacity: int, temperature: float
+    params: Params,
+    asked: Speculation,
+    num_rows: int,
+    plan_rows: int,
+    capacity: int,
+    temperature: float,
+    is_refilled: bool = False,
 ) -> Setup:
     """Makes the plan, and looks up or makes the decoder of that plan. Nothing compiles yet.
 
-    The program has `num_rows` rows, and the tree is chosen for `plan_rows`. `temperature` is the highest of all rows.
+    Args:
+      num_rows: rows of the program.
+      plan_rows: the rows for which the tree is chosen.
+      temperature: the highest of all rows.
+      is_refilled: whether other rows follow those that end.
     """
-    take(bool | Tuned, asked.tuned, "tuned")
+    again = functools.partial(set_up, params, asked, num_rows, plan_rows, capacity, temperature, is_refilled)
     check_jax_settings()
     check_mesh(params.mesh)
     make_room()
     rule, scheme = rule_and_scheme(asked.accept, asked.draw)
-    plan = _plan(params, asked, rule, plan_rows, capacity, temperature)
+    plan, race = _plan(params, asked, rule, plan_rows, capacity, temperature, is_refilled)
     lossy, drafting, costs = Lossy.parse(asked.lossy, rule), None, None  # wrong also where nothing is drafted
     if plan.tree is not None:
         reuse = ReuseConfig.parse(plan.reuse)
@@ -131,14 +157,21 @@ def set_up(
     decoder = make_decoder(own, params.target_config, drafting, dtype, pad_rows)
     if plan.tree is not None and plan.is_adaptive:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
-        trial = None if plan_rows == num_rows else capacity
-        costs = loop_costs(CostModel.of(params), num_rows, plan.tree, ends_early, trial)
+        about = {"ends_early": ends_early, "is_sampled": is_warm(temperature)}
+        about |= {"slots_of_trial": None if plan_rows == num_rows else capacity}
+        costs = loop_costs(CostModel.of(params), num_rows, plan.tree, **about, raced=race and race.outcome)
+    if costs is None or decoder.drafter.follow is None or (race is not None and race.outcome is not None):
+        race = None
     models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
-    return Setup(decoder, models, costs, plan, drafting)
+    is_exact = own.isa != native.OFF or params.precision == "exact"
+    return Setup(decoder, models, costs, plan, drafting, race, is_exact, again)
 
 
-def _plan(params: Params, asked: Speculation, rule: str, rows: int, capacity: int, temperature: float) -> Plan:
+def _plan(
+    params: Params, asked: Speculation, rule: str, rows: int, capacity: int, temperature: float, is_refilled: bool
+) -> tuple[Plan, Race | None]:
     tree, reuse = params.tree if asked.tree is None else asked.tree, ReuseConfig.parse(asked.reuse)
+    race = None
     if not asked.speculate or params.drafter is None:
         plan = Plan(None, reason="requested" if params.drafter is not None else "no drafter is loaded")
     elif tree is not None:
@@ -147,14 +180,14 @@ def _plan(params: Params, asked: Speculation, rule: str, rows: int, capacity: in
         why = "trees that are drawn or grow from reused states keep all their nodes"
         plan = Plan(default_tree(params.drafter_config), asked.reuse, reason=why)
     else:
-        plan = plan_for(params, rows, capacity, temperature, asked.tuned)
+        plan, race = plan_for(params, rows, capacity, temperature, is_refilled, asked.race)
     if asked.adaptive:
         if params.drafter is None or not asked.speculate:
             raise ValueError(f"adaptive=True: this call has no drafts ({plan.reason})")
         check_adaptive(params.drafter_config, rule, plan.tree or default_tree(params.drafter_config))
     if asked.adaptive is not None:
         plan = dataclasses.replace(plan, is_adaptive=asked.adaptive and plan.tree is not None)
-    return plan
+    return plan, race
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -38,9 +39,11 @@ from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_same, fetch
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
+from hsd_jax.infer.worth import mean_ratio, with_drafts
 from hsd_jax.models.placement import check_free
 from hsd_jax.params import Params
 from hsd_jax.planning.plan import Plan
+from hsd_jax.planning.race import Race
 from hsd_jax.planning.rates import rates_here
 from hsd_jax.request import (
     MOST_LOOKAHEAD,
@@ -53,7 +56,7 @@ from hsd_jax.request import (
 )
 from hsd_jax.settings import Count, Flag, OneOf, shown, take, takes
 from hsd_jax.tokenizer import IncrementalDecoder
-from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Limits
+from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, Costs, DecodeState, Drafts, Limits
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
@@ -151,8 +154,7 @@ class Session:
 
     Without a tree of `params` or of the call, one is chosen that should pay for greedy rows while all slots are busy.
     If none does, decoding is plain; with the CPU kernels it is plain only while many rows are busy, and drafts are made
-    in a tree that should pay for a single row. Records of `tune` are not used, because they were measured on complete
-    batches: `tuned` must be left out.
+    in a tree that should pay for a single row.
 
     Programs are compiled for the number of slots and the size of the caches. The caches begin at 512 slots per row and
     grow by a factor of four when longer rows come in. Other settings of a request compile nothing, up to 4 end tokens.
@@ -176,16 +178,14 @@ class Session:
     ):
         take(int, slots, "slots", ge=1, le=MOST_SLOTS)
         take(int | None, max_len, "max_len", ge=1, le=params.max_len)
-        if "tuned" in settings:
-            raise ValueError(f"tuned={shown(settings['tuned'])}: a session follows no record of `tune`; leave it out")
-        speculation = Speculation(**settings | {"tuned": False})
+        speculation = Speculation(**settings)
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
-        setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
+        setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0, is_refilled=True)
         may_draft = speculation.speculate and speculation.adaptive in (None, True) and params.drafter is not None
         if setup.plan.tree is None and may_draft and rates_here(params.mesh is None).skips_positions:
             # Drafts may still pay while few slots are busy.
-            setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
+            setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0, is_refilled=True)
         known = params.fingerprint_pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
         check_same("models and settings of the session", repr(known))
         self._begin(params, setup, num_rows, slots, max_len)
@@ -476,20 +476,75 @@ class Session:
         while they run.
         """
         self._check_open()
-        start, setup, has_ended = time.perf_counter(), self.setup, False
-        while True:
-            assert self.rows is not None, "a row has come in"
-            state, sampling, limits = self.rows
-            longest = max((request.length for request in self._running), default=0)
-            state = setup.decoder.with_room(state, longest, self._largest)
-            state = setup.decoder.run(setup.held, sampling, limits, state, rounds, setup.costs, least_live)
-            self.rows = state, sampling, limits
-            if reads:
-                self._read_chunk()
-            has_ended |= self._collect()
-            if rounds < UNBOUNDED or self.num_running < least_live:
-                self.decode_seconds += time.perf_counter() - start
-                return has_ended
+        start, has_ended = time.perf_counter(), False
+        with self._closes_on_error():
+            race = self.setup.race
+            if race is not None and race.goes_on(rounds) and not reads:
+                raced, has_ended = self._race(race, rounds)
+                rounds -= raced if rounds < UNBOUNDED else 0
+            while rounds > 0 and self.num_running >= least_live and not (has_ended and rounds < UNBOUNDED):
+                self._call(rounds, least_live, self.setup.costs)
+                if reads:
+                    self._read_chunk()
+                has_ended |= self._collect()
+                if rounds < UNBOUNDED:
+                    break
+        self.decode_seconds += time.perf_counter() - start
+        return has_ended
+
+    def _call(self, rounds: int, least_live: int, costs: Costs | None) -> None:
+        """Calls the loop and does not wait for it."""
+        assert self.rows is not None, "a row has come in"
+        (state, sampling, limits), setup = self.rows, self.setup
+        longest = max((request.length for request in self._running), default=0)
+        state = setup.decoder.with_room(state, longest, self._largest)
+        state = setup.decoder.run(setup.held, sampling, limits, state, rounds, costs, least_live)
+        self.rows = state, sampling, limits
+
+    def _race(self, race: Race, rounds: int) -> tuple[int, bool]:
+        """Runs laps of the race. Returns how many of the `rounds` have run, and whether a row has ended.
+
+        Where rounds with and without drafts may round differently, each lap runs on a copy of the rows: the clock does
+        not choose where a text turns.
+        """
+        setup, kept, running, has_ended = self.setup, self.rows, list(self._running), False
+        assert setup.costs is not None and kept is not None
+        if not running or fetch(setup.costs.drafts)[len(running)] == Drafts.NEVER:
+            return 0, False
+        slot, costs = running[0].slot, [with_drafts(setup.costs, has_drafts) for has_drafts in (False, True)]
+
+        def look() -> tuple[int, float, bool]:
+            """What a row says of the laps: its passes, `Control.plain`, and whether it has ended."""
+            state: Any = self.rows and self.rows[0]
+            found = state.stats.num_target_passes, state.control.plain, state.done
+            passes, plain, is_done = (fetch(x)[slot].item() for x in found)
+            return passes, plain, is_done
+
+        def prepare() -> None:
+            nonlocal known
+            if not setup.is_exact:
+                self.rows = jax.tree.map(jnp.copy, kept[0]), *kept[1:]
+                known = look()
+
+        def lap(num_rounds: int, has_drafts: bool) -> float | None:
+            nonlocal has_ended, known
+            passes, before, _ = known
+            self._call(num_rounds, len(running), costs[has_drafts])
+            has_ended = setup.is_exact and self._collect()
+            now, after, is_done = known = look()
+            if has_ended or is_done or now - passes < num_rounds:
+                return None
+            return mean_ratio(before, after, num_rounds) if has_drafts and num_rounds else 1.0
+
+        known = look()
+        try:
+            num_done = race.run(prepare, lap, rounds)
+        finally:
+            if not setup.is_exact:
+                self.rows, num_done = kept, 0
+        if race.outcome is not None:
+            self.setup = setup.after_race()
+        return num_done, has_ended
 
     def _collect(self) -> bool:
         """Fetches the new tokens of the running rows, and ends those that are done. Returns whether one is."""

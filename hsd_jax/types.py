@@ -172,6 +172,14 @@ class DecodeStats:
     """The number of passes that verified at least one draft of the row."""
 
 
+class Drafts(enum.IntEnum):
+    """Whether rounds have drafts."""
+
+    NEVER = 0
+    IF_THEY_PAY = 1
+    ALWAYS = 2
+
+
 @flax.struct.dataclass
 class Costs:
     """Predicted costs of passes on this machine, traced. `infer/worth.py` decides by them which drafts pay."""
@@ -190,10 +198,10 @@ class Costs:
     """The largest number of slots that a layer with a sliding window sees."""
     first_trust: Float[Array, ""]
     """The assumed probability, before any draft was tried, that a draft of which the drafter is certain is accepted."""
+    drafts: Int[Array, "B+1"]
+    """The `Drafts` of 0, 1, ... running rows."""
     level_seconds: Float[Array, "B+1"] | None = None
     """Seconds to draft one level for 0, 1, ... rows. None: chains grow to their full depth."""
-    worth_trying: Bool[Array, "B+1"] | None = None
-    """Whether 0, 1, ... running rows should draft at all, by the plans of greedy batches. None: always."""
 
 
 @flax.struct.dataclass

@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 # Before jax is imported. Programs that a test starts inherit both.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["HSD_TUNED"] = "off"  # what `hsd tune` has found on this machine is not for tests to follow,
+os.environ["HSD_RACE"] = "off"  # texts and plans of tests do not depend on the clock,
 os.environ["HSD_RATES"] = "off"  # and neither is how fast it is
 if not (shutil.which("g++") or shutil.which("clang++")):
     os.environ["HSD_NATIVE_ISA"] = "off"  # without a warning, which would be an error in every test that decodes

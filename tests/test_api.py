@@ -346,7 +346,7 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
     "sampled tree too full": ({"accept": "recursive", "tree": hsd_jax.TreeConfig(9, depth=3, width=2)}, "nodes=9"),
     "unknown name": ({"minp": 0.1}, "'minp'; allowed are max_new_tokens, temperature"),
-    "tuned": ({"tuned": "yes", "speculate": False}, "tuned='yes'"),
+    "race": ({"race": "yes", "speculate": False}, "race='yes'"),
     "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),
 }
 

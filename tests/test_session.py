@@ -26,6 +26,7 @@ from hsd_jax import session as session_lib
 from hsd_jax.config import NO_REUSE
 from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import rows as row_lib
+from hsd_jax.infer.decode import Decoder
 from hsd_jax.kernels import native
 from hsd_jax.models import placement
 from hsd_jax.params import Params
@@ -313,7 +314,7 @@ def test_drafts_are_made_while_few_rows_are_busy():
     when one has ended."""
     params, opened = params_of("beam")
     with Session(params, slots=2, adaptive=True, tree=opened["tree"]) as session:
-        costs = dataclasses.replace(session.setup.costs, worth_trying=jnp.asarray([True, True, False]))
+        costs = dataclasses.replace(session.setup.costs, drafts=jnp.asarray([1, 1, 0], jnp.int8))
         session.setup = dataclasses.replace(session.setup, costs=costs)
         handles = [session.admit([3, 4 + i], num, eos=()) for i, num in enumerate([12, 40])]
         (first, one), (second, other) = (finish(session, handle) for handle in handles)
@@ -388,7 +389,7 @@ def test_wrong_requests_disturb_nobody(plain):
             call()
     assert session.rows is None and session.take(1).finish_reason in ("cancelled", "length")
     session.close()
-    for wrong, message in [({"tuned": True}, "tuned=True"), ({"max_len": 97}, "max_len=97: .*96")]:
+    for wrong, message in [({"max_len": 97}, "max_len=97: .*96")]:
         with pytest.raises(ValueError, match=message):
             Session(plain, **wrong)
 
@@ -556,3 +557,16 @@ def test_a_session_on_a_mesh_says_the_same_and_its_empty_slots_are_split(fresh_p
         )
         found = play(session, asked)
     assert_as_alone(asked, found)
+
+
+def test_decode_raises_the_first_error_of_the_device(plain, monkeypatch):
+    """What comes after it reads arrays that the loop has taken over."""
+    run = Decoder.run
+
+    def fails(*args, **options):
+        run(*args, **options)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Decoder, "run", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        hsd_jax.decode(plain, [1, 2, 3], 5)

@@ -11,7 +11,6 @@ from typing import Any
 
 from hsd_jax.asked import Length, SamplingSettings, SpeculationSettings
 from hsd_jax.cli import options
-from hsd_jax.config import TreeConfig
 from hsd_jax.host.files import decoded, with_unix_lines
 
 
@@ -28,7 +27,6 @@ def add_parser(commands) -> None:
 hsd generate --demo $'Question: A box holds 12 eggs. How many eggs are in 7 boxes?\\nAnswer:'
 hsd generate --target DIR --drafter DIR --temperature 0.8 --top-p 0.95 --seed 7 "Once upon a time,"
 hsd generate --target smollm2 --chat --system "Answer briefly." "Where is Lisbon?"
-hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 cat letter.txt | hsd generate --demo --json -
 """,
     )
@@ -37,12 +35,6 @@ cat letter.txt | hsd generate --demo --json -
     add_text_arguments(parser)
     tree = options.add_speculation(parser)
     options.add_record(tree, SpeculationSettings, "speculate", speculate={"help": "plain decoding: one token per pass"})
-    either = tree.add_mutually_exclusive_group()
-    what = "a record of `hsd tune --out`: draft as it says, or decode plainly if it found that faster (default: the"
-    what += " record that `hsd tune` kept for this pair and machine, if there is one)"
-    either.add_argument("--tuned", metavar="FILE", default=True, help=what)
-    what = "follow no record; choose by the model of costs"
-    either.add_argument("--no-tuned", dest="tuned", action="store_false", help=what)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
@@ -64,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     prompts = [encode_prompt(params, text, args) for text in texts]
-    settings = options.given(args, Length, SamplingSettings, SpeculationSettings) | {
-        "tuned": _tuned(args, params),
+    settings: dict[str, Any] = options.given(args, Length, SamplingSettings, SpeculationSettings) | {
         "tree": None if params.drafter is None else options.tree_asked(args, params),
     }
     if args.json or len(prompts) > 1:
@@ -102,17 +93,6 @@ def _stream(pieces) -> None:
         _summary(sum(counts), stats, times[-1] - times[0], "first piece excluded", timed)
     else:
         _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
-
-
-def _tuned(args: argparse.Namespace, params) -> Any:
-    """The argument `tuned` of `decode`. Prints a line if the record of --tuned was made under other conditions."""
-    if isinstance(args.tuned, bool):
-        return args.tuned
-    others = options.given(args, SpeculationSettings, TreeConfig).keys() - {"tuned"}
-    options.refuse(args, f"--tuned {args.tuned}: the record says how to draft", *sorted(others))
-    from hsd_jax.planning.tuned import Tuned
-
-    return Tuned.load(args.tuned, params, report=options.say)
 
 
 def read_prompt(prompt: str, args: argparse.Namespace) -> str | bytes:

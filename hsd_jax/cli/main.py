@@ -25,8 +25,8 @@ environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
   HSD_CACHE=FOLDER    keep them there
   HSD_NATIVE_ISA=L    CPU kernels: avx2, avx512, avx512_vnni, avx512_bf16, amx; off: XLA computes products, in float32
-  HSD_TUNED=off       do not keep records of `hsd tune`, nor follow kept ones
-  HSD_TUNED=FOLDER    keep them there, not in ~/.cache/hsd_jax/tuned
+  HSD_RACE=off        do not time rounds with and without drafts in the first calls; trust the model of costs
+  HSD_RACE=FOLDER     keep what was timed there, not in ~/.cache/hsd_jax/races
   HSD_RATES=off       do not measure this processor; choose draft trees by the shipped rates
   HSD_GPU_KERNELS=off XLA computes everything on a GPU
   HSD_ATTENTION=B     attention without the CPU kernels by xla or triton; by default triton where it applies
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands. Imports no jax."""
     import argparse
 
-    from hsd_jax.cli import bench, compile, demo, generate, generate_data, identity, info, plan, show, train, tune
+    from hsd_jax.cli import bench, compile, demo, generate, generate_data, identity, info, plan, show, train
 
     parser = argparse.ArgumentParser(
         prog="hsd",
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, demo, show, tune, plan, bench, identity, train, generate_data, compile, info):
+    for module in (generate, demo, show, plan, bench, identity, train, generate_data, compile, info):
         module.add_parser(commands)
     return parser
 

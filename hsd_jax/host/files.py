@@ -269,7 +269,7 @@ def home_cache() -> Path:
 
 
 def user_cache() -> Path:
-    """This user's folder for files that can be made again: compiled programs and kernels, and records of `tune`.
+    """This user's folder for files that can be made again: compiled programs and kernels, rates, and races.
 
     It can be written. It is `home_cache`, or else, as in a container without a home, `own_temporary_folder`.
     """

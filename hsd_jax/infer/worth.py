@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DecodeState, DraftTree, Stop, Verdict
+from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DecodeState, Drafts, DraftTree, Stop, Verdict
 
 DECAY = 0.97
 """The factor by which each round reduces the weight of earlier rounds in every average."""
@@ -65,8 +66,24 @@ def _control(state: DecodeState) -> Control:
 
 def is_waiting(state: DecodeState, costs: Costs) -> Bool[Array, ""]:
     """Whether the next round is plain."""
-    has_to_wait = _most(_control(state).wait, ~state.done) > 0
-    return has_to_wait if costs.worth_trying is None else has_to_wait | ~costs.worth_trying[jnp.sum(~state.done)]
+    drafts, has_to_wait = _drafts(state, costs), _most(_control(state).wait, ~state.done) > 0
+    return (drafts == Drafts.NEVER) | ((drafts == Drafts.IF_THEY_PAY) & has_to_wait)
+
+
+def with_drafts(costs: Costs, always: bool) -> Costs:
+    """Costs with which all rounds have drafts, or none."""
+    drafts = np.full(costs.drafts.shape, Drafts.ALWAYS if always else Drafts.NEVER, np.int8)
+    return dataclasses.replace(costs, drafts=jax.device_put(drafts))
+
+
+def mean_ratio(before: float, after: float, num_rounds: int) -> float:
+    """The mean of what rounds with drafts have added to `Control.plain`, from its values before and after them."""
+    weight = DECAY**num_rounds
+    return (after - before * weight) / ((1 - weight) / (1 - DECAY))
+
+
+def _drafts(state: DecodeState, costs: Costs) -> Int[Array, ""]:
+    return costs.drafts[jnp.sum(~state.done)]
 
 
 def after_plain_rounds(state: DecodeState, num_rounds: Int[Array, ""]) -> DecodeState:
@@ -252,7 +269,7 @@ def after_round(
     plain = DECAY * control.plain + seconds / plain_seconds(before, costs)  # in which each row gains a token
     sample = _num_live(done) * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - DECAY))
     is_behind = _sum(tokens, ~done) < _sum(plain, ~done) * (1 - STOP_MARGIN / jnp.sqrt(sample))
-    is_poor = (rounds >= FEWEST_ROUNDS) & is_behind
+    is_poor = (rounds >= FEWEST_ROUNDS) & is_behind & (_drafts(before, costs) == Drafts.IF_THEY_PAY)
     is_good = rounds >= 4 * FEWEST_ROUNDS
     drafts = control.drafts
     if drafts is not None:

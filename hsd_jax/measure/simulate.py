@@ -126,10 +126,6 @@ class AcceptedLengths:
         """The distribution of the number of tokens of a round."""
         return {num + 1: count / self.num_passes for num, count in enumerate(self.histogram)}
 
-    def in_step(self, batch: int) -> int:
-        """The number of rounds if `batch` texts are decoded at once. A batch ends when its last row ends."""
-        return sum(max(self.rounds[first : first + batch]) for first in range(0, len(self.rounds), batch))
-
     @property
     def acceptance(self) -> list[float]:
         """The acceptance probability by depth, given that all drafts before were accepted."""

@@ -15,7 +15,6 @@ import numpy as np
 from hsd_jax import api
 from hsd_jax.asked import OF_SPECULATION, Speculation
 from hsd_jax.config import TreeConfig
-from hsd_jax.planning.tuned import Tuned
 from hsd_jax.request import (
     LARGEST_FIRST,
     MOST_LOOKAHEAD,
@@ -43,7 +42,6 @@ class Mode:
     name: str
     params: Any
     how: Speculation = PLAINLY
-    """A record in `tuned` overrides `tree`. `tree` then only says what the record chooses."""
     eos: tuple[int, ...] | None = None
     """As `eos` of `decode`: the end tokens in place of the checkpoint's, () for none."""
 
@@ -63,9 +61,8 @@ class Mode:
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""
-        how = dataclasses.replace(self.how, tree=None) if isinstance(self.how.tuned, Tuned) else self.how
         call = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": list(seeds), "eos": self.eos}
-        return api.decode(self.params, list(prompts), **call, **vars(how))
+        return api.decode(self.params, list(prompts), **call, **vars(self.how))
 
 
 @dataclasses.dataclass(frozen=True)

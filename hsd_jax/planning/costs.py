@@ -2,13 +2,13 @@
 
 `CostModel` computes them from the sizes of the models and the rates of a processor; the seconds of drafting are in each
 drafter's folder (`Planning.drafting_seconds`). `types.Costs` is its table for the decode loop, which adds up a round's
-seconds in `infer/worth.py`. `round_seconds` fits seconds to timed rounds, for `tune`.
+seconds in `infer/worth.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.worth import first_trust, slots_read
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.params import Params
-from hsd_jax.planning.acceptance import expected_tokens, profile_of_slowest
+from hsd_jax.planning.acceptance import expected_tokens
 from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
@@ -111,29 +111,33 @@ class CostModel:
         """Seconds to draft a tree for each of `rows` rows."""
         return method_of(self.drafter).planning.drafting_seconds(self, self.drafter, rows, tree)
 
+    def noise(self, rows: int, tree: TreeConfig | None) -> float:
+        """Seconds of the noise of a round. All levels of a tree have noise, whatever is verified."""
+        positions = rows * (1 if tree is None else tree.depth + 1)
+        return positions * self.target.vocab_size * self.rates.noise_seconds
+
     def predicted_speed(
         self, rows: int, filled: float, tree: TreeConfig | None, profile: Sequence[float], is_sampled: bool
     ) -> float:
         """Predicted tokens per second of a call, if the best number of nodes is verified.
-
-        The call lasts as long as its slowest row. Padding rows count as texts, so five rows are planned like eight.
 
         Args:
           filled: filled slots of the cache of each row.
           tree: the largest tree; None: plain decoding.
           profile: acceptance probabilities by depth.
         """
-        tokens = np.ones(1) if tree is None else expected_tokens(profile_of_slowest(profile, rows), tree)
+        tokens = np.ones(1) if tree is None else expected_tokens(profile, tree)
         nodes = np.arange(1, len(tokens) + 1)
         computed = nodes if self.rates.skips_positions else np.full(len(nodes), 1 if tree is None else tree.nodes)
         seconds = self.target_pass(rows * computed) + rows * self.attention(nodes, filled)
         drafting = 0.0 if tree is None else self.drafting(rows, tree)
-        positions = rows * (1 if tree is None else tree.depth + 1)  # all have noise, whatever is verified
-        noise = positions * self.target.vocab_size * self.rates.noise_seconds if is_sampled else 0.0
+        noise = self.noise(rows, tree) if is_sampled else 0.0
         return float(np.max(rows * tokens / (seconds + drafting + noise)))
 
-    def table(self, rows: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
-        """The costs by which the decode loop decides which drafts to verify: those of greedy rows, without noise."""
+    def table(
+        self, rows: int, tree: TreeConfig, drafts: np.ndarray, ends_early: bool = False, is_sampled: bool = False
+    ) -> Costs:
+        """The costs by which the decode loop decides which drafts to verify; `drafts` is a field of them."""
 
         def computed(most: int) -> np.ndarray:
             """For each number of wanted positions or rows from 0 to `most`: how many are computed."""
@@ -141,22 +145,16 @@ class CostModel:
 
         verify, plain = self.target_pass(computed(rows * tree.nodes)), self.target_pass(computed(rows))
         draft = np.array([self.drafting(int(num), tree) for num in computed(rows)])
+        level = draft / tree.depth
+        if is_sampled:
+            plain += [self.noise(int(num), None) for num in computed(rows)]
+            draft += [self.noise(int(num), tree) for num in computed(rows)]
         trust = first_trust(method_of(self.drafter).planning.has_score)
-        numbers = verify, plain, draft, self.slot(), *self.windows, trust, *([draft / tree.depth] if ends_early else [])
-        return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))
+        put = lambda x: jax.device_put(np.asarray(x, np.float32))  # noqa: E731
+        numbers = map(put, (verify, plain, draft, self.slot(), *self.windows, trust))
+        return Costs(*numbers, drafts=jax.device_put(drafts), level_seconds=put(level) if ends_early else None)
 
 
 def weights_of_language_model(config: Any) -> int:
     """The number of weights that a pass of a language model reads."""
     return config.num_layers * weights_of_layer(config) + config.vocab_size * config.hidden_size
-
-
-def round_seconds(measured: Mapping[TreeConfig, float]) -> Callable[[TreeConfig], float]:
-    """Predicts the seconds of a round, linear in the nodes and the depth of its tree, by least squares.
-
-    No prediction is below half of the fastest measurement: outside the measured range the fit may be far too small.
-    """
-    rows = np.array([[1.0, tree.nodes, tree.depth] for tree in measured])
-    seconds = np.array(list(measured.values()))
-    a, b, c = np.linalg.lstsq(rows, seconds, rcond=None)[0].tolist()
-    return lambda tree: max(a + b * tree.nodes + c * tree.depth, float(seconds.min()) / 2)

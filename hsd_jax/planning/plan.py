@@ -1,7 +1,7 @@
 """Plans a call that names no tree: the largest tree or plain decoding, and the costs for the decode loop.
 
-No tree is timed here. `costs.py` predicts seconds, and `acceptance.py` tokens, from the profile that was stored when
-the drafter was trained. Where `hsd_jax.tune` has measured, its record decides instead (`tuned.py`).
+`costs.py` predicts seconds, and `acceptance.py` tokens, from the profile that was stored when the drafter was trained.
+What a race has measured (`race.py`) corrects the seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import jax
 import numpy as np
 
 from hsd_jax import settings
-from hsd_jax.config import ReuseConfig, TreeConfig
-from hsd_jax.drafters.table import make_drafter, method_of
+from hsd_jax.config import NO_REUSE_FORM, TreeConfig
+from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.rules.table import RULES
 from hsd_jax.params import Params
-from hsd_jax.planning.acceptance import profile_of
+from hsd_jax.planning.acceptance import profile_of, profile_of_slowest
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.tuned import Choice, Tuned, Way, is_warm, kept
-from hsd_jax.types import Costs
+from hsd_jax.planning.race import Outcome, Race, is_off, race_of
+from hsd_jax.types import Costs, Drafts
 
 LEAST_GAIN = 1.05
 """The predicted speed of a chosen tree must be at least this many times that of plain decoding. The ratios
@@ -30,6 +30,10 @@ of short chains were predicted within about 5 per cent on one kind of processor 
 EQUALLY_GOOD = 0.985
 """Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest is
 chosen, because a round can drop drafts that do not pay, but not add levels; of several that deep, the smallest."""
+MEASURED_GAIN = 1.02
+"""The same after a race."""
+WARM = 0.3
+"""Calls with a temperature of at least WARM are planned as sampled calls, the others as greedy ones."""
 AVERAGE_FILL = 1 / 4
 """The share of the slots of a cache that counts as filled during a call. It was set by hand."""
 PLANNED_CHAINS = range(1, 8)
@@ -41,13 +45,32 @@ PLANNED_WIDEST = (32, 7, 4)
 
 
 @settings.dataclass
-class Plan(Way):
+class Plan:
     """How a call is decoded, and why."""
 
+    tree: TreeConfig | None
+    """The largest tree. None: plain decoding."""
+    reuse: str = NO_REUSE_FORM
+    is_adaptive: bool = False
+    """Whether a round verifies only the drafts that pay. False: every round verifies the whole tree."""
+    gain: float = 1.0
+    """The predicted speed of a chosen tree over that of plain decoding."""
     reason: str = ""
+
+    @property
+    def name(self) -> str:
+        if self.tree is None:
+            return "plain"
+        name = f"up to {self.tree.name}" if self.is_adaptive else self.tree.name
+        return name if self.reuse == NO_REUSE_FORM else f"{name} {self.reuse}"
 
     def __str__(self) -> str:
         return f"{'plain decoding' if self.tree is None else f'trees of {self.name}'}: {self.reason}"
+
+
+def is_warm(temperature: float) -> bool:
+    """Whether calls at this temperature are planned as sampled calls."""
+    return temperature >= WARM
 
 
 def trees_of(
@@ -63,16 +86,28 @@ def trees_of(
 
 
 @functools.lru_cache(maxsize=256)
-def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan:
+def best_plan(
+    model: CostModel,
+    rows: int,
+    slots: int,
+    is_sampled: bool,
+    is_refilled: bool = False,
+) -> Plan:
     """The plan by the cost model and the drafter's profile.
 
     It is the deepest of the trees that are about as fast as the fastest (EQUALLY_GOOD), or plain decoding if that tree
-    gains too little (LEAST_GAIN). `rows` are those of the program, `slots` those of a row's caches.
+    gains too little (LEAST_GAIN).
+
+    Args:
+      rows: those of the program.
+      slots: those of a row's caches.
+      is_refilled: whether other rows follow those that end. Otherwise the call lasts as long as its slowest row.
     """
     profile = profile_of(model.drafter, is_sampled)
+    likely = profile if is_refilled else profile_of_slowest(profile, rows)
 
     def speed(tree: TreeConfig | None) -> float:
-        return model.predicted_speed(rows, AVERAGE_FILL * slots, tree, profile, is_sampled)
+        return model.predicted_speed(rows, AVERAGE_FILL * slots, tree, likely, is_sampled)
 
     wide = (*PLANNED_WIDE, *[PLANNED_WIDEST] * model.are_free(rows, PLANNED_WIDEST[0]))
     trees = [tree for tree in trees_of(model.drafter, wide=wide) if tree.depth <= len(profile)]
@@ -84,41 +119,43 @@ def best_plan(model: CostModel, rows: int, slots: int, is_sampled: bool) -> Plan
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"
-    if gain < LEAST_GAIN:
-        reason = f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"
-        return Plan(None, reason=reason)
-    return Plan(best, is_adaptive=True, reason=f"should be {gain:.2f} times as fast as plain decoding ({what})")
+    return _judged(Plan(best, is_adaptive=True, gain=gain), LEAST_GAIN, what)
 
 
-def plan_for(params: Params, rows: int, slots: int, temperature: float, tuned: bool | Tuned = True) -> Plan:
-    """The plan of a call that names no tree. Calls of the same sizes share a plan and its programs.
+def _judged(plan: Plan, least: float, what: str) -> Plan:
+    """The plan, or plain decoding if it gains less than `least`, with the reason. `what` describes the calls."""
+    if plan.gain >= least:
+        return dataclasses.replace(plan, reason=f"should be {plan.gain:.2f} times as fast as plain decoding ({what})")
+    reason = f"drafts should not pay here ({plan.gain:.2f} times as fast as plain decoding, with {plan.name}; {what})"
+    return Plan(None, gain=plan.gain, reason=reason)
+
+
+@functools.lru_cache(maxsize=256)
+def corrected(plan: Plan, raced: Outcome | None) -> Plan:
+    """A plan with drafts as a race has corrected it."""
+    if raced is None or plan.tree is None:
+        return plan
+    return _judged(dataclasses.replace(plan, gain=plan.gain / raced.correction), MEASURED_GAIN, f"measured: {raced}")
+
+
+def plan_for(
+    params: Params, rows: int, slots: int, temperature: float, is_refilled: bool = False, has_race: bool = True
+) -> tuple[Plan, Race | None]:
+    """The plan of a call that names no tree, and the race that corrects it, if any.
+
+    Calls of the same sizes share a plan and its programs. All sampled calls are planned as at temperature 1, because
+    each tree needs programs of its own.
 
     Args:
       temperature: the highest of all rows.
-      tuned: a record, or whether to use the record that was kept for these params.
     """
-    record = tuned if isinstance(tuned, Tuned) else kept(params) if tuned else None
-    choice = None if record is None else record.choice(rows, slots, temperature)
-    if choice is not None and _can_grow(params, choice):
-        size = f"for {choice.calls}"
-        if choice.tree is None:
-            return Plan(None, reason=f"`tune` found nothing faster {size}")
-        reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
-        return Plan(choice.tree, choice.reuse, choice.is_adaptive, reason)
-    # All sampled calls are planned as at temperature 1, because each tree needs programs of its own.
-    return best_plan(CostModel.of(params), rows, slots, is_warm(temperature))
-
-
-def _can_grow(params: Params, choice: Choice) -> bool:
-    """Whether this drafter can grow the tree. Edited params keep their old fingerprints, so a record may not fit."""
-    if choice.tree is None:
-        return True
-    scheme, reuse = RULES["match"].scheme, ReuseConfig.parse(choice.reuse)
-    try:
-        make_drafter(params.target_config, params.drafter_config, choice.tree, scheme=scheme, reuse=reuse)
-    except ValueError:
-        return False
-    return True
+    call = CostModel.of(params), rows, slots, is_warm(temperature), is_refilled
+    plan = best_plan(*call)
+    if plan.tree is None or not has_race or is_off():
+        return plan, None
+    mesh = None if params.mesh is None else tuple(params.mesh.shape.items())
+    race = race_of(plan.gain, *call, plan.tree, mesh, params.precision)
+    return corrected(plan, race.outcome), race
 
 
 def may_end_early(config: Any, tree: TreeConfig) -> bool:
@@ -139,17 +176,27 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
 
 @functools.lru_cache(maxsize=256)
 def loop_costs(
-    model: CostModel, rows: int, tree: TreeConfig, ends_early: bool = False, slots_of_trial: int | None = None
+    model: CostModel,
+    rows: int,
+    tree: TreeConfig,
+    ends_early: bool = False,
+    is_sampled: bool = False,
+    slots_of_trial: int | None = None,
+    raced: Outcome | None = None,
 ) -> Costs:
     """The costs with which the decode loop decides whether drafts pay, on the device.
 
     Args:
       slots_of_trial: slots of the caches, for a session that drafts only while few rows run. Drafts are tried with
         n rows if greedy batches of 1, 2, ... n rows would all get a tree. None: with any number of rows.
+      raced: what corrects the costs.
     """
-    costs = model.table(rows, tree, ends_early)
-    if slots_of_trial is None:
-        return costs
-    plans = [best_plan(model, max(num, 1), slots_of_trial, False) for num in range(rows + 1)]
-    has_tree = [plan.tree is not None for plan in plans]
-    return dataclasses.replace(costs, worth_trying=jax.device_put(np.logical_and.accumulate(has_tree)))
+    drafts = np.full(rows + 1, Drafts.IF_THEY_PAY, np.int8)
+    if slots_of_trial is not None:
+        plans = (best_plan(model, max(num, 1), slots_of_trial, False, True) for num in range(rows + 1))
+        drafts *= np.logical_and.accumulate([corrected(plan, raced).tree is not None for plan in plans])
+    if raced is not None:
+        costs = loop_costs(model, rows, tree, ends_early, is_sampled, slots_of_trial)
+        plain = costs.plain_seconds / np.float32(raced.correction)
+        return dataclasses.replace(costs, plain_seconds=plain, drafts=jax.device_put(drafts))
+    return model.table(rows, tree, drafts, ends_early, is_sampled)

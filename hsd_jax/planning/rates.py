@@ -2,8 +2,8 @@
 
 The first call that leaves a choice to the cost model (`costs.py`) measures five of them for a second or two: what the
 memory gives, what the cache keeps, and products with weights of four, two and one bytes. The result is kept for this
-user by processor, number of cores and instruction set. It is measured once more an hour or more later, and the faster
-rates count. `hsd info --rates` starts anew.
+user by processor, number of cores and instruction set. `hsd info --rates` measures anew. What the rates predict
+wrongly, a race corrects (`race.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from hsd_jax.host.files import keep, kept, kept_file
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.planning.device import device_name, num_cores
 from hsd_jax.planning.timing import interleaved, loop_timer
-from hsd_jax.settings import Flag, NotNegative, Positive
+from hsd_jax.settings import NotNegative, Positive
 
 FOLDER_VARIABLE = "HSD_RATES"
 """Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the shipped rates."""
@@ -131,8 +130,6 @@ OF_ONE = 2 * WIDTH**2
 SMALL_WIDTH, ROWS = 512, 64
 """Sizes of the products whose weights the processor's cache holds."""
 TIMES = 15
-AGAIN_AFTER = 3600.0
-"""Seconds after which rates are measured again, once."""
 
 
 @settings.dataclass
@@ -146,30 +143,6 @@ class MeasuredRates:
     narrow: Positive
     integer: Positive
     """As in `Rates`, like the four fields above."""
-    at: NotNegative
-    """The time of the last measurement, in seconds since 1970."""
-    is_confirmed: Flag = False
-    """Whether these are the best of several measurements at different times."""
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether to measure again: other work may have slowed the machine during a single measurement."""
-        return not self.is_confirmed and time.time() - self.at > AGAIN_AFTER
-
-    def confirmed(self, now: MeasuredRates) -> MeasuredRates:
-        """The best of these rates and those of a later measurement: other work on a machine only makes it slower."""
-        reading = min(self, now, key=lambda x: (MANY * OF_ONE - x.cached_bytes) / x.bytes_per_second)
-        flops = max(self.flops_per_second, now.flops_per_second)
-        most = lambda name: max(x.flops_per_second * getattr(x, name) for x in (self, now))  # noqa: E731
-        return dataclasses.replace(
-            now,
-            bytes_per_second=reading.bytes_per_second,
-            cached_bytes=reading.cached_bytes,
-            flops_per_second=flops,
-            narrow=most("narrow") / flops,
-            integer=most("integer") / flops,
-            is_confirmed=True,
-        )
 
     def rates(self, isa: str) -> Rates:
         """The measured rates, with the shipped values of the instruction set for the rest."""
@@ -200,7 +173,6 @@ def measure_rates() -> MeasuredRates:
         flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / seconds["wide"],
         narrow=seconds["wide"] / seconds["narrow"],
         integer=seconds["wide"] / seconds["integer"],
-        at=time.time(),
     )
 
 
@@ -242,14 +214,13 @@ def _kept_or_measured(path: Path, isa: str) -> Rates:
     """The kept rates, or new ones. One process measures, and others that come meanwhile wait for its result."""
     found = kept(MeasuredRates, path)
     try:
-        if found is None or found.is_stale:
+        if found is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(path.with_suffix(".lock"), timeout=30):
                 found = kept(MeasuredRates, path)
-                if found is None or found.is_stale:
+                if found is None:
                     print("hsd_jax measures the speed of this processor for 2 s", file=sys.stderr, flush=True)
-                    now = measure_rates()
-                    found = now if found is None else found.confirmed(now)
+                    found = measure_rates()
                     keep(path, found)
     except (OSError, filelock.Timeout) as error:
         if found is None:

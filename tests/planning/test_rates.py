@@ -1,10 +1,9 @@
-"""Rates of the processor: measured, kept, shared, measured again, and the shipped ones where that fails."""
+"""Rates of the processor: measured, kept, shared, and the shipped ones where that fails."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import time
 
 import pytest
 from support.command_line import hsd
@@ -29,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """What a processor would measure, and how often it did."""
-    found = rates.MeasuredRates("a processor", 5e10, 9e6, 3e11, 1.5, 4.5, time.time())
+    found = rates.MeasuredRates("a processor", 5e10, 9e6, 3e11, 1.5, 4.5)
     calls = []
     monkeypatch.setattr(rates, "measure_rates", lambda: calls.append("measured") or found)
     return found, calls
@@ -70,26 +69,6 @@ def test_a_folder_that_takes_no_file_leaves_the_shipped_rates(folder, measured):
     folder.write_text("a file")
     with pytest.warns(UserWarning, match="cannot be kept"):
         assert rates.rates_here(True) == rates.shipped(ISA)
-
-
-def test_rates_are_measured_again_later_once(folder, measured):
-    _, calls = measured
-    rates.rates_here(True)
-    path = rates.kept_path(ISA)
-    kept = json.loads(path.read_text())
-    old = {"at": kept["at"] - 2 * rates.AGAIN_AFTER}
-    for change, times in (
-        ({}, 1),
-        (old | {"is_confirmed": True}, 1),
-        (old, 2),
-    ):
-        path.write_text(json.dumps(kept | change))
-        rates._kept_or_measured.cache_clear()
-        rates.rates_here(True)
-        assert len(calls) == times, change
-    rates._kept_or_measured.cache_clear()
-    rates.rates_here(True)
-    assert len(calls) == 2 and json.loads(path.read_text())["is_confirmed"]
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels do not run here")

@@ -19,7 +19,7 @@ def answer_prompt(params, prompt, settings: dict[str, Any], is_first: bool) -> d
     Sampled text is decoded under `match`, so that it can be compared with that of plain decoding.
     """
     given = prompt.tokens(params.tokenizer)
-    settings = settings | {"accept": "match"}
+    settings = settings | {"accept": "match", "race": False}
     if is_first:
         for speculate in (False, True):
             _streamed(params, given, speculate, settings, None)

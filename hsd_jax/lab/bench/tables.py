@@ -65,31 +65,6 @@ def range_of(value: dict[str, float] | None, form: str) -> str:
     return "" if value is None else f"{value['median']:{form}} ({value['min']:{form}}-{value['max']:{form}})"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def print_tuned(tuned) -> None:
-    """Prints a table for each choice of a `hsd_jax.Tuned`. The chosen row is bold."""
-    heads = "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain"
-    tables = []
-    for choice in tuned.choices:
-        rows = [
-            (
-                row.name,
-                _number(row.predicted_tau, ".2f"),
-                _number(row.predicted_tokens_per_second, ".0f"),
-                _number(row.tau, ".2f"),
-                range_of(row.tokens_per_second, ".0f"),
-                range_of(row.speedup, ".2f"),
-            )
-            for row in choice.table
-        ]
-        title = f"{choice.calls}, {tuned.conditions.dtype}; {tuned.conditions.device}"
-        tables.append(Table(title, heads, rows, [str(choice)], bold=[choice.name]))
-    print_tables(tables)
-
-
 def print_stacks(record: dict[str, Any]) -> None:
     """Prints the record of `hsd plan`: the rounds of pairs, the measured ways, and the options of the fastest."""
     names, ways = [f"{i}: {name}" for i, name in enumerate(record["models"])], record["rows"]

@@ -1,0 +1,191 @@
+"""Races: rounds with drafts against plain rounds, timed where they run.
+
+The model of costs (`costs.py`) chooses a tree from the rates of a processor. The first calls of a kind then run some
+rounds with drafts and some without, in turns, and the host times these laps. All tokens count, and the program is that
+of the loop. The outcome corrects the model, decides whether such calls draft, and is kept for this user. A race
+measures only seconds. How many drafts are accepted depends on the text, which the loop judges (`infer/worth.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from hsd_jax import settings
+from hsd_jax.host import files
+from hsd_jax.host.distributed import of_first
+from hsd_jax.planning.device import device_name
+from hsd_jax.settings import Positive
+
+FOLDER_VARIABLE = "HSD_RACE"
+"""Environment variable: the folder of outcomes. Empty: ~/.cache/hsd_jax/races. "off": the model of costs decides
+alone."""
+LAP = 10.0
+"""A lap lasts at least this many times as long as a call of the loop that runs no round."""
+LONG_ENOUGH = 0.7
+"""A lap that lasts less than this share of that only shows how long rounds last."""
+FEWEST_ROUNDS = 2
+"""Rounds of a lap. The first lap has so many, and does not count."""
+MOST_ROUNDS = 32
+"""Rounds of a lap at most, even if it then lasts less long."""
+MOST_CUT = 8
+"""A race in which so many laps were cut short is given up: these calls are too short to be timed."""
+MOST_PAIRS = 4
+"""Pairs of laps after which a race ends in any case."""
+LIKELY = 1.5
+"""A correction by more than this factor needs a second pair of laps: the first plain rounds may be slow."""
+CLEAR = 1.12
+"""After a pair of laps a race ends if the gain is this factor from 1; after the first one, the square of it."""
+
+
+@settings.dataclass
+class Outcome:
+    """What a race has measured."""
+
+    drafted_seconds: Positive
+    """Seconds of a round with drafts."""
+    plain_seconds: Positive
+    """Seconds of a plain round."""
+    correction: Positive
+    """The ratio of the two, divided by the ratio that the model of costs had predicted for the same rounds."""
+
+    def __str__(self) -> str:
+        return f"rounds take {1e3 * self.drafted_seconds:.2f} ms with drafts, {1e3 * self.plain_seconds:.2f} ms without"
+
+
+class Lap(NamedTuple):
+    """Rounds of one kind."""
+
+    round_seconds: float
+    ratio: float
+    """The predicted seconds of a round over those of a plain round."""
+
+
+class Race:
+    """The laps of the calls of one kind, until there is an outcome.
+
+    Args:
+      gain: the speed of the tree over that of plain decoding, as predicted.
+      path: the file of the outcome; None: it is not kept.
+    """
+
+    def __init__(self, gain: float, path: Path | None = None):
+        self.gain, self.path = gain, path
+        self.outcome = _of_first(files.kept(Outcome, path))
+        self._lock = threading.Lock()
+        self._laps: dict[bool, list[Lap]] = {True: [], False: []}
+        self._num_cut, self._idle_seconds, self._expected = 0, 0.0, 0.0
+        """Laps that were cut short. Seconds of a call of the loop that runs no round, and those expected of a round of
+        the next lap."""
+
+    @property
+    def _num_rounds(self) -> int:
+        """The number of rounds of the next lap."""
+        enough = math.ceil(LAP * self._idle_seconds / self._expected) if self._expected else 0
+        return min(max(enough, FEWEST_ROUNDS), MOST_ROUNDS)
+
+    def goes_on(self, num_rounds: int) -> bool:
+        """Whether a lap is due, and so many rounds would last for it."""
+        return self.outcome is None and self._num_cut < MOST_CUT and self._num_rounds <= num_rounds
+
+    def run(self, prepare: Callable[[], None], lap: Callable[[int, bool], float | None], most: int) -> int:
+        """Runs laps until there is an outcome, or until `most` rounds would not last for another lap.
+
+        Args:
+          prepare: what comes before each lap and is not timed.
+          lap: `lap(num_rounds, has_drafts)` runs rounds with or without drafts and waits for them. It returns their
+            mean predicted seconds over those of plain rounds; None if it ran fewer. The race then goes on in the next
+            call of `run`.
+        Returns:
+          The number of rounds that were asked for.
+        """
+        if not self._lock.acquire(blocking=False):  # another thread times its own rounds
+            return 0
+        try:
+            return self._run(prepare, lap, most)
+        finally:
+            self._lock.release()
+
+    def _run(self, prepare: Callable[[], None], lap: Callable[[int, bool], float | None], most: int) -> int:
+        num_done, ratio = 0, 1.0
+        if not self._idle_seconds:
+            for _ in range(2):  # the first one compiles
+                prepare()
+                self._idle_seconds, _ = _timed(lap, 0, True)
+        while self.outcome is None and ratio is not None:
+            has_drafts, num = len(self._laps[True]) <= len(self._laps[False]), self._num_rounds
+            if num_done + num > most:
+                break
+            prepare()
+            seconds, ratio = _timed(lap, num, has_drafts)
+            num_done += num
+            if ratio is None:
+                self._num_cut += 1
+            else:
+                self._add(num, Lap(max(seconds - self._idle_seconds, 1e-6) / num, ratio), has_drafts)
+        return num_done
+
+    def _add(self, num_rounds: int, lap: Lap, has_drafts: bool) -> None:
+        least = LONG_ENOUGH * LAP * self._idle_seconds
+        counts = self._expected and (num_rounds == MOST_ROUNDS or num_rounds * lap.round_seconds > least)
+        self._expected = lap.round_seconds
+        if not counts:  # the rounds after a prefill are slow
+            return
+        self._laps[has_drafts].append(lap)
+        if has_drafts:
+            self._expected = lap.round_seconds / lap.ratio
+        else:
+            self._expected = self._laps[True][-1].round_seconds
+            self._judge()
+
+    def _judge(self) -> None:
+        """Ends the race if the laps so far are clear. Other work only slows laps, so the fastest ones count."""
+        drafted = min(self._laps[True], key=lambda lap: lap.round_seconds / lap.ratio)
+        plain, pairs = min(lap.round_seconds for lap in self._laps[False]), len(self._laps[False])
+        correction = drafted.round_seconds / drafted.ratio / plain
+        is_clear = abs(math.log(self.gain / correction)) > math.log(CLEAR) * (2 if pairs == 1 else 1)
+        is_likely = abs(math.log(correction)) < math.log(LIKELY) or pairs > 1
+        if pairs < MOST_PAIRS and not (is_clear and is_likely):
+            return
+        self.outcome = Outcome(drafted.round_seconds, plain, correction)
+        if self.path is not None and files.is_writer():
+            with contextlib.suppress(OSError):  # then the next process races, too
+                files.keep(self.path, self.outcome)
+
+
+@functools.lru_cache(maxsize=256)
+def race_of(gain: float, *about: Any) -> Race:
+    """The race of the calls that `about` describes. A new one knows the outcome that an earlier process has kept."""
+    versions = jax.__version__, sys.modules["hsd_jax"].__version__  # the package is built on top of this module
+    return Race(gain, files.kept_file(FOLDER_VARIABLE, "races", Outcome, device_name(), *versions, repr(about)))
+
+
+def is_off() -> bool:
+    """Whether the environment forbids races."""
+    return files.is_off(os.environ.get(FOLDER_VARIABLE, ""))
+
+
+def _timed(lap: Callable[[int, bool], float | None], num_rounds: int, has_drafts: bool) -> tuple[float, float | None]:
+    """The seconds of a lap that process 0 measured, and what the lap returns."""
+    start = time.perf_counter()
+    ratio = lap(num_rounds, has_drafts)
+    return 1e-6 * of_first(max(round(1e6 * (time.perf_counter() - start)), 1)), ratio
+
+
+def _of_first(outcome: Outcome | None) -> Outcome | None:
+    """The outcome that process 0 has found."""
+    if jax.process_count() == 1:
+        return outcome
+    values = (0.0,) * 3 if outcome is None else (outcome.drafted_seconds, outcome.plain_seconds, outcome.correction)
+    first = [1e-6 * of_first(round(1e6 * value)) for value in values]
+    return Outcome(*first) if all(first) else None

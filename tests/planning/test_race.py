@@ -1,0 +1,195 @@
+"""Races: what they measure, how long they last, and that no text depends on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+import hsd_jax
+from hsd_jax import session
+from hsd_jax.planning import plan, race
+
+IDLE = 1e-3
+nothing = lambda: None  # noqa: E731
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return hsd_jax.load("demo")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder of outcomes."""
+    monkeypatch.setenv(race.FOLDER_VARIABLE, str(tmp_path))
+    race.race_of.cache_clear()
+    yield tmp_path
+    race.race_of.cache_clear()
+
+
+class Clock:
+    """A machine that is made up: what the loop would take. It stands in for the module `time`."""
+
+    def __init__(self, drafted: float, plain: float, ratio: float = 1.0, noise: float = 0.0):
+        self.seconds, self.ratio = {True: drafted, False: plain}, ratio
+        self.now, self.laps, self._draw, self._noise = 0.0, [], np.random.default_rng(0), noise
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def pass_by(self, num_rounds: int, has_drafts: bool) -> float:
+        self.laps.append((num_rounds, has_drafts))
+        slower = 1 + self._noise * self._draw.exponential()
+        self.now += IDLE + num_rounds * self.seconds[has_drafts] * slower
+        return self.ratio
+
+
+@pytest.mark.parametrize(
+    ("gain", "drafted", "plain", "most"),
+    [(1.9, 9e-3, 7e-3, 1), (1.4, 9e-3, 7e-3, 4), (1.2, 15e-4, 5e-4, 2)],
+)
+def test_a_race_measures_the_ratio_of_rounds_and_ends_as_soon_as_it_is_clear(monkeypatch, gain, drafted, plain, most):
+    clock = Clock(drafted, plain, ratio=1.5, noise=0.05)
+    monkeypatch.setattr(race, "time", clock)
+    one = race.Race(gain)
+    assert one.run(nothing, clock.pass_by, 2**30) == sum(num for num, _ in clock.laps)
+    assert one.outcome.correction == pytest.approx(drafted / plain / 1.5, rel=0.1)
+    (idle, _), (again, _), first, *laps = clock.laps
+    assert idle == again == 0 and first == (race.FEWEST_ROUNDS, True)
+    least = race.LONG_ENOUGH * race.LAP * IDLE
+    laps = [has_drafts for num, has_drafts in laps if num * clock.seconds[has_drafts] > least]
+    assert laps == [True, False] * (len(laps) // 2) and 2 <= len(laps) <= 2 * most
+
+
+def test_a_slow_first_lap_decides_nothing(monkeypatch):
+    """The first plain rounds take 20 times as long."""
+    clock = Clock(9e-3, 7e-3)
+    monkeypatch.setattr(race, "time", clock)
+    was_slow = []
+
+    def lap(num_rounds, has_drafts):
+        if not has_drafts and not was_slow:
+            was_slow.append(num_rounds)
+            clock.now += 19 * num_rounds * 7e-3
+        return clock.pass_by(num_rounds, has_drafts)
+
+    one = race.Race(1.9)
+    one.run(nothing, lap, 2**30)
+    assert was_slow and one.outcome.correction == pytest.approx(9 / 7, rel=0.01)
+
+
+def test_a_race_goes_on_in_the_next_call(monkeypatch):
+    """Of the laps of short calls those count that were complete. A call of two rounds has none."""
+    clock = Clock(9e-3, 7e-3)
+    monkeypatch.setattr(race, "time", clock)
+    one, calls = race.Race(1.9), itertools.count()
+    ended = lambda *lap: (clock.pass_by(*lap), None)[next(calls) % 2]  # noqa: E731
+    assert one.run(nothing, ended, 1) == 0
+    for _ in range(9):
+        one.run(nothing, ended, 40)
+    assert one.outcome.correction == pytest.approx(9 / 7, rel=1e-3)
+
+
+def test_calls_that_are_too_short_are_left_alone_after_a_while():
+    one, num_calls = race.Race(1.9), 0
+    while one.goes_on(40):
+        one.run(nothing, lambda *lap: None, 40)
+        num_calls += 1
+    assert num_calls == race.MOST_CUT and not race.Race(1.9).goes_on(1)
+
+
+def test_an_outcome_is_kept_for_this_machine_and_these_versions(folder, monkeypatch):
+    clock = Clock(9e-3, 7e-3)
+    monkeypatch.setattr(race, "time", clock)
+    one = race.race_of(1.9, "a call")
+    one.run(nothing, clock.pass_by, 2**30)
+    race.race_of.cache_clear()  # as another process
+    assert race.race_of(1.9, "a call").outcome == one.outcome
+    assert race.race_of(1.9, "another call").outcome is None
+    race.race_of.cache_clear()
+    monkeypatch.setattr(hsd_jax, "__version__", "0.0")
+    assert race.race_of(1.9, "a call").outcome is None
+
+
+def test_process_0_measures_and_decides_for_all(folder, monkeypatch):
+    """Process 1 has a clock that stands still and no file. What it takes over is all in millionths."""
+    said = iter([10**3] * 2 + [10**3 + 2 * 9000] + [10**3 + 3 * 9000, 10**3 + 3 * 7000] * 9)
+    monkeypatch.setattr(race, "time", Clock(0.0, 0.0))
+    monkeypatch.setattr(race, "of_first", lambda own: next(said))
+    one = race.Race(1.9)
+    one.run(nothing, lambda *lap: 1.0, 2**30)
+    assert (one.outcome.drafted_seconds, one.outcome.plain_seconds) == pytest.approx((9e-3 * 3 / 2, 7e-3 * 3 / 2))
+    monkeypatch.setattr(race.jax, "process_count", lambda: 2)
+    said = iter([9000, 7000, 1285714])
+    assert race.Race(1.9).outcome.correction == pytest.approx(9 / 7, rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafts_pay", [False, True])
+def test_no_text_depends_on_a_race(demo, folder, monkeypatch, drafts_pay, temperature):
+    """Rounds with drafts take as long as a plain round, or 20 times as long. From then on such calls are plain."""
+    prompts, how = ["User: Hello!\nAssistant:", "User: Where is"], {"temperature": temperature, "seed": 3, "eos": ()}
+    wanted = hsd_jax.decode(demo, prompts, 40, speculate=False, **how)
+    monkeypatch.setattr(race, "_timed", timed := Rounds(1.0 if drafts_pay else 20.0))
+    first, second = (hsd_jax.decode(demo, prompts, 40, **how) for _ in range(2))
+    assert len(timed.laps) >= 4 and {has_drafts for num, has_drafts in timed.laps if num} == {False, True}
+    assert (first.tokens == wanted.tokens).all() and (second.tokens == wanted.tokens).all()
+    for stats in (first.stats, second.stats):
+        assert (stats.plan.tree is not None) == drafts_pay and "ms with drafts" in stats.plan.reason
+    assert first.stats.num_target_passes < wanted.stats.num_target_passes
+    assert (second.stats.num_target_passes < wanted.stats.num_target_passes) == drafts_pay
+
+
+class Rounds:
+    """Replaces the clock: how long a round with drafts takes, in plain rounds; None: as predicted."""
+
+    def __init__(self, drafted: float | None = None):
+        self.drafted, self.laps = drafted, []
+
+    def __call__(self, lap, num_rounds, has_drafts):
+        self.laps.append((num_rounds, has_drafts))
+        ratio = lap(num_rounds, has_drafts)
+        a_round = 1.0 if not has_drafts else ratio or 1.0 if self.drafted is None else self.drafted
+        return num_rounds * a_round + 1e-4, ratio
+
+
+def test_where_rounds_round_differently_a_race_runs_on_a_copy(demo, folder, monkeypatch):
+    """Its rounds are those of no text: the statistics are the same as without a race."""
+    monkeypatch.setattr(race, "_timed", timed := Rounds())
+    ask = {"prompt": "User: Hello!\nAssistant:", "max_new_tokens": 40, "eos": ()}
+    without = hsd_jax.decode(demo, **ask, race=False)
+    assert not timed.laps
+    set_up = session.set_up
+    monkeypatch.setattr(session, "set_up", lambda *args: dataclasses.replace(set_up(*args), is_exact=False))
+    raced = hsd_jax.decode(demo, **ask)
+    assert timed.laps and "ms with drafts" in raced.stats.plan.reason
+    assert (raced.stats.accepted_histogram == without.stats.accepted_histogram).all()
+    assert raced.text == without.text
+
+
+def test_streams_and_sessions_race_between_pieces(demo, folder, monkeypatch):
+    monkeypatch.setattr(race, "_timed", timed := Rounds(20.0))
+    monkeypatch.setattr(plan, "LEAST_GAIN", 0.0)  # a tree for every number of rows
+    prompts = [f"User: {text}\nAssistant:" for text in ("Hello!", "Why?", "Where is it?")]
+    wanted = [hsd_jax.decode(demo, prompt, 30, speculate=False, eos=()).text[0] for prompt in prompts]
+    pieces = "".join(piece.text for piece in hsd_jax.stream(demo, prompts[0], 30, rounds=8, eos=()))
+    assert pieces == wanted[0] and timed.laps
+    timed.laps.clear()
+    with session.Session(demo, slots=2) as opened:
+        requests = [{"prompt": prompt, "max_new_tokens": 30, "eos": ()} for prompt in prompts]
+        assert [answer.text for answer in opened.generate(requests, ordered=True)] == wanted
+        assert timed.laps and opened.plan.tree is None
+
+
+def test_nothing_is_raced_where_it_is_off_or_a_tree_was_named(demo, folder, monkeypatch):
+    monkeypatch.setattr(race, "_timed", timed := Rounds(1.0))
+    how = {"prompt": "User: Hi\nAssistant:", "max_new_tokens": 12}
+    hsd_jax.decode(demo, **how, race=False)
+    hsd_jax.decode(demo, **how, tree=hsd_jax.TreeConfig.chain(2))
+    hsd_jax.decode(demo, **how, accept="recursive")
+    monkeypatch.setenv(race.FOLDER_VARIABLE, "off")
+    hsd_jax.decode(demo, **how)
+    assert not timed.laps
