@@ -1,4 +1,4 @@
-"""The name of this process's device. Rates and records of `tune` are kept by it."""
+"""The name of this process's device. Rates and races are kept by it."""
 
 from __future__ import annotations
 
