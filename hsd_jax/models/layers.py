@@ -6,6 +6,7 @@ Weights are stored [out, in] as in Hugging Face files. `kernels/ops.py` chooses 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -21,9 +22,11 @@ from hsd_jax.kernels.int8 import GroupedInt8, Kernel
 from hsd_jax.kernels.ops import activate, apply_rope, gated_mlp, matmul, matmuls, rms_norm, rounded
 from hsd_jax.models.cache import take_nodes
 
+normal, zeros = nn.initializers.normal, nn.initializers.zeros
 
-def kernel_param(module: nn.Module, name: str, std: float, shape: tuple[int, ...]) -> Kernel:
-    """`module.param` of a normally distributed kernel, which may be held in groups (`GroupedInt8`).
+
+def kernel_param(module: nn.Module, name: str, init: Callable, shape: tuple[int, ...]) -> Kernel:
+    """`module.param` of a kernel, which may be held in groups (`GroupedInt8`).
 
     flax compares the shapes of the arrays that hold it. Those of groups are not the kernel's own.
     """
@@ -31,7 +34,7 @@ def kernel_param(module: nn.Module, name: str, std: float, shape: tuple[int, ...
     if isinstance(held, GroupedInt8):
         assert held.shape == shape, (name, held.shape, shape)
         return held
-    return module.param(name, nn.initializers.normal(std), shape)
+    return module.param(name, init, shape)
 
 
 class Weight(nn.Module):
@@ -40,15 +43,15 @@ class Weight(nn.Module):
     out_features: int | tuple[int, ...]
     in_features: int
     use_bias: bool = False
-    init_std: float | None = None
+    init: Callable | None = None
+    """None: normally distributed, for products of the variance of the input."""
 
     @nn.compact
     def __call__(self) -> tuple[Kernel, Array | None]:
-        std = self.in_features**-0.5 if self.init_std is None else self.init_std
         out = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
-        kernel = kernel_param(self, "kernel", std, (*out, self.in_features))
-        bias = self.param("bias", nn.initializers.zeros, out) if self.use_bias else None
-        return kernel, bias
+        init = self.init or normal(self.in_features**-0.5)
+        kernel = kernel_param(self, "kernel", init, (*out, self.in_features))
+        return kernel, self.param("bias", zeros, out) if self.use_bias else None
 
 
 def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
@@ -166,7 +169,7 @@ class Attention(nn.Module):
         num = query.shape[2] // per_group
         out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
         out = out.reshape(batch, num, c.num_heads * width)
-        output = Weight(c.hidden_size, out.shape[-1], c.output_bias, output_std(c), name="o")
+        output = Weight(c.hidden_size, out.shape[-1], c.output_bias, residual_init(c), name="o")
         return linears(out, output)[0], (key, value)
 
 
@@ -179,7 +182,7 @@ class MLP(nn.Module):
     intermediate_size: int
     activation: str = "silu"
     use_bias: bool = False
-    output_std: float | None = None
+    down_init: Callable | None = None
 
     @nn.compact
     def __call__(
@@ -188,7 +191,7 @@ class MLP(nn.Module):
         if isinstance(up_bias, tuple):
             up_bias = matmul(*up_bias)
         width, wider = x.shape[-1], self.intermediate_size
-        down_weight = Weight(width, wider, self.use_bias, self.output_std, name="down")
+        down_weight = Weight(width, wider, self.use_bias, self.down_init, name="down")
         if self.has_variable("params", "gate_up"):  # `packing.py`
             joint = Weight((2, wider), width, self.use_bias, name="gate_up")
             gate, up = jnp.moveaxis(linears(x, joint)[0], -2, 0)
@@ -202,9 +205,9 @@ class MLP(nn.Module):
         return linears(activate(gate, self.activation) * up, down_weight)[0]
 
 
-def output_std(config: Any) -> float:
-    """The standard deviation of fresh kernels whose products are added to the residual stream."""
-    return (2 * config.num_layers * config.hidden_size) ** -0.5
+def residual_init(config: Any) -> Callable:
+    """How kernels begin whose products are added to the residual stream."""
+    return normal((2 * config.num_layers * config.hidden_size) ** -0.5)
 
 
 class Block(nn.Module):
@@ -221,7 +224,7 @@ class Block(nn.Module):
         attended, kv = Attention(c, name="attn")(normed, table, new_mask, cached, seen, attend_fn, asking)
         x = x if asking is None else take_nodes(x, asking, 1)
         x = x + (norm(name="attn_post_norm")(attended) if c.post_norms else attended)
-        mlp = MLP(c.intermediate_size, c.activation, c.mlp_bias, output_std(c), name="mlp")(
+        mlp = MLP(c.intermediate_size, c.activation, c.mlp_bias, residual_init(c), name="mlp")(
             norm(feeds_product=True, name="mlp_norm")(x), up_bias
         )
         return x + (norm(name="mlp_post_norm")(mlp) if c.post_norms else mlp), kv
