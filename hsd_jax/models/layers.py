@@ -21,6 +21,7 @@ from hsd_jax.kernels.attention import attend
 from hsd_jax.kernels.int8 import GroupedInt8, Kernel
 from hsd_jax.kernels.ops import activate, apply_rope, gated_mlp, matmul, matmuls, rms_norm, rounded
 from hsd_jax.models.cache import take_nodes
+from hsd_jax.types import NewKV
 
 normal, zeros = nn.initializers.normal, nn.initializers.zeros
 
@@ -106,12 +107,16 @@ def rope_table(
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
-def attend_after(keys: Float[Array, "B G M E"], values: Float[Array, "B G M E"]):
-    """Makes an `attend` whose nodes also see entries of earlier passes of this round, which are not in the cache."""
+def attend_after(earlier: NewKV | None, layer: int) -> Callable:
+    """An `attend` whose nodes also see entries of earlier passes of this round, which are not in the cache."""
+    if earlier is None:
+        return attend
+
+    def joined(old: tuple[Array, ...], new: Array) -> Array:
+        return jnp.concatenate([old[layer].astype(new.dtype), new], 2)
 
     def after(query, new, *rest):
-        joined = jnp.concatenate([keys.astype(new[0].dtype), new[0]], 2)
-        return attend(query, (joined, jnp.concatenate([values.astype(new[1].dtype), new[1]], 2)), *rest)
+        return attend(query, (joined(earlier.keys, new[0]), joined(earlier.values, new[1])), *rest)
 
     return after
 

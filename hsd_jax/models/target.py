@@ -60,9 +60,7 @@ class Target(nn.Module):
         for layer in range(c.num_layers):
             kind = c.layer_type(layer)
             cached = None if cache is None else (cache.keys[layer], cache.values[layer])
-            rest = tables[kind], masks[kind][0], cached, masks[kind][1]
-            if earlier is not None:
-                rest = *rest, attend_after(earlier.keys[layer], earlier.values[layer])
+            rest = tables[kind], masks[kind][0], cached, masks[kind][1], attend_after(earlier, layer)
             x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest, up_bias=of_layer(up_bias, layer))
             keys.append(key)
             values.append(value)

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.kernels import native
-from hsd_jax.kernels.attention import attend
 from hsd_jax.kernels.ops import embed, matmul, rms_norm
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, normal, rope_table, zeros
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
@@ -86,11 +85,8 @@ class Trunk(nn.Module):
         keys, values = [], []
         for i, layer in enumerate(self.layer):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
-            see = attend
-            if earlier is not None:
-                see = attend_after(earlier.keys[i], earlier.values[i])
-            is_last = i == c.num_layers - 1
-            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asking if is_last else None)
+            rest = masks[0], cached, masks[1], attend_after(earlier, i)
+            x, (key, value) = layer(x, table, *rest, asking if i == c.num_layers - 1 else None)
             keys.append(key)
             values.append(value)
         return x, NewKV(tuple(keys), tuple(values))
