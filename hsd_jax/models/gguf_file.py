@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
