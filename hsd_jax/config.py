@@ -6,7 +6,9 @@ This module uses no arrays. The annotation of a field gives its allowed values (
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -23,8 +25,6 @@ LARGEST_TREE = 256
 NO_REUSE_FORM, SUM, SKIP, AHEAD = REUSES = ("none", "sum", "skip", "ahead")
 """How later rounds use the trunk states that a round did not use (`drafters/hidden/reuse.py`)."""
 Reuse = Annotated[str, OneOf(REUSES)]
-
-
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 HeadDim = Annotated[int, Field(ge=1, le=65_536)]
 Theta = Annotated[float, Field(ge=1e-6, le=1e30)]
@@ -37,21 +37,26 @@ Precision = Annotated[str, OneOf(PRECISIONS)]
 QUANTIZED = ("int8",)
 """Types to which weights may be quantized."""
 Quantized = Annotated[str, OneOf(QUANTIZED)]
-ROPE_KINDS = ("default", "linear", "llama3")
+RopeKind = Annotated[str, OneOf(("default", "linear", "llama3"))]
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LayerType = Annotated[str, OneOf((FULL, SLIDING))]
 
 
 @settings.dataclass
 class RopeConfig:
-    """Rotary embedding of one kind of layer; `kind` is one of ROPE_KINDS."""
+    """Rotary embedding of one kind of layer. Which numbers `kind` reads: `models/layers.rope_frequencies`."""
 
     theta: Theta = 10_000.0
-    kind: Annotated[str, OneOf(ROPE_KINDS)] = "default"
+    kind: RopeKind = "default"
     factor: Positive = 1.0
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position: Count = 8192
+
+    def __post_init__(self):
+        if not self.high_freq_factor > self.low_freq_factor:
+            low = self.low_freq_factor
+            raise ValueError(f"rope: high_freq_factor={self.high_freq_factor} must be above low_freq_factor={low}")
 
 
 def _check_heads(config: Any, section: str) -> None:
@@ -235,7 +240,12 @@ class TreeConfig:
         given = {name: getattr(self, name) for name in ("nodes", "depth", "width") if getattr(self, name) is not None}
         shape = {"nodes": 8, "depth": 5, "width": 3} | given
         if self.branching is not None:
-            shape = shape_of_branching(self.branching)
+            nodes = 1 + sum(self.level_widths())
+            shape = {"nodes": nodes, "depth": len(self.branching), "width": max(self.branching)}
+            if nodes > LARGEST_TREE:
+                raise ValueError(
+                    f"TreeConfig.branching={settings.shown(self.branching)}: more than {LARGEST_TREE} nodes"
+                )
             if given and given != shape:  # a record stores all four fields
                 raise ValueError(f"TreeConfig: branching={self.branching} gives {shape}, not {given}")
         for name, value in shape.items():
@@ -283,7 +293,7 @@ class TreeConfig:
         most rounds reach those.
         """
         if self.branching is not None:
-            return tuple(math.prod(self.branching[: level + 1]) for level in range(self.depth))
+            return tuple(itertools.accumulate(self.branching, operator.mul))
         if self.nodes - 1 > self.depth * self.width:
             most = self.depth * self.width + 1
             raise ValueError(f"TreeConfig.nodes={self.nodes}: a drawn tree of this depth and width has at most {most}")
@@ -293,17 +303,6 @@ class TreeConfig:
             widths.append(1 + extra)
             spare -= extra
         return tuple(widths)
-
-
-def shape_of_branching(branching: tuple[int, ...]) -> dict[str, int]:
-    """Nodes, depth and width of a tree of `TreeConfig.branching`."""
-    nodes = level = 1
-    for count in branching:
-        level *= count
-        nodes += level
-        if nodes > LARGEST_TREE:
-            raise ValueError(f"TreeConfig.branching={settings.shown(branching)}: more than {LARGEST_TREE} nodes")
-    return {"nodes": nodes, "depth": len(branching), "width": max(branching)}
 
 
 def most_nodes(depth: int, width: int) -> int:

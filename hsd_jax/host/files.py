@@ -281,13 +281,10 @@ def user_cache() -> Path:
     return own_temporary_folder()
 
 
+@functools.cache
 def own_temporary_folder() -> Path:
     """A temporary folder that no other user can write, because what is in it may be executed."""
-    return _own_folder_in(tempfile.gettempdir())
-
-
-@functools.cache
-def _own_folder_in(place: str) -> Path:
+    place = tempfile.gettempdir()
     folder = Path(place) / f"hsd_jax-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -44,9 +44,10 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
     if where is False:
         jax.config.update("jax_compilation_cache_dir", None)
         return None
-    folder = cache_folder("" if where is True else str(where))
-    if where is not True:
-        check_new_folder(folder)
+    root = user_cache() if where is True else check_new_folder(os.path.expanduser(where))
+    lines = cpu_lines()  # machines with different instruction sets may share a home directory
+    flags = lines.get("flags", lines.get("Features", ""))
+    folder = root / (f"xla-{zlib.crc32(flags.encode()):08x}" if lines else "xla")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
     return folder
@@ -61,14 +62,6 @@ def use_setting() -> None:
     except OSError:
         if setting:  # else the user did not ask for a cache, and its absence is no error
             raise
-
-
-def cache_folder(setting: str = "") -> Path:
-    """The folder for this kind of CPU. Machines with different instruction sets may share a home directory."""
-    root = Path(os.path.expanduser(setting)) if setting else user_cache()
-    lines = cpu_lines()
-    flags = lines.get("flags", lines.get("Features", ""))
-    return root / (f"xla-{zlib.crc32(flags.encode()):08x}" if lines else "xla")
 
 
 def make_room() -> None:

@@ -35,30 +35,23 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
 }
 """The mesh axes that split each logical axis. Axes that a mesh lacks are skipped."""
 
-WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
-    ("q", "kernel"): ("heads", "embed"),
-    ("k", "kernel"): ("kv_heads", "embed"),
-    ("v", "kernel"): ("kv_heads", "embed"),
-    ("o", "kernel"): ("embed", "heads"),
-    ("gate", "kernel"): ("mlp", "embed"),
-    ("up", "kernel"): ("mlp", "embed"),
-    ("down", "kernel"): ("embed", "mlp"),
-    ("qkv", "kernel"): ("kv_heads", "embed"),  # packed (`models/packing.py`)
-    ("gate_up", "kernel"): (None, "mlp", "embed"),
-    ("steer", "kernel"): (None, "mlp", "embed"),
-    ("q", "bias"): ("heads",),
-    ("k", "bias"): ("kv_heads",),
-    ("v", "bias"): ("kv_heads",),
-    ("gate", "bias"): ("mlp",),
-    ("up", "bias"): ("mlp",),
-    ("qkv", "bias"): ("kv_heads",),
-    ("gate_up", "bias"): (None, "mlp"),
-    ("injector", "bias"): ("vocab", None),
-    ("trunk", "slots"): (None, "embed"),
-    ("", "embedding"): ("vocab", "embed"),
-    ("", "head"): ("vocab", "embed"),
+WEIGHT_AXES: dict[str, tuple[str | None, ...]] = {
+    "q": ("heads", "embed"),
+    "k": ("kv_heads", "embed"),
+    "v": ("kv_heads", "embed"),
+    "o": ("embed", "heads"),
+    "qkv": ("kv_heads", "embed"),  # packed (`models/packing.py`)
+    "gate": ("mlp", "embed"),
+    "up": ("mlp", "embed"),
+    "down": ("embed", "mlp"),
+    "gate_up": (None, "mlp", "embed"),
+    "steer": (None, "mlp", "embed"),
+    "injector.bias": ("vocab", None),
+    "embedding": ("vocab", "embed"),
+    "head": ("vocab", "embed"),
 }
-"""Logical axes of each weight, by the last two names of its path. Weights that are not listed are replicated."""
+"""Logical axes of a kernel by the name of its layer, whose bias has the first of them, or of a weight by its own name.
+Weights that are not listed are replicated."""
 
 
 def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mesh | None:
@@ -123,8 +116,9 @@ def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int
     units = {"heads": num_heads, "kv_heads": num_kv_heads}
 
     def one(path, leaf):
-        names = ["", *(p.key for p in path if isinstance(p, jax.tree_util.DictKey))]
-        axes = WEIGHT_AXES.get((names[-2], names[-1])) or WEIGHT_AXES.get(("", names[-1])) or (None,) * leaf.ndim
+        layer, name = ["", *(p.key for p in path if isinstance(p, jax.tree_util.DictKey))][-2:]
+        found = (WEIGHT_AXES.get(key) for key in (f"{layer}.{name}", layer, name))
+        axes = next(filter(None, found), (None,) * leaf.ndim)
         spec = _split(mesh, leaf.shape, axes[: leaf.ndim], units)  # scales are split as the outputs of their kernel
         if FSDP in mesh.axis_names and leaf.ndim > 1:
             free = [i for i, size in enumerate(leaf.shape) if spec[i] is None and size % mesh.shape[FSDP] == 0]

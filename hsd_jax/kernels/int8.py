@@ -28,29 +28,9 @@ GROUP, STEP = 16, 4
 """The outputs that lie side by side, and how many inputs of each: 64 bytes, a line of the cache."""
 
 
-class _EightBits:
-    """What both ways to hold a weight share."""
-
-    scale: Float[Array, "out"]
-    float_name: str
-
-    def _values_of(self, rows: Array) -> Whole8[Array, "... in"]:
-        """The whole numbers of some of the rows."""
-        raise NotImplementedError
-
-    @property
-    def dtype(self) -> np.dtype:
-        """`float_name`: what the weight acts as in a product."""
-        return jnp.dtype(self.float_name)
-
-    def floats(self, rows: Array) -> Float[Array, "... in"]:
-        """The numbers that some of the rows stand for."""
-        return self._values_of(rows).astype(jnp.float32) * self.scale[rows][..., None]
-
-
 @typing.no_type_check  # of pytrees that jax builds of other things than arrays
 @flax.struct.dataclass
-class Int8(_EightBits):
+class Int8:
     """A weight [out, in]: row o stands for `values[o] * scale[o]`."""
 
     values: Whole8[Array, "out in"]
@@ -63,20 +43,26 @@ class Int8(_EightBits):
         """[out, in]."""
         return self.values.shape
 
+    @property
+    def dtype(self) -> np.dtype:
+        """`float_name`: what the weight acts as in a product."""
+        return jnp.dtype(self.float_name)
+
     def __getitem__(self, rows: Array) -> Int8:
         """Some of the rows."""
         return Int8(self.values[rows], self.scale[rows], self.float_name)
 
-    def _values_of(self, rows: Array) -> Whole8[Array, "... in"]:
-        return self.values[rows]
+    def floats(self, rows: Array) -> Float[Array, "... in"]:
+        """The numbers that some of the rows stand for."""
+        return self.values[rows].astype(jnp.float32) * self.scale[rows][..., None]
 
 
 @typing.no_type_check
 @flax.struct.dataclass
-class GroupedInt8(_EightBits):
+class GroupedInt8:
     """An `Int8` in the order in which the CPU kernels multiply it, with zeros behind its last output and input.
 
-    Input i of output o is `values[o // GROUP, i // STEP, o % GROUP, i % STEP]`.
+    Input i of output o is `values[o // GROUP, i // STEP, o % GROUP, i % STEP]`. All else is as in `Int8`.
     """
 
     values: Whole8[Array, "groups steps 16 4"]
@@ -84,25 +70,28 @@ class GroupedInt8(_EightBits):
     width: int = flax.struct.field(pytree_node=False)
     """The number of inputs."""
     float_name: str = flax.struct.field(pytree_node=False, default="float32")
-    """As in `Int8`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[out, in]."""
         return len(self.scale), self.width
 
+    dtype = Int8.dtype
+
     def __getitem__(self, rows: Array) -> GroupedInt8:
-        """Some of the rows."""
-        return grouped(Int8(self._values_of(rows), self.scale[rows], self.float_name))
+        return grouped(self._rows(rows))
+
+    def floats(self, rows: Array) -> Float[Array, "... in"]:
+        own = self._rows(rows)
+        return own.values.astype(jnp.float32) * own.scale[..., None]
 
     def ungrouped(self) -> Int8:
         """The weight in its own order, a copy."""
         outputs = self.values.transpose(0, 2, 1, 3).reshape(len(self.values) * GROUP, -1)
         return Int8(outputs[: len(self.scale), : self.width], self.scale, self.float_name)
 
-    def _values_of(self, rows: Array) -> Whole8[Array, "... in"]:
-        found = self.values[rows // GROUP, :, rows % GROUP]
-        return found.reshape(*rows.shape, -1)[..., : self.width]
+    def _rows(self, rows: Array) -> Int8:
+        values = self.values[rows // GROUP, :, rows % GROUP].reshape(*rows.shape, -1)
+        return Int8(values[..., : self.width], self.scale[rows], self.float_name)
 
 
 Quantized = Int8 | GroupedInt8

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -104,7 +103,12 @@ class GgufFile:
     @functools.cached_property
     def config(self) -> ModelConfig:
         shapes = {name: place.shape for name, place in self.header.places.items()}
-        return gguf_layout.parse(self.header.values.get, shapes, self._rope_factors(), str(self.path))
+        factors, numbers = self._stored().get(gguf_layout.ROPE_FACTORS), None
+        if factors is not None:
+            if factors.dtype not in factors.readable or len(factors.shape) != 1:
+                raise ValueError(f"{factors}: found {factors.dtype} {list(factors.shape)}, expected a list of floats")
+            numbers = factors.block(slice(0, *factors.shape))
+        return gguf_layout.parse(self.header.values.get, shapes, numbers, str(self.path))
 
     @functools.cached_property
     def dtype(self) -> str:
@@ -114,11 +118,15 @@ class GgufFile:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """The tensors by our paths."""
-        config = self.config
-        stored = {name: self._tensor(name) for name in self.header.places if name != gguf_layout.ROPE_FACTORS}
+        config, stored = self.config, self._stored()
+        stored.pop(gguf_layout.ROPE_FACTORS, None)
         found = matched(stored, self.path, init_target, config, gguf_layout.tensor_name)
-        heads = {path: gguf_layout.interleaved_heads(path, config) for path in found}
-        return {path: self._tensor(found[path].name, heads[path], gguf_layout.added(path, config)) for path in found}
+        return {
+            path: dataclasses.replace(
+                tensor, heads=gguf_layout.interleaved_heads(path, config), added=gguf_layout.added(path, config)
+            )
+            for path, tensor in found.items()
+        }
 
     def special_tokens(self, name: str) -> tuple[int, ...]:
         """The tokens of the name "bos" or "eos"."""
@@ -127,15 +135,6 @@ class GgufFile:
     def tokenizer(self) -> Tokenizer:
         return gguf_tokenizer.wrapped(self.header)
 
-    def _tensor(self, name: str, *layout: Any) -> GgufTensor:
-        """A tensor, in the layout of the file unless `heads` and `added` are given."""
-        place = self.header.places[name]
-        return GgufTensor(self.path, name, place.shape, place.kind_name, place.start, *layout)
-
-    def _rope_factors(self) -> np.ndarray | None:
-        if gguf_layout.ROPE_FACTORS not in self.header.places:
-            return None
-        tensor = self._tensor(gguf_layout.ROPE_FACTORS)
-        if tensor.dtype not in tensor.readable or len(tensor.shape) != 1:
-            raise ValueError(f"{tensor}: found {tensor.dtype} {list(tensor.shape)}, expected a list of floats")
-        return tensor.block(slice(0, *tensor.shape))
+    def _stored(self) -> dict[str, GgufTensor]:
+        """The tensors by the names in the file, in its layout."""
+        return {name: GgufTensor(self.path, name, *place) for name, place in self.header.places.items()}

@@ -38,78 +38,51 @@ class Header:
     """The metadata of a file, the places of its tensors by their names, and the raw metadata of its tokenizer."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise FileNotFoundError(f"{path}: no such file")
-        self._size = self.path.stat().st_size
+        self.path, self._at = Path(path), len(MAGIC)
+        self.values: dict[str, Any] = {}
+        """The metadata: numbers, bools, texts and lists of them. A float32 outside a list is the shortest decimal that
+        rounds to it: 1e-05, not 9.999999747378752e-06."""
+        self.tokenizer_bytes = b""
         with self.path.open("rb") as opened:
             begin = opened.read(len(MAGIC))
             if begin != MAGIC:
                 raise ValueError(f"{path}: not a GGUF file: begins with {begin!r}, expected {MAGIC!r}")
             self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        self._at = len(MAGIC)
-        (version,) = self._take("I")
-        if version not in VERSIONS:
-            raise ValueError(f"{path}: GGUF version {version}: allowed are {VERSIONS}, little-endian")
-        num_tensors, num_keys = self._take("QQ")
-        self.values: dict[str, Any] = {}
-        """The metadata: numbers, bools, texts and lists of them. A float32 outside a list is the shortest decimal that
-        rounds to it: 1e-05, not 9.999999747378752e-06."""
-        parts = []
-        for _ in range(num_keys):
-            start = self._at
-            key = self._text("a key of the metadata")
-            if key in self.values:
-                raise ValueError(f"{path}: the metadata has {key} twice")
-            self.values[key] = self._value(key, *self._take("I"))
-            if key.startswith("tokenizer."):
-                parts.append(self._bytes[start : self._at])
-        self.tokenizer_bytes = b"".join(parts)
-        self.places = self._read_places(num_tensors)
-
-    def _cut(self, what: str) -> ValueError:
-        return ValueError(f"{self.path}: cut short: {what} continues after its {self._size} bytes")
+        try:
+            self.places = self._read()
+        except struct.error as error:
+            raise ValueError(f"{path}: cut short: its header continues after its {len(self._bytes)} bytes") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: holds a name or a text that is not UTF-8 ({error.object[:40]!r})") from error
 
     def _take(self, form: str) -> tuple[Any, ...]:
-        form = "<" + form
-        end = self._at + struct.calcsize(form)
-        if end > self._size:
-            raise self._cut(f"the header, at byte {self._at},")
-        found = struct.unpack_from(form, self._bytes, self._at)
-        self._at = end
+        """The next values of a `struct` format. A struct.error if the file ends before."""
+        found = struct.unpack_from(form := f"<{form}", self._bytes, self._at)
+        self._at += struct.calcsize(form)
         return found
 
-    def _text(self, what: str) -> str:
+    def _text(self) -> str:
         (length,) = self._take("Q")
         start, self._at = self._at, self._at + length
-        if self._at > self._size:
-            raise self._cut(f"{what}, a text of {length} bytes at byte {start},")
-        try:
-            return self._bytes[start : self._at].decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path}: {what} is not UTF-8 text ({self._bytes[start : start + 40]!r})") from error
+        if self._at > len(self._bytes):
+            raise struct.error
+        return self._bytes[start : self._at].decode()
 
-    def _value(self, key: str, kind: int) -> Any:
-        if kind == _STRING:
-            return self._text(key)
-        if kind in _SCALARS:
-            (value,) = self._take(_SCALARS[kind])
-            return float(str(np.float32(value))) if kind == _FLOAT else value
-        if kind != _LIST:
-            raise ValueError(f"{self.path}: {key} has a value of kind {kind}: allowed are 0 to 12")
-        inner, count = self._take("IQ")
-        if count > self._size:
-            raise self._cut(f"the list {key} of {count} values")
-        if inner == _STRING:
-            return [self._text(f"a text of {key}") for _ in range(count)]
-        if inner not in _SCALARS:
-            raise ValueError(f"{self.path}: {key} is a list of values of kind {inner}")
-        return list(self._take(f"{count}{_SCALARS[inner]}"))
-
-    def _read_places(self, num_tensors: int) -> dict[str, Place]:
+    def _read(self) -> dict[str, Place]:
+        (version,) = self._take("I")
+        if version not in VERSIONS:
+            raise ValueError(f"{self.path}: GGUF version {version}: allowed are {VERSIONS}, little-endian")
+        num_tensors, num_keys = self._take("QQ")
+        for _ in range(num_keys):
+            start, key = self._at, self._text()
+            if key in self.values:
+                raise ValueError(f"{self.path}: the metadata has {key} twice")
+            self.values[key] = self._value(key, *self._take("I"))
+            if key.startswith("tokenizer."):
+                self.tokenizer_bytes += self._bytes[start : self._at]
         places: dict[str, Place] = {}
         for _ in range(num_tensors):
-            name = self._text("the name of a tensor")
+            name = self._text()
             (num_axes,) = self._take("I")
             *sizes, kind, offset = self._take(f"{num_axes}QIQ")
             if name in places:
@@ -119,14 +92,29 @@ class Header:
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"{self.path}: general.alignment={alignment!r}: expected a number of bytes")
         begin = -(-self._at // alignment) * alignment
-        for name, place in places.items():
-            places[name] = place = place._replace(start=begin + place.start)
-            if place.kind_name not in GGMLQuantizationType.__members__:
-                continue  # an unknown type has an unknown size; reading the tensor raises an error
+        return {name: self._checked(name, place._replace(start=begin + place.start)) for name, place in places.items()}
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind in _SCALARS:
+            (value,) = self._take(_SCALARS[kind])
+            return float(str(np.float32(value))) if kind == _FLOAT else value
+        if kind != _LIST:
+            raise ValueError(f"{self.path}: {key} has a value of kind {kind}: allowed are 0 to 12")
+        inner, count = self._take("IQ")
+        if inner == _STRING:
+            return [self._text() for _ in range(count)]
+        if inner not in _SCALARS:
+            raise ValueError(f"{self.path}: {key} is a list of values of kind {inner}")
+        return list(self._take(f"{count}{_SCALARS[inner]}"))
+
+    def _checked(self, name: str, place: Place) -> Place:
+        if place.kind_name in GGMLQuantizationType.__members__:  # else its size is unknown, and reading it is an error
             per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[place.kind_name]]
             row = place.shape[-1] if place.shape else 1
             if row % per_block:
                 raise ValueError(f"{self.path}: tensor {name!r} of {place.kind_name} has rows of {row} numbers")
-            if place.start + math.prod(place.shape) // per_block * block_bytes > self._size:
-                raise self._cut(f"tensor {name!r}")
-        return places
+            if place.start + math.prod(place.shape) // per_block * block_bytes > len(self._bytes):
+                raise ValueError(f"{self.path}: cut short: tensor {name!r} is not whole")
+        return place

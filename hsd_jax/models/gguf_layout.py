@@ -128,13 +128,18 @@ def parse(
     window = number("attention.sliding_window", 0) or None
     if window is not None and name != "gemma3":
         raise ValueError(f"{where}: {name}.attention.sliding_window={window}: only gemma3 may have one")
+    kind = get(f"{name}.rope.scaling.type")
+    if kind not in (None, "none", "linear"):
+        raise ValueError(f"{where}: {name}.rope.scaling.type={shown(kind)}: allowed are none, linear")
+    factor = number("rope.scaling.factor", number("rope.scale_linear", 0))
+    is_scaled = kind != "none" and factor not in (0, 1)  # a factor without a type is linear, as in llama.cpp
     values |= {
         "model_type": ARCHITECTURES[name],
         "vocab_size": shapes[EMBEDDING][0],
         "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rope_theta": number("rope.freq_base", 10_000.0),
-        "rope_scaling": _linear(get, name, number, where),
+        "rope_scaling": {"rope_type": "linear", "factor": factor} if is_scaled else None,
         "tie_word_embeddings": HEAD not in shapes,
         "attention_bias": tensor_name("layer_0.attn.q.bias") in shapes,
         "mlp_bias": tensor_name("layer_0.mlp.gate.bias") in shapes,
@@ -155,19 +160,9 @@ def parse(
     config = parse_config(values, where)
     if rope_factors is None:
         return config
-    if values["rope_scaling"] is not None:
+    if is_scaled:
         raise ValueError(f"{where}: two scalings, tensor {ROPE_FACTORS!r} and {name}.rope.scaling")
     return dataclasses.replace(config, rope=_llama3(rope_factors, config, where))
-
-
-def _linear(get: Callable[[str], Any], name: str, number: Callable[..., Any], where: str) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json. A factor without a type is linear, as in llama.cpp."""
-    key = f"{name}.rope.scaling.type"
-    kind = get(key)
-    if kind not in (None, "none", "linear"):
-        raise ValueError(f"{where}: {key}={shown(kind)}: allowed are none, linear")
-    factor = number("rope.scaling.factor", number("rope.scale_linear", 0))
-    return None if kind == "none" or factor in (0, 1) else {"rope_type": "linear", "factor": factor}
 
 
 def _llama3(factors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:

@@ -14,13 +14,13 @@ from hsd_jax import settings
 from hsd_jax.config import (
     ACTIVATIONS,
     FULL,
-    ROPE_KINDS,
     SLIDING,
     HeadDim,
     Layers,
     LayerType,
     ModelConfig,
     RopeConfig,
+    RopeKind,
     Theta,
 )
 from hsd_jax.host.files import read_object
@@ -104,23 +104,12 @@ class _Keys:
     partial_rotary_factor: float | None = None
 
 
-@settings.dataclass
-class _RopeKeys:
-    """The keys that are read from `rope_scaling` and `rope_parameters`."""
-
-    rope_theta: Theta
-    rope_type: Annotated[str, OneOf(ROPE_KINDS)]
-    factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    original_max_position_embeddings: Count | None = None
-    partial_rotary_factor: float | None = None
-
-
-def _read_keys(kind: type, values: dict[str, Any], where: str, section: str = "") -> Any:
-    """Reads the keys that `kind` has. A file may hold any other keys."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return settings.read(kind, {key: value for key, value in values.items() if key in names}, where, section)
+_ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""The keys of `rope_scaling` that each kind needs, in the order of the fields of `RopeConfig`."""
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -144,7 +133,9 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: quantization_config is set; only unquantised checkpoints are read")
     if values.get("use_bidirectional_attention"):
         raise ValueError(f"{where}: use_bidirectional_attention is set; only causal models generate")
-    keys: _Keys = _read_keys(_Keys, _FAMILIES[family] | values, where)
+    values = _FAMILIES[family] | values  # a file may hold any other keys
+    known = {field.name: values[field.name] for field in dataclasses.fields(_Keys) if field.name in values}
+    keys: _Keys = settings.read(_Keys, known, where)
     is_gemma = family.startswith("gemma")
     keys = dataclasses.replace(
         keys,
@@ -152,20 +143,19 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
         head_dim=keys.head_dim or keys.hidden_size // keys.num_attention_heads,
         tie_word_embeddings=bool(keys.tie_word_embeddings),
     )
-    if is_gemma and keys.query_pre_attn_scalar is None:
-        raise ValueError(f"{where}: query_pre_attn_scalar=None: allowed are finite numbers above 0")
-    window, layer_types = _sliding(keys, family, where)
-    rope, rope_local = _ropes(keys, family, where)
     bias = bool(keys.attention_bias) and family != "mistral"
-    activation = (keys.hidden_activation or "gelu_pytorch_tanh") if is_gemma else keys.hidden_act
     try:
+        if is_gemma and keys.query_pre_attn_scalar is None:
+            raise ValueError("query_pre_attn_scalar=None: allowed are finite numbers above 0")
+        window, layer_types = _sliding(keys, family)
+        rope, rope_local = _ropes(keys, family)
         return ModelConfig(
             **{field: getattr(keys, key) for field, key in _SAME.items()},
             qkv_bias=family == "qwen2" or bias,
             output_bias=family != "qwen2" and bias,
             mlp_bias=family == "llama" and bool(keys.mlp_bias),
             qk_norm=family in ("qwen3", "gemma3_text"),
-            activation=activation,
+            activation=(keys.hidden_activation or "gelu_pytorch_tanh") if is_gemma else keys.hidden_act,
             norm_offset=1.0 if is_gemma else 0.0,
             post_norms=is_gemma,
             embed_scale=keys.hidden_size**0.5 if is_gemma else 1.0,
@@ -194,7 +184,9 @@ def format_config(config: ModelConfig) -> dict[str, Any]:
     name = f"{family.removesuffix('_text').capitalize()}ForCausalLM"  # as transformers names the class of each family
     values: dict[str, Any] = {"architectures": [name], "model_type": family}
     values |= {key: getattr(config, field) for field, key in _SAME.items()}
-    values |= {"rope_theta": config.rope.theta, "rope_scaling": _format_rope(config.rope)}
+    theta, kind, *numbers = dataclasses.astuple(config.rope)
+    scaling = {"rope_type": kind} | dict(zip(_ROPE[kind], numbers, strict=False))
+    values |= {"rope_theta": theta, "rope_scaling": scaling if _ROPE[kind] else None}
     if family.startswith("gemma"):
         values |= {
             "hidden_activation": config.activation,
@@ -225,7 +217,7 @@ def format_config(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _sliding(keys: _Keys, family: str, where: str) -> tuple[int | None, tuple[str, ...]]:
+def _sliding(keys: _Keys, family: str) -> tuple[int | None, tuple[str, ...]]:
     """The window, and the kind of each layer. A model without sliding layers has neither."""
     window, num_layers = keys.sliding_window, keys.num_hidden_layers
     if family == "llama" or window is None or (family.startswith("qwen") and not keys.use_sliding_window):
@@ -240,54 +232,36 @@ def _sliding(keys: _Keys, family: str, where: str) -> tuple[int | None, tuple[st
         every = 2 if family == "gemma2" else keys.sliding_window_pattern
         types = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers))
     if len(types) != num_layers:
-        raise ValueError(f"{where}: layer_types has {len(types)} entries for num_hidden_layers={num_layers}")
+        raise ValueError(f"layer_types has {len(types)} entries for num_hidden_layers={num_layers}")
     return (window, types) if SLIDING in types else (None, ())
 
 
-def _ropes(keys: _Keys, family: str, where: str) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(keys: _Keys, family: str) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotary embedding of all layers, and that of sliding layers if it differs."""
     scaling, by_type = keys.rope_scaling or {}, keys.rope_parameters or {}
     if family != "gemma3_text":
         parameters = scaling or by_type
         if FULL in parameters or SLIDING in parameters:
-            raise ValueError(f"{where}: rope_parameters differ by layer type, which {family} does not support")
-        return _rope(parameters, keys, keys.rope_theta, where), None
-    for name in (FULL, SLIDING):
-        settings.take(dict | None, by_type.get(name), f"{where}: rope_parameters.{name}")
-    full = dict(by_type.get(FULL) or {}) | scaling
-    return (
-        _rope(full, keys, keys.rope_theta, where),
-        _rope(by_type.get(SLIDING) or {}, keys, keys.rope_local_base_freq, where),
+            raise ValueError(f"rope_parameters differ by layer type, which {family} does not support")
+        return _rope(parameters, keys, keys.rope_theta), None
+    full, sliding = (
+        settings.take(dict | None, by_type.get(name), f"rope_parameters.{name}") for name in (FULL, SLIDING)
     )
+    return _rope((full or {}) | scaling, keys, keys.rope_theta), _rope(sliding or {}, keys, keys.rope_local_base_freq)
 
 
-def _rope(parameters: dict[str, Any], keys: _Keys, theta: float, where: str) -> RopeConfig:
-    defaults = {"rope_theta": theta, "rope_type": parameters.get("type", "default")}
-    rope: _RopeKeys = _read_keys(_RopeKeys, defaults | parameters, where, "rope_scaling")
-    partial = keys.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
-    if partial not in (None, 1.0):
-        raise ValueError(f"{where}: partial_rotary_factor={partial!r}: only 1.0 is supported")
-    if rope.rope_type == "default":
-        return RopeConfig(rope.rope_theta)
-    if rope.factor is None:
-        raise ValueError(f"{where}: rope_scaling.factor=None: rope_type {rope.rope_type!r} needs it")
-    if rope.rope_type == "linear":
-        return RopeConfig(rope.rope_theta, rope.rope_type, rope.factor)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    if low is None or high is None or not high > low:
-        raise ValueError(f"{where}: rope_scaling.high_freq_factor={high} must be above low_freq_factor={low}")
-    longest = rope.original_max_position_embeddings or keys.max_position_embeddings
-    return RopeConfig(rope.rope_theta, rope.rope_type, rope.factor, low, high, longest)
-
-
-def _format_rope(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.kind == "default":
-        return None
-    values: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "llama3":
-        values |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position,
-        }
-    return values
+def _rope(parameters: dict[str, Any], keys: _Keys, theta: float) -> RopeConfig:
+    values = {
+        "rope_theta": theta,
+        "rope_type": parameters.get("type", "default"),
+        "original_max_position_embeddings": keys.max_position_embeddings,
+        "partial_rotary_factor": keys.partial_rotary_factor,
+    }
+    values |= {key: value for key, value in parameters.items() if value is not None}
+    if values["partial_rotary_factor"] not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor={values['partial_rotary_factor']!r}: only 1.0 is supported")
+    kind = settings.take(RopeKind, values["rope_type"], "rope_scaling.rope_type")
+    for key in _ROPE[kind]:
+        if key not in values:
+            raise ValueError(f"rope_scaling.{key}=None: rope_type {kind!r} needs it")
+    return RopeConfig(values["rope_theta"], kind, *(values[key] for key in _ROPE[kind]))

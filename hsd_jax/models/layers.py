@@ -6,6 +6,7 @@ Weights are stored [out, in] as in Hugging Face files. `kernels/ops.py` chooses 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -20,10 +21,13 @@ from hsd_jax.kernels.attention import attend
 from hsd_jax.kernels.int8 import GroupedInt8, Kernel
 from hsd_jax.kernels.ops import activate, apply_rope, gated_mlp, matmul, matmuls, rms_norm, rounded
 from hsd_jax.models.cache import take_nodes
+from hsd_jax.types import NewKV
+
+normal, zeros = nn.initializers.normal, nn.initializers.zeros
 
 
-def kernel_param(module: nn.Module, name: str, std: float, shape: tuple[int, ...]) -> Kernel:
-    """`module.param` of a normally distributed kernel, which may be held in groups (`GroupedInt8`).
+def kernel_param(module: nn.Module, name: str, init: Callable, shape: tuple[int, ...]) -> Kernel:
+    """`module.param` of a kernel, which may be held in groups (`GroupedInt8`).
 
     flax compares the shapes of the arrays that hold it. Those of groups are not the kernel's own.
     """
@@ -31,7 +35,7 @@ def kernel_param(module: nn.Module, name: str, std: float, shape: tuple[int, ...
     if isinstance(held, GroupedInt8):
         assert held.shape == shape, (name, held.shape, shape)
         return held
-    return module.param(name, nn.initializers.normal(std), shape)
+    return module.param(name, init, shape)
 
 
 class Weight(nn.Module):
@@ -40,15 +44,15 @@ class Weight(nn.Module):
     out_features: int | tuple[int, ...]
     in_features: int
     use_bias: bool = False
-    init_std: float | None = None
+    init: Callable | None = None
+    """None: normally distributed, for products of the variance of the input."""
 
     @nn.compact
     def __call__(self) -> tuple[Kernel, Array | None]:
-        std = self.in_features**-0.5 if self.init_std is None else self.init_std
         out = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
-        kernel = kernel_param(self, "kernel", std, (*out, self.in_features))
-        bias = self.param("bias", nn.initializers.zeros, out) if self.use_bias else None
-        return kernel, bias
+        init = self.init or normal(self.in_features**-0.5)
+        kernel = kernel_param(self, "kernel", init, (*out, self.in_features))
+        return kernel, self.param("bias", zeros, out) if self.use_bias else None
 
 
 def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
@@ -103,12 +107,16 @@ def rope_table(
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
-def attend_after(keys: Float[Array, "B G M E"], values: Float[Array, "B G M E"]):
-    """Makes an `attend` whose nodes also see entries of earlier passes of this round, which are not in the cache."""
+def attend_after(earlier: NewKV | None, layer: int) -> Callable:
+    """An `attend` whose nodes also see entries of earlier passes of this round, which are not in the cache."""
+    if earlier is None:
+        return attend
+
+    def joined(old: tuple[Array, ...], new: Array) -> Array:
+        return jnp.concatenate([old[layer].astype(new.dtype), new], 2)
 
     def after(query, new, *rest):
-        joined = jnp.concatenate([keys.astype(new[0].dtype), new[0]], 2)
-        return attend(query, (joined, jnp.concatenate([values.astype(new[1].dtype), new[1]], 2)), *rest)
+        return attend(query, (joined(earlier.keys, new[0]), joined(earlier.values, new[1])), *rest)
 
     return after
 
@@ -166,7 +174,7 @@ class Attention(nn.Module):
         num = query.shape[2] // per_group
         out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
         out = out.reshape(batch, num, c.num_heads * width)
-        output = Weight(c.hidden_size, out.shape[-1], c.output_bias, output_std(c), name="o")
+        output = Weight(c.hidden_size, out.shape[-1], c.output_bias, residual_init(c), name="o")
         return linears(out, output)[0], (key, value)
 
 
@@ -179,7 +187,7 @@ class MLP(nn.Module):
     intermediate_size: int
     activation: str = "silu"
     use_bias: bool = False
-    output_std: float | None = None
+    down_init: Callable | None = None
 
     @nn.compact
     def __call__(
@@ -188,7 +196,7 @@ class MLP(nn.Module):
         if isinstance(up_bias, tuple):
             up_bias = matmul(*up_bias)
         width, wider = x.shape[-1], self.intermediate_size
-        down_weight = Weight(width, wider, self.use_bias, self.output_std, name="down")
+        down_weight = Weight(width, wider, self.use_bias, self.down_init, name="down")
         if self.has_variable("params", "gate_up"):  # `packing.py`
             joint = Weight((2, wider), width, self.use_bias, name="gate_up")
             gate, up = jnp.moveaxis(linears(x, joint)[0], -2, 0)
@@ -202,9 +210,9 @@ class MLP(nn.Module):
         return linears(activate(gate, self.activation) * up, down_weight)[0]
 
 
-def output_std(config: Any) -> float:
-    """The standard deviation of fresh kernels whose products are added to the residual stream."""
-    return (2 * config.num_layers * config.hidden_size) ** -0.5
+def residual_init(config: Any) -> Callable:
+    """How kernels begin whose products are added to the residual stream."""
+    return normal((2 * config.num_layers * config.hidden_size) ** -0.5)
 
 
 class Block(nn.Module):
@@ -221,7 +229,7 @@ class Block(nn.Module):
         attended, kv = Attention(c, name="attn")(normed, table, new_mask, cached, seen, attend_fn, asking)
         x = x if asking is None else take_nodes(x, asking, 1)
         x = x + (norm(name="attn_post_norm")(attended) if c.post_norms else attended)
-        mlp = MLP(c.intermediate_size, c.activation, c.mlp_bias, output_std(c), name="mlp")(
+        mlp = MLP(c.intermediate_size, c.activation, c.mlp_bias, residual_init(c), name="mlp")(
             norm(feeds_product=True, name="mlp_norm")(x), up_bias
         )
         return x + (norm(name="mlp_post_norm")(mlp) if c.post_norms else mlp), kv

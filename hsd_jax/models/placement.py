@@ -60,7 +60,7 @@ class Placement:
         if not self._is_quantized(weight):
             return weight
         is_grouped = self.rounds_rows and self.mesh is None and native.available()
-        held = jax.jit(_grouped)(weight) if is_grouped else _quantize(weight)
+        held = _grouped(weight) if is_grouped else _quantize(weight)
         return jax.block_until_ready(held)  # one at a time: the floats of a second one may not fit
 
     def _is_quantized(self, weight: Array | jax.ShapeDtypeStruct) -> bool:
@@ -129,10 +129,7 @@ def _is_finite_here(numbers: np.ndarray) -> bool:
 
 
 _all_finite = jax.jit(lambda weight: jnp.isfinite(weight).all())
-
-
-def _grouped(weight: Array) -> int8.GroupedInt8:
-    return int8.grouped(int8.quantize(weight))
+_grouped = jax.jit(lambda weight: int8.grouped(int8.quantize(weight)))
 
 
 def _quantize(weight: Array) -> int8.Int8:

@@ -8,8 +8,7 @@ W_mix is initialised to the sum of the states and W_steer to zeros, so untrained
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jaxtyping import Array, Float
 
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import matmul
+from hsd_jax.models.layers import Weight, zeros
 
 
 class Steer(NamedTuple):
@@ -45,17 +45,6 @@ def of_layer(up_bias: Float[Array, "B N L F"] | Steer | None, layer: int) -> Arr
     return (up_bias.vectors, up_bias.kernel[layer]) if isinstance(up_bias, Steer) else up_bias[:, :, layer]
 
 
-class Kernel(nn.Module):
-    """The weight of a product, [*out, in]."""
-
-    shape: tuple[int, ...]
-    init: Callable
-
-    @nn.compact
-    def __call__(self) -> Array:
-        return self.param("kernel", self.init, self.shape)
-
-
 class Steering(nn.Module):
     """Computes the steering of every layer of the drafter from states of the target."""
 
@@ -71,7 +60,7 @@ class Steering(nn.Module):
         def summing(key, shape):
             return jnp.tile(jnp.eye(self.width), (1, self.num_states))
 
-        mixed = matmul(features, Kernel((self.width, self.num_states * self.width), summing, name="mix")())
-        g = nn.LayerNorm(epsilon=1e-5, name="norm", dtype=jnp.float32)(mixed)
-        shape = self.num_layers, self.intermediate_size, self.width
-        return Steer(g, Kernel(shape, nn.initializers.zeros, name="steer")())
+        mix, _ = Weight(self.width, self.num_states * self.width, init=summing, name="mix")()
+        g = nn.LayerNorm(epsilon=1e-5, name="norm", dtype=jnp.float32)(matmul(features, mix))
+        shape = self.num_layers, self.intermediate_size
+        return Steer(g, cast(Array, Weight(shape, self.width, init=zeros, name="steer")()[0]))

@@ -21,7 +21,7 @@ from hsd_jax.kernels.attention import Seen
 from hsd_jax.kernels.int8 import Kernel
 from hsd_jax.kernels.ops import embed, matmul
 from hsd_jax.models.cache import commit
-from hsd_jax.models.layers import Block, RMSNorm, attend_after, kernel_param, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, attend_after, kernel_param, normal, rope_table
 from hsd_jax.models.steering import Steer, of_layer
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
@@ -45,7 +45,7 @@ class Target(nn.Module):
         up_bias=None,
     ):
         c = self.config
-        embedding = kernel_param(self, "embedding", 0.02, (c.vocab_size, c.hidden_size))
+        embedding = kernel_param(self, "embedding", normal(0.02), (c.vocab_size, c.hidden_size))
         x = embed(embedding, tokens) * c.embed_scale
         masks = {FULL: masks_within(None, positions, new_mask, cache, active)}
         masks[SLIDING] = masks[FULL]
@@ -60,9 +60,7 @@ class Target(nn.Module):
         for layer in range(c.num_layers):
             kind = c.layer_type(layer)
             cached = None if cache is None else (cache.keys[layer], cache.values[layer])
-            rest = tables[kind], masks[kind][0], cached, masks[kind][1]
-            if earlier is not None:
-                rest = *rest, attend_after(earlier.keys[layer], earlier.values[layer])
+            rest = tables[kind], masks[kind][0], cached, masks[kind][1], attend_after(earlier, layer)
             x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest, up_bias=of_layer(up_bias, layer))
             keys.append(key)
             values.append(value)
@@ -70,7 +68,7 @@ class Target(nn.Module):
                 features.append(x)
         hidden = RMSNorm(c.norm_eps, c.norm_offset, name="final_norm")(x)
         if not c.tie_embeddings:  # `lm_head` reads it
-            kernel_param(self, "head", c.hidden_size**-0.5, (c.vocab_size, c.hidden_size))
+            kernel_param(self, "head", normal(c.hidden_size**-0.5), (c.vocab_size, c.hidden_size))
         logits = lm_head(dict(self.variables["params"]), c, hidden)
         return ModelOutput(logits, hidden, tuple(features), NewKV(tuple(keys), tuple(values)))
 

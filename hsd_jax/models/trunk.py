@@ -17,9 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.kernels import native
-from hsd_jax.kernels.attention import attend
 from hsd_jax.kernels.ops import embed, matmul, rms_norm
-from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, normal, rope_table, zeros
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import KVCache, NewKV, Weights
 
@@ -40,14 +39,14 @@ class Trunk(nn.Module):
         self.layer = [Block(c) for _ in range(c.num_layers)]
         if c.reads_drafts:
             self.embedding_norm = RMSNorm(c.norm_eps)
-            self.pair_in = Weight(c.hidden_size, 2 * c.hidden_size, init_std=0.01)
+            self.pair_in = Weight(c.hidden_size, 2 * c.hidden_size, init=normal(0.01))
         elif c.committed_embeddings:
             self.embedding_norm = RMSNorm(c.norm_eps)
-            self.embedding_in = Weight(c.hidden_size, c.hidden_size, init_std=0.01)
+            self.embedding_in = Weight(c.hidden_size, c.hidden_size, init=normal(0.01))
             if c.trunk == RECURRENT:
-                self.no_token = self.param("no_token", nn.initializers.zeros, (c.hidden_size,))
+                self.no_token = self.param("no_token", zeros, (c.hidden_size,))
         if c.trunk == PARALLEL and c.num_steps > 1:
-            self.slots = self.param("slots", nn.initializers.zeros, (c.num_steps - 1, c.hidden_size))
+            self.slots = self.param("slots", zeros, (c.num_steps - 1, c.hidden_size))
 
     def inputs(self, states, embeddings):
         """The input of the first layer for features of committed positions, or for the trunk's own states."""
@@ -86,11 +85,8 @@ class Trunk(nn.Module):
         keys, values = [], []
         for i, layer in enumerate(self.layer):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
-            see = attend
-            if earlier is not None:
-                see = attend_after(earlier.keys[i], earlier.values[i])
-            is_last = i == c.num_layers - 1
-            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asking if is_last else None)
+            rest = masks[0], cached, masks[1], attend_after(earlier, i)
+            x, (key, value) = layer(x, table, *rest, asking if i == c.num_layers - 1 else None)
             keys.append(key)
             values.append(value)
         return x, NewKV(tuple(keys), tuple(values))

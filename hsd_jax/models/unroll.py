@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import PARALLEL, TrunkConfig
 from hsd_jax.kernels.attention import MASKED, widen
@@ -31,87 +31,53 @@ EmbedDraft = Callable[[int, Float[Array, "B A H"]], Float[Array, "B A H"]]
 """`embed_draft(depth, state)`: the target's embedding of the token at that depth, which `state` predicts."""
 
 
-def attend_own(
+def _attend(
     query: Float[Array, "B G n E"],
-    new: KV,
-    new_mask: None,
     committed: KV,
     committed_mask: Bool[Array, "B N T"],
     scale: float,
-    softcap: float | None,
-    *,
-    own: tuple[KV, ...] | None,
-) -> Float[Array, "B G n E"]:
+    own_scores: Float[Array, "B G ..."],
+) -> tuple[Float[Array, "B G n E"], Float[Array, "B G ..."]]:
+    """One softmax over the committed entries that a node sees and entries of its anchor, of which the scores are given.
+
+    Returned are the mix of the committed values, and the shares of the anchor's entries.
+    """
+    scores = jnp.einsum("bgne,bgte->bgnt", query, committed[0]) * scale
+    scores = jnp.where(widen(committed_mask, query), scores, MASKED)
+    own = own_scores.reshape(*scores.shape[:3], -1)
+    mix = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1)
+    out = jnp.einsum("bgnt,bgte->bgne", mix[..., : scores.shape[-1]], committed[1])
+    return out, mix[..., scores.shape[-1] :].reshape(own_scores.shape)
+
+
+def attend_own(query, new: KV, _, committed: KV, committed_mask, scale: float, softcap, *, own: tuple[KV, ...] | None):
     """`attention.attend` where each node sees committed entries under a mask, and only the states of its own anchor.
 
     The nodes of a pass are anchors. A node computes one product per own entry, so memory grows with A (T + K) and not
     with (A K)^2. `own` are the anchors' earlier states, oldest first. None: the first step, whose entry is committed.
     """
-    del new_mask, softcap  # a drafter has no softcap
     entries = () if own is None else (*own, new)
-    batch, groups, nodes, width = query.shape
-    scores = jnp.einsum("bgne,bgte->bgnt", query, committed[0]) * scale
-    scores = jnp.where(widen(committed_mask, query), scores, MASKED)
-    if not entries:
-        return jnp.einsum("bgnt,bgte->bgne", jax.nn.softmax(scores, -1), committed[1])
-    per_anchor = query.reshape(batch, groups, new[0].shape[2], -1, width)
-    own_scores = jnp.stack([jnp.sum(per_anchor * key[:, :, :, None], -1) for key, _ in entries], -1) * scale
-    own_scores = own_scores.reshape(batch, groups, nodes, -1)
-    mix = jax.nn.softmax(jnp.concatenate([scores, own_scores], -1), -1)
-    out = jnp.einsum("bgnt,bgte->bgne", mix[..., : scores.shape[-1]], committed[1])
-    shares = mix[..., scores.shape[-1] :].reshape(*per_anchor.shape[:-1], -1)
+    per_anchor = query.reshape(*query.shape[:2], new[0].shape[2], -1, query.shape[3])
+    own_scores = [jnp.sum(per_anchor * key[:, :, :, None], -1) * scale for key, _ in entries]
+    none = jnp.zeros((*per_anchor.shape[:-1], 0))
+    out, shares = _attend(query, committed, committed_mask, scale, jnp.stack(own_scores, -1) if entries else none)
     for i, (_, value) in enumerate(entries):
         out = out + (shares[..., i, None] * value[:, :, :, None]).reshape(out.shape)
     return out
 
 
-def attend_slots(
-    query: Float[Array, "B G n E"],
-    new: KV,
-    new_mask: None,
-    committed: KV,
-    committed_mask: Bool[Array, "B N T"],
-    scale: float,
-    softcap: float | None,
-    *,
-    num_slots: int,
-) -> Float[Array, "B G n E"]:
+def attend_slots(query, new: KV, _, committed: KV, committed_mask, scale: float, softcap, *, num_slots: int):
     """`attention.attend` where each slot sees committed entries under a mask, and the slots of its anchor up to itself.
 
     The nodes of a pass are S = `num_slots` slots of each anchor, anchor by anchor. Memory grows with A S (T + S).
     """
-    del new_mask, softcap
-    batch, groups, nodes, width = query.shape
+    batch, groups, _, width = query.shape
     keys, values = (x.reshape(batch, groups, -1, num_slots, width) for x in new)
     per_anchor = query.reshape(batch, groups, keys.shape[2], -1, width)
     sees = jnp.repeat(jnp.tril(jnp.ones((num_slots, num_slots), bool)), per_anchor.shape[3] // num_slots, axis=0)
     own_scores = jnp.where(sees, jnp.einsum("bgane,bgase->bgans", per_anchor, keys) * scale, MASKED)
-    scores = jnp.einsum("bgne,bgte->bgnt", query, committed[0]) * scale
-    scores = jnp.where(widen(committed_mask, query), scores, MASKED)
-    mix = jax.nn.softmax(jnp.concatenate([scores, own_scores.reshape(batch, groups, nodes, -1)], -1), -1)
-    out = jnp.einsum("bgnt,bgte->bgne", mix[..., : scores.shape[-1]], committed[1])
-    shares = mix[..., scores.shape[-1] :].reshape(own_scores.shape)
+    out, shares = _attend(query, committed, committed_mask, scale, own_scores)
     return out + jnp.einsum("bgans,bgase->bgane", shares, values).reshape(out.shape)
-
-
-class _Context(NamedTuple):
-    """The committed entries of a row, and which of them the states of its anchors see."""
-
-    window: int | None
-    positions: Int[Array, "B T"]
-    at_anchors: Int[Array, "B A"]
-    """Positions of the anchors, counted from the beginning of their document, as `positions`."""
-    causal: Bool[Array, "B A T"]
-
-    def mask(self, ahead: int) -> Bool[Array, "B A T"]:
-        """The entries that a node `ahead` positions after each anchor sees: those of its anchor, within the window."""
-        if self.window is None:
-            return self.causal
-        return self.causal & (self.at_anchors[:, :, None] + ahead - self.positions[:, None] < self.window)
-
-
-def _take(values: Shaped[Array, "B T ..."], anchors: Int[Array, "B A"]) -> Shaped[Array, "B A ..."]:
-    return jax.vmap(lambda v, a: v[a])(values, anchors)
 
 
 def unroll(
@@ -135,76 +101,67 @@ def unroll(
     """
     batch, num = features.shape[:2]
     positions, causal = sequence_layout(batch, num, starts)
-    table = rope_table(config.rope, config.head_dim, positions)
     sees, _ = masks_within(config.window, positions, causal)
-    context = _Context(config.window, positions, _take(positions, anchors), _take(causal, anchors))
+    take = jax.vmap(lambda of_tokens, own: of_tokens[own])
+    at_anchors, causal = take(positions, anchors), take(causal, anchors)
+
+    def rope(positions: Array) -> tuple[Array, Array]:
+        return rope_table(config.rope, config.head_dim, positions)
+
+    def mask(ahead: int) -> Bool[Array, "B A T"]:
+        """The committed entries that a node `ahead` positions after each anchor sees: the anchor's, in the window."""
+        if config.window is None:
+            return causal
+        return causal & (at_anchors[:, :, None] + ahead - positions[:, None] < config.window)
+
+    def block(layer: int, *args, **options) -> tuple[Array, KV]:
+        output = Block(config).apply({"params": weights["trunk"][f"layer_{layer}"]}, *args, **options)
+        return cast(tuple[Array, KV], output)
 
     assert embeddings is not None or not config.committed_embeddings, "the drafter reads embeddings of committed tokens"
     inputs = x = apply_trunk(weights, config, features, embeddings, method="inputs")
-    committed: list[KV] = []
+    table, committed = rope(positions), list[KV]()
     for layer in range(config.num_layers):
-        before, (x, kv) = x, _block(weights, config, layer, x, table, sees, None, None)
+        before, (x, kv) = x, block(layer, x, table, sees, None, None)
         committed.append(kv)
 
     # The last layer of step 1 is computed again for the anchors only. XLA then keeps only the keys and values of that
     # layer from the pass above.
     first, last = functools.partial(attend_own, own=None), config.num_layers - 1
-    at_anchors = rope_table(config.rope, config.head_dim, context.at_anchors)
-    inner = _take(before, anchors), at_anchors, None, committed[last], context.mask(0)
-    state, _ = _block(weights, config, last, *inner, attend_fn=first)
+    state, _ = block(last, take(before, anchors), rope(at_anchors), None, committed[last], mask(0), attend_fn=first)
     if config.num_steps == 1:
         return state[:, :, None]
-    if config.trunk == PARALLEL:
-        later = _all_slots(weights, config, _take(inputs, anchors), context, committed)
-    else:
-        if embed_draft is None and config.reads_drafts:
-            assert embeddings is not None
-            of_row, end = embeddings, num - 1
-            embed_draft = lambda step, state: _take(of_row, jnp.minimum(anchors + step, end))  # noqa: E731
-        later = _recurrence(weights, config, state, embed_draft, context, committed)
-    return jnp.concatenate([state[:, :, None], later], 2)
 
+    def recurrence(state: Float[Array, "B A H"]) -> Float[Array, "B A later H"]:
+        """g_2..g_K of every anchor, each computed from the previous state."""
+        states: list[Array] = []
+        own: list[tuple[KV, ...]] = [()] * config.num_layers
+        for step in range(1, config.num_steps):
+            table, seen = rope(at_anchors + step), mask(step)
+            drafted = None if embed_draft is None else embed_draft(step, state)
+            state = apply_trunk(weights, config, state, drafted, method="inputs")
+            for layer in range(config.num_layers):
+                see = functools.partial(attend_own, own=own[layer])
+                state, kv = block(layer, state, table, None, committed[layer], seen, attend_fn=see)
+                own[layer] = (*own[layer], kv)
+            states.append(state)
+        return jnp.stack(states, 2)
 
-def _block(weights: Weights, config: TrunkConfig, layer: int, *args, **options) -> tuple[Array, KV]:
-    """One layer of the trunk."""
-    output = Block(config).apply({"params": weights["trunk"][f"layer_{layer}"]}, *args, **options)
-    return cast(tuple[Array, KV], output)
-
-
-def _recurrence(
-    weights: Weights,
-    config: TrunkConfig,
-    state: Float[Array, "B A H"],
-    embed_draft: EmbedDraft | None,
-    context: _Context,
-    committed: list[KV],
-) -> Float[Array, "B A later H"]:
-    """g_2..g_K of every anchor, each computed from the previous state. `state` is g_1."""
-    states: list[Array] = []
-    own: list[tuple[KV, ...]] = [()] * config.num_layers
-    for step in range(1, config.num_steps):
-        at = rope_table(config.rope, config.head_dim, context.at_anchors + step)
-        mask = context.mask(step)
-        drafted = None if embed_draft is None else embed_draft(step, state)
-        state = apply_trunk(weights, config, state, drafted, method="inputs")
+    def all_slots(last: Float[Array, "B A H"]) -> Float[Array, "B A later H"]:
+        """g_2..g_K in one pass over K - 1 slots per anchor. `last` is the trunk's input at the anchors."""
+        num_slots = config.num_steps - 1
+        x = apply_trunk(weights, config, last, num_slots, method="slot_inputs").reshape(batch, -1, last.shape[-1])
+        table = rope((at_anchors[:, :, None] + 1 + jnp.arange(num_slots)).reshape(batch, -1))
+        seen = jnp.stack([mask(1 + slot) for slot in range(num_slots)], 2).reshape(batch, -1, num)
+        see = functools.partial(attend_slots, num_slots=num_slots)
         for layer in range(config.num_layers):
-            see = functools.partial(attend_own, own=own[layer])
-            state, kv = _block(weights, config, layer, state, at, None, committed[layer], mask, attend_fn=see)
-            own[layer] = (*own[layer], kv)
-        states.append(state)
-    return jnp.stack(states, 2)
+            x, _ = block(layer, x, table, None, committed[layer], seen, attend_fn=see)
+        return x.reshape(*last.shape[:2], num_slots, -1)
 
-
-def _all_slots(
-    weights: Weights, config: TrunkConfig, last: Float[Array, "B A H"], context: _Context, committed: list[KV]
-) -> Float[Array, "B A later H"]:
-    """g_2..g_K of every anchor, in one pass over K - 1 slots per anchor. `last` is the trunk's input at the anchors."""
-    (batch, num), num_slots = context.at_anchors.shape, config.num_steps - 1
-    x = apply_trunk(weights, config, last, num_slots, method="slot_inputs").reshape(batch, num * num_slots, -1)
-    positions = context.at_anchors[:, :, None] + 1 + jnp.arange(num_slots)
-    table = rope_table(config.rope, config.head_dim, positions.reshape(batch, -1))
-    mask = jnp.stack([context.mask(1 + slot) for slot in range(num_slots)], 2).reshape(batch, num * num_slots, -1)
-    see = functools.partial(attend_slots, num_slots=num_slots)
-    for layer in range(config.num_layers):
-        x, _ = _block(weights, config, layer, x, table, None, committed[layer], mask, attend_fn=see)
-    return x.reshape(batch, num, num_slots, -1)
+    if config.trunk == PARALLEL:
+        return jnp.concatenate([state[:, :, None], all_slots(take(inputs, anchors))], 2)
+    if embed_draft is None and config.reads_drafts:
+        assert embeddings is not None
+        of_row = embeddings
+        embed_draft = lambda step, state: take(of_row, jnp.minimum(anchors + step, num - 1))  # noqa: E731
+    return jnp.concatenate([state[:, :, None], recurrence(state)], 2)

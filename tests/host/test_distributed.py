@@ -153,25 +153,17 @@ def test_one_process_alone_needs_nothing():
     [
         (("localhost", 2, 0), "coordinator='localhost'"),
         (("a:1", 2, None), r"process_id \(HSD_PROCESS_ID\)"),
-        ((None, 2, 0), r"coordinator \(HSD_COORDINATOR\)"),
         (("a:1", 2, 2), "process_id=2"),
+        ((None, None, 0), "num_processes='two'"),  # of the environment
         (("127.0.0.1:8476", 2, 0), "before"),  # by jax
     ],
 )
-def test_wrong_arguments_are_named(given, words):
+def test_wrong_arguments_are_named(monkeypatch, given, words):
     jax.devices()
-    with pytest.raises(ValueError, match=words):
-        distributed.initialize(*given)
-
-
-def test_the_environment_stands_for_arguments(monkeypatch):
     monkeypatch.setenv("HSD_COORDINATOR", "10.0.0.1:8476")
     monkeypatch.setenv("HSD_NUM_PROCESSES", "two")
-    with pytest.raises(ValueError, match="num_processes='two'"):
-        hsd_jax.initialize(process_id=0)
-    monkeypatch.setenv("HSD_NUM_PROCESSES", "2")
-    with pytest.raises(ValueError, match="HSD_PROCESS_ID"):
-        hsd_jax.initialize()
+    with pytest.raises(ValueError, match=words):
+        distributed.initialize(*given)
 
 
 def test_a_mesh_must_be_of_all_devices(monkeypatch):

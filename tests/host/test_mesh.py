@@ -180,16 +180,9 @@ def test_training_compiles_its_step_once(compiled):
 def test_meshes_from_text():
     assert sharding.make_mesh(None) is None
     mesh = sharding.make_mesh(" data=2 , model=4")
-    assert dict(mesh.shape) == {"data": 2, "model": 4}
-    assert sharding.make_mesh(mesh) is mesh
+    assert dict(mesh.shape) == {"data": 2, "model": 4} and sharding.make_mesh(mesh) is mesh
     assert dict(sharding.make_mesh("model=8").shape) == {"data": 1, "model": 8}
     assert sharding.rows_multiple(mesh) == 2 and sharding.rows_multiple(None) == 1
-
-
-@needs_devices
-@pytest.mark.parametrize(
-    ("spec", "word"), [("rows=2", "rows=2"), ("data=2,model", "'model'"), ("data=-1", "-1"), ("data=3,model=3", " 9 ")]
-)
-def test_impossible_meshes_are_refused(spec, word):
-    with pytest.raises(ValueError, match=word):
-        sharding.make_mesh(spec)
+    for spec, word in (("rows=2", "rows=2"), ("data=2,model", "'model'"), ("data=-1", "-1"), ("data=3,model=3", " 9 ")):
+        with pytest.raises(ValueError, match=word):
+            sharding.make_mesh(spec)

@@ -225,7 +225,7 @@ def collectives(function, *arguments) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("held", "shape"), [("float32", (1, 1)), ("bfloat16", (2, 3)), ("int8", (1, 1))])
-def test_embeddings_of_a_table_in_parts_cross_the_mesh_alone(held, shape):
+def test_embeddings_and_the_best_of_logits_in_parts_cross_the_mesh_alone(held, shape):
     """A GPU's program of one row once gathered the table. int8 rows are no numbers of 16 bits."""
     table = jax.random.normal(jax.random.key(0), (64, 16), jnp.bfloat16 if held == "bfloat16" else jnp.float32)
     if held == "int8":
@@ -238,15 +238,9 @@ def test_embeddings_of_a_table_in_parts_cross_the_mesh_alone(held, shape):
     with program.tracing(mesh=mesh, backend="gpu"):
         found = jax.jit(lambda *x: ops.embed(*x))(split, whole)
         assert collectives(lambda *x: ops.embed(*x), split, whole) == {"all-reduce": math.prod(shape) * 16}
-    assert jnp.array_equal(found, ops.take_rows(table, tokens))
-
-
-def test_the_best_of_logits_in_parts_is_found_by_one_transfer():
-    mesh = sharding.make_mesh("model=4")
-    assert mesh is not None
-    logits = jax.device_put(jnp.ones((3, 1, 64)), NamedSharding(mesh, PartitionSpec(None, None, "model")))
-    with program.tracing(mesh=mesh, backend="tpu"):
-        assert collectives(lambda x: ops.argmax(x), logits) == {"all-gather": 3 * 4 * 2}
+        logits = jax.device_put(jnp.ones((3, 1, 64)), NamedSharding(mesh, PartitionSpec(None, None, "model")))
+        best = collectives(lambda x: ops.argmax(x), logits)
+    assert jnp.array_equal(found, ops.take_rows(table, tokens)) and best == {"all-gather": 3 * 4 * 2}
 
 
 def test_filters_in_eight_reads_keep_the_same_tokens():

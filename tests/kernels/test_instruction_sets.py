@@ -82,16 +82,13 @@ def test_kernels_for_tiles_are_not_even_built_without_the_permission(asked, monk
     assert "tile unit" in native._fault.__wrapped__("amx")
 
 
-def test_a_processor_without_vectors_has_no_kernels(asked, monkeypatch):
-    monkeypatch.setattr(native, "cpu_isas", lambda: ())
-    assert asked("") == "off" and not native.available()
-
-
-def test_off_says_so_and_holds_bfloat16_wider(asked):
+def test_no_kernels_hold_bfloat16_wider(asked, monkeypatch):
     assert asked("off") == "off"
     assert describe_arithmetic("bfloat16") == "bfloat16 weights, multiplied in float32 by XLA (no CPU kernels)"
     assert Placement(widens=True).held_dtype(jnp.dtype("bfloat16")) == jnp.float32
     assert native.is_emulated(jnp.bfloat16)  # on every CPU: rows of XLA's matrix units are not invariant
+    monkeypatch.setattr(native, "cpu_isas", lambda: ())  # a processor without vectors
+    assert asked("") == "off" and not native.available()
 
 
 @pytest.mark.skipif(native.compiler() is None or "avx2" not in PROCESSOR_S(), reason="no kernels")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracles import eight_bits
 from support import setups
-from support.kernels import ROWS, needs_kernels, normal, of_all_rows, on
+from support.kernels import ROWS, needs_kernels, normal, of_all_rows, on, verified
 
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.lab.bench.identity import replay_logits
@@ -146,8 +146,9 @@ def test_weights_of_all_kinds_share_a_call_and_rows_that_do_not_count_are_zeros(
         both = lambda x, kernels, mlp: [*ops.matmuls(x, kernels), ops.gated_mlp(x, *mlp, "silu")]  # noqa: E731
         for found, own in zip(on(both, x, kernels, mlp, isa=isa), alone, strict=True):
             np.testing.assert_array_equal(found, own)
-        for found, own in zip(on(both, x, kernels, mlp, active=jnp.asarray(active), isa=isa), alone, strict=True):
-            np.testing.assert_array_equal(found, np.where(active[:, None], own, 0))
+        for counts in (active, active & False, ~active):
+            for found, own in zip(on(both, x, kernels, mlp, active=jnp.asarray(counts), isa=isa), alone, strict=True):
+                np.testing.assert_array_equal(found, np.where(counts[:, None], own, 0))
         np.testing.assert_array_equal(alone[0], oracle(x, kernels[0]))
         np.testing.assert_allclose(alone[2], np.asarray(x, np.float64) @ np.asarray(wide[:5], np.float64).T, atol=2e-4)
         for few, more in zip(fewer, alone, strict=False):  # `x` begins with the rows of the smaller ones
@@ -159,20 +160,13 @@ def test_weights_of_all_kinds_share_a_call_and_rows_that_do_not_count_are_zeros(
 @pytest.mark.usefixtures("fully_optimized")
 @every_isa
 def test_verification_has_the_bits_of_plain_decoding(isa, monkeypatch):
-    """Logits of a text from passes of 1 node and of N nodes. XLA's are those of rows that are not rounded."""
+    """XLA's logits are those of rows that are not rounded."""
     monkeypatch.setenv(native.ISA_VARIABLE, isa)
     config = setups.setup("llama").config
     own = jax.tree.map(lambda x: int8.quantize(x) if x.ndim == 2 else x, setups.weights("llama"))
-    held = jax.tree.map(lambda x: int8.grouped(x) if isinstance(x, int8.Int8) else x, own, is_leaf=_is_int8)
-    text = np.random.default_rng(0).integers(0, config.vocab_size, 40).tolist()
-    plain = replay_logits(held, config, text[:9], text[9:], dtype=jnp.float32)
-    for num_nodes in (2, 3, 8):
-        found = replay_logits(held, config, text[:9], text[9:], num_nodes, dtype=jnp.float32)
-        np.testing.assert_array_equal(found, plain)
+    is_int8 = lambda node: isinstance(node, int8.Int8)  # noqa: E731
+    held = jax.tree.map(lambda x: int8.grouped(x) if is_int8(x) else x, own, is_leaf=is_int8)
+    text, plain = verified(config, held)
     by_xla = [replay_logits(w, config, text[:9], text[9:], dtype=jnp.float32, use_native=False) for w in (held, own)]
     np.testing.assert_allclose(by_xla[0], by_xla[1], atol=1e-5)
     assert 0 < abs(by_xla[0] - plain).max() < 1.0
-
-
-def _is_int8(node) -> bool:
-    return isinstance(node, int8.Int8)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import setups
-from support.kernels import compiled, needs_kernels, normal, of_all_rows, on
+from support.kernels import compiled, needs_kernels, normal, of_all_rows, on, verified
 
 from hsd_jax.config import RopeConfig
 from hsd_jax.kernels import native, ops, program
@@ -124,28 +124,6 @@ def test_extreme_gates_are_those_of_jax(activation):
     ones = jax.tree.map(jnp.ones_like, mlp_weights(1, 1, [jnp.float32] * 3))
     found = on(layers.MLP(1, activation).apply, ones, x)
     np.testing.assert_allclose(found, layers.MLP(1, activation).apply(ones, x), rtol=1e-6, atol=1e-30)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("share", [0.0, 0.6])
-def test_rows_that_do_not_count_are_zeros_and_change_nothing(share, dtype):
-    """Few rows and many, of which the last may count or not; a flag a row of the batch stands for all its nodes."""
-    kernels = tuple(normal(i, n, 72).astype(dtype) for i, n in enumerate((37, 5), 1))
-    weights, mlp = mlp_weights(72, 130, [dtype] * 3), layers.MLP(130)
-    for function, given in ((ops.matmuls, kernels), (lambda x, w: mlp.apply(w, x), weights)):
-        call = compiled(function)
-        for num_rows in (3, 20, 150):
-            x, active = normal(0, num_rows, 72), np.random.default_rng(num_rows).random(num_rows) < share
-            whole = call(None, x, given)
-            for last in (False, True):
-                active[-1] = last
-                some = call(jnp.asarray(active), x, given)
-                for every, found in zip(jax.tree.leaves(whole), jax.tree.leaves(some), strict=True):
-                    np.testing.assert_array_equal(found, np.where(active[:, None], every, 0))
-    x = normal(0, 4, 5, 72)
-    found = on(ops.matmul, x, kernels[0], active=jnp.asarray([True, False, True, False]))
-    np.testing.assert_array_equal(found[1::2], 0)
-    np.testing.assert_array_equal(found[::2], on(ops.matmul, x, kernels[0])[::2])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -331,13 +309,9 @@ def test_a_prompt_has_the_same_entries_whatever_stands_beside_it(variant):
     ],
 )
 def test_verification_has_the_bits_of_plain_decoding(variant, dtype, isa):
-    """Logits of a text from passes of 1 node and of N nodes; bfloat16 as in the fast configuration."""
+    """bfloat16 as in the fast configuration."""
     config = setups.setup(variant).config
     weights = jax.tree.map(lambda x: x.astype(dtype), setups.weights(variant))
-    text = np.random.default_rng(0).integers(0, config.vocab_size, 40).tolist()
-    plain = replay_logits(weights, config, text[:9], text[9:], dtype=jnp.float32)
-    for num_nodes in (2, 3, 8):
-        found = replay_logits(weights, config, text[:9], text[9:], num_nodes, dtype=jnp.float32)
-        np.testing.assert_array_equal(found, plain)
+    text, plain = verified(config, weights)
     by_xla = replay_logits(weights, config, text[:9], text[9:], dtype=jnp.float32, use_native=False)
     np.testing.assert_allclose(by_xla, plain, atol=0.1 if flips(isa, jnp.dtype(dtype), 0) else 1e-3)

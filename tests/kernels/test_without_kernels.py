@@ -29,6 +29,7 @@ def builds(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     (tmp_path / "tmp").mkdir()
     loaded: list[Path] = []
+    files.own_temporary_folder.cache_clear()
 
     def call() -> list[Path]:
         loaded.clear()
@@ -38,6 +39,7 @@ def builds(monkeypatch, tmp_path):
         return loaded
 
     yield call
+    files.own_temporary_folder.cache_clear()
     native._fault.cache_clear()
     native._warn_of_xla.cache_clear()
 
@@ -64,7 +66,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_user_alo
     assert builds() == [library]
     monkeypatch.setattr(native, "_run", lambda command: Path(command[-1]).write_bytes(b"kernels"))
     folder.chmod(0o777)  # anybody could put a library there
-    files._own_folder_in.cache_clear()
+    files.own_temporary_folder.cache_clear()
     [other] = builds()
     assert other.parent != folder and other.parent.stat().st_mode & 0o777 == 0o700
 

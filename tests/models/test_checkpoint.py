@@ -62,18 +62,15 @@ def test_a_gguf_file_is_a_target_as_a_folder_is(folder, tmp_path):
     assert drafted.drafter_config.kind == "small_lm"
 
 
-def test_a_bundled_name_comes_before_a_path_and_brings_its_drafter(tmp_path, monkeypatch):
+def test_a_bundled_name_comes_before_a_path_and_a_path_before_the_hub(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.hub, "fetch", lambda *_: pytest.fail("asked"))
+    monkeypatch.chdir(folder.parent.parent)
+    name = f"{folder.parent.name}/{folder.name}"
+    assert find(name).path == Path(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     assert find("demo").path == checkpoint.DEMO / "target" and find("demo").drafter == BUNDLED["demo"].drafter
     assert find(Path("demo")).path == Path("demo") and find(Path("demo")).drafter is None
-
-
-def test_a_path_comes_before_the_hub(folder, monkeypatch):
-    monkeypatch.chdir(folder.parent.parent)
-    monkeypatch.setattr(checkpoint.hub, "fetch", lambda *_: pytest.fail("asked"))
-    name = f"{folder.parent.name}/{folder.name}"
-    assert find(name).path == Path(name)
 
 
 def test_a_name_on_the_hub_is_fetched_at_its_revision(folder, monkeypatch):

@@ -351,6 +351,7 @@ def test_config_agrees_with_transformers(tmp_path, name, style):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (None, "not JSON"),
         ({"model_type": "mamba"}, "'mamba'.*llama, mistral"),
         ({"vocab_size": "drop"}, "'vocab_size'"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
@@ -364,24 +365,12 @@ def test_config_agrees_with_transformers(tmp_path, name, style):
 )
 def test_bad_config_is_named(tmp_path, changes, message):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**SMALL, "model_type": "llama"}))
-    edit_json(path, **changes)
+    path.write_text("{" if changes is None else json.dumps({**SMALL, "model_type": "llama"}))
+    if changes is not None:
+        edit_json(path, **changes)
     with pytest.raises(ValueError, match=message) as raised:
         find(tmp_path).config  # noqa: B018
     assert str(path) in str(raised.value)
-
-
-def test_damaged_config_file(tmp_path):
-    (tmp_path / "config.json").write_bytes(b"{")
-    with pytest.raises(ValueError, match=r"config\.json: not JSON"):
-        find(tmp_path).config  # noqa: B018
-
-
-@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"model_type": "gpt2"}])
-def test_inexpressible_config_is_not_saved(tmp_path, weights, changes):
-    with pytest.raises(ValueError, match=r"ModelConfig\."):
-        convert.save_target(tmp_path, dataclasses.replace(MODEL, **changes), weights)
-    assert not list(tmp_path.iterdir())
 
 
 # Weights: names
@@ -454,15 +443,12 @@ def index(**values):
 
 BAD = {
     "cut": (content(lambda whole: whole[:-100]), ValueError, r"model\.safetensors: "),
-    "cut in the header": (content(lambda whole: whole[:20]), ValueError, r"model\.safetensors: "),
     "empty": (content(lambda whole: b""), ValueError, r"model\.safetensors: "),
-    "a pointer": (content(lambda whole: b"version https://git-lfs.github.com"), ValueError, r"model\.safetensors: "),
     "pickles": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), FileNotFoundError, "pickles"),
     "a shard is missing": (index(weight_map={"x": "b.safetensors"}), FileNotFoundError, r"b\.safetensors"),
     "a shard elsewhere": (index(weight_map={"x": "../a.safetensors"}), ValueError, r"\.\./a\.safetensors"),
     "no map": (index(), ValueError, "weight_map"),
     "missing": (tensors(lambda t: t.pop(KEY)), ValueError, f"missing tensor '{KEY}'"),
-    "no head": (tensors(lambda t: t.pop("lm_head.weight")), ValueError, r"'lm_head\.weight'"),
     "misshapen": (tensors(lambda t: t.update({KEY: t[KEY].T.copy()})), ValueError, r"k_proj.*\[32, 16\].*\[16, 32\]"),
     "a layer more": (tensors(lambda t: t.update({KEY.replace("1", "2"): t[KEY]})), ValueError, r"layers\.2\.self_attn"),
     "integers": (tensors(lambda t: t.update({KEY: t[KEY].astype(np.int8)})), ValueError, "k_proj.*I8"),
@@ -493,14 +479,16 @@ def test_bad_dtype_and_overflow(saved, weights):
     assert same_tree(find(saved).weights(), weights), "a failed save must leave the old file"
 
 
-def test_misfit_weights_are_not_saved(tmp_path, weights):
-    for wrong, message in [
-        ({k: v for k, v in weights.items() if k != "head"}, "'head'"),
-        (dict(weights, extra=weights["head"]), "'extra'"),
-        (dict(weights, head=weights["head"].T), r"'head'.*\[32, 61\]"),
+def test_what_does_not_fit_is_not_saved(tmp_path, weights):
+    for changes, wrong, message in [
+        ({"qk_norm": True}, weights, r"ModelConfig\.qk_norm"),
+        ({"model_type": "gpt2"}, weights, r"ModelConfig\.model_type"),
+        ({}, {k: v for k, v in weights.items() if k != "head"}, "'head'"),
+        ({}, dict(weights, extra=weights["head"]), "'extra'"),
+        ({}, dict(weights, head=weights["head"].T), r"'head'.*\[32, 61\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            convert.save_target(tmp_path, MODEL, wrong)
+            convert.save_target(tmp_path, dataclasses.replace(MODEL, **changes), wrong)
     assert not list(tmp_path.iterdir())
 
 

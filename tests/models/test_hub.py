@@ -176,22 +176,16 @@ def test_cache_stands_in_for_the_hub(server, monkeypatch, capfd, is_offline):
     assert ("HF_HUB_OFFLINE" if is_offline else "503") in failure(NAME)
 
 
-def test_moved_branch_is_seen(server):
+def test_branches_that_move_revisions_and_drafters(server, monkeypatch):
     server.push(MODEL)
     first = fetch(NAME)
     server.asked.clear()
     changed = {**MODEL, "config.json": b'{"new": 1}'}
     server.push(changed)
-    second = fetch(NAME)
-    assert held(second) == changed and held(first) == MODEL
+    assert held(fetch(NAME)) == changed and held(first) == MODEL
     assert server.sent() == {"config.json"}  # the blobs of the others are there
-
-
-def test_drafters_and_revisions(server, monkeypatch):
-    server.push(MODEL)
     branch = server.push({**DRAFTER, **NEVER}, "v2")
     assert held(fetch(NAME, "v2")) == DRAFTER and fetch(NAME, branch).name == branch
-    assert held(fetch(NAME)) == MODEL
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert held(fetch(NAME, "v2")) == DRAFTER
     assert "v3" in failure(NAME, "v3")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hsd_jax.kernels import native, program
+from hsd_jax.lab.bench.identity import replay_logits
 
 needs_kernels = pytest.mark.skipif(
     native.compiler() is None or native.selected_isa() == native.OFF, reason="no kernels wanted"
@@ -42,3 +43,12 @@ def of_all_rows(function, x, *rest, isa: str | None = None) -> np.ndarray:
     for n, found in zip(ROWS, parts, strict=True):
         np.testing.assert_array_equal(found, whole[:n])
     return whole
+
+
+def verified(config, weights) -> tuple[list[int], np.ndarray]:
+    """A text and its logits from plain passes. Passes over several nodes have the same bits."""
+    text = np.random.default_rng(0).integers(0, config.vocab_size, 40).tolist()
+    plain, *others = [replay_logits(weights, config, text[:9], text[9:], n, dtype=jnp.float32) for n in (1, 2, 3, 8)]
+    for found in others:
+        np.testing.assert_array_equal(found, plain)
+    return text, plain

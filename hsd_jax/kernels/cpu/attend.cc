@@ -147,59 +147,6 @@ static void AttendSome(const float* const* queries, int64_t n, int64_t width, co
   MixAll<kQueries>(scores.data(), kStride, share, parts, n, width, out);
 }
 
-// The arguments of a call. A node has `per_node` queries, which see the same entries.
-struct Call {
-  const float *query, *new_keys, *new_values, *keys, *values;
-  const bool* new_mask;
-  const int32_t *first, *last;
-  float* out;
-  int64_t groups, n, width, nodes, slots, num_seen, per_node;
-  float scale, softcap;
-};
-
-// Queries [from, to) of key/value head `head` of all rows.
-static void AttendHead(const Call& c, int64_t head, int64_t from, int64_t to) {
-  int64_t row = head / c.groups, num_nodes = c.n / c.per_node, n = 0, least = c.slots, most = 0, used = 0;
-  const float* queries[kQueriesAtOnce];
-  float* outs[kQueriesAtOnce];
-  Sight sight;
-  for (int64_t i = from; i < to; i++) {
-    int64_t node = row * num_nodes + i / c.per_node;
-    const bool* mask = c.new_mask + node * c.num_seen;
-    int64_t first = std::max<int32_t>(c.first[node], 0), last = std::min<int64_t>(c.last[node], c.slots);
-    int64_t own = c.num_seen;
-    while (own > 0 && !mask[own - 1]) own--;
-    float* out = c.out + (head * c.n + i) * c.width;
-    if (first >= last && own == 0) {
-      std::memset(out, 0, c.width * sizeof(float));
-      continue;
-    }
-    if (first >= last) first = last = 0;
-    if (first < last) least = std::min(least, first), most = std::max(most, last);
-    used = std::max(used, own);
-    queries[n] = c.query + (head * c.n + i) * c.width;
-    outs[n] = out;
-    sight.first[n] = first, sight.last[n] = last, sight.nodes[n] = mask;
-    n++;
-  }
-  if (n == 0) return;
-  least = std::min(least, most);
-  sight.all_last = LLONG_MAX;
-  for (int64_t i = 0; i < n; i++) {
-    sight.first[i] -= least, sight.last[i] -= least;
-    sight.all_first = std::max(sight.all_first, sight.first[i]);
-    sight.all_last = std::min(sight.all_last, sight.last[i]);
-  }
-  const Entries parts[2] = {
-      {c.keys + (head * c.slots + least) * c.width, c.values + (head * c.slots + least) * c.width, most - least},
-      {c.new_keys + head * c.num_seen * c.width, c.new_values + head * c.num_seen * c.width, used}};
-  thread_local std::vector<float> mixed;
-  mixed.resize(n * c.width);
-  auto attend = n > kLanes ? AttendSome<2> : AttendSome<1>;
-  attend(queries, n, c.width, parts, sight, c.scale, c.softcap, mixed.data());
-  for (int64_t i = 0; i < n; i++) std::memcpy(outs[i], mixed.data() + i * c.width, c.width * sizeof(float));
-}
-
 using Floats = ffi::Buffer<ffi::F32, 4>;
 using Bools = ffi::Buffer<ffi::PRED, 3>;
 using Ints = ffi::Buffer<ffi::S32, 2>;
@@ -207,22 +154,62 @@ using Ints = ffi::Buffer<ffi::S32, 2>;
 static constexpr char kScale[] = "scale", kSoftcap[] = "softcap";
 
 static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Floats new_values, Bools new_mask,
-                         Floats keys, Floats values, Ints first, Ints last, ffi::ResultBuffer<ffi::F32, 4> out,
-                         ffi::Attr<float, kScale> scale, ffi::Attr<float, kSoftcap> softcap) {
+                         Floats keys, Floats values, Ints first_slots, Ints last_slots,
+                         ffi::ResultBuffer<ffi::F32, 4> out, ffi::Attr<float, kScale> scale,
+                         ffi::Attr<float, kSoftcap> softcap) {
   auto dims = query.dimensions();
-  int64_t batch = dims[0], groups = dims[1], n = dims[2], width = dims[3];
-  int64_t nodes = new_mask.dimensions()[1], seen = new_mask.dimensions()[2], slots = keys.dimensions()[2];
+  const int64_t batch = dims[0], groups = dims[1], num = dims[2], width = dims[3];
+  const int64_t nodes = new_mask.dimensions()[1], seen = new_mask.dimensions()[2], slots = keys.dimensions()[2];
   bool fits = new_keys.dimensions() == new_values.dimensions() && keys.dimensions() == values.dimensions() &&
               new_keys.dimensions()[2] == seen && new_keys.dimensions()[3] == width && keys.dimensions()[3] == width &&
-              nodes > 0 && n % nodes == 0 && first.dimensions()[1] == nodes && last.dimensions()[1] == nodes;
+              nodes > 0 && num % nodes == 0 && first_slots.dimensions()[1] == nodes && last_slots.dimensions()[1] == nodes;
   if (!fits) return ffi::Error::InvalidArgument("attend: shapes do not fit together");
-  Call call = {query.typed_data(), new_keys.typed_data(), new_values.typed_data(), keys.typed_data(),
-               values.typed_data(), new_mask.typed_data(), first.typed_data(), last.typed_data(),
-               out->typed_data(), groups, n, width, nodes, slots, seen, n / nodes, *scale, *softcap};
-  int64_t blocks = (n + kQueriesAtOnce - 1) / kQueriesAtOnce;
+  // Queries [from, to) of key/value head `head` of all rows. A node has queries that see the same entries.
+  auto attend_head = [=, query = query.typed_data(), new_keys = new_keys.typed_data(), keys = keys.typed_data(),
+                      new_values = new_values.typed_data(), values = values.typed_data(), mask = new_mask.typed_data(),
+                      first_slots = first_slots.typed_data(), last_slots = last_slots.typed_data(),
+                      out = out->typed_data(), scale = *scale, softcap = *softcap](int64_t head, int64_t from, int64_t to) {
+    int64_t n = 0, least = slots, most = 0, used = 0;
+    const float* queries[kQueriesAtOnce];
+    float* outs[kQueriesAtOnce];
+    Sight sight;
+    for (int64_t i = from; i < to; i++) {
+      int64_t node = head / groups * nodes + i / (num / nodes);
+      const bool* own_mask = mask + node * seen;
+      int64_t first = std::max<int32_t>(first_slots[node], 0), last = std::min<int64_t>(last_slots[node], slots);
+      int64_t own = seen;
+      while (own > 0 && !own_mask[own - 1]) own--;
+      if (first >= last && own == 0) {
+        std::memset(out + (head * num + i) * width, 0, width * sizeof(float));
+        continue;
+      }
+      if (first >= last) first = last = 0;
+      if (first < last) least = std::min(least, first), most = std::max(most, last);
+      used = std::max(used, own);
+      queries[n] = query + (head * num + i) * width, outs[n] = out + (head * num + i) * width;
+      sight.first[n] = first, sight.last[n] = last, sight.nodes[n] = own_mask;
+      n++;
+    }
+    if (n == 0) return;
+    least = std::min(least, most);
+    sight.all_last = LLONG_MAX;
+    for (int64_t i = 0; i < n; i++) {
+      sight.first[i] -= least, sight.last[i] -= least;
+      sight.all_first = std::max(sight.all_first, sight.first[i]);
+      sight.all_last = std::min(sight.all_last, sight.last[i]);
+    }
+    const int64_t slot = (head * slots + least) * width, node = head * seen * width;
+    const Entries parts[2] = {{keys + slot, values + slot, most - least}, {new_keys + node, new_values + node, used}};
+    thread_local std::vector<float> mixed;
+    mixed.resize(n * width);
+    auto attend = n > kLanes ? AttendSome<2> : AttendSome<1>;
+    attend(queries, n, width, parts, sight, scale, softcap, mixed.data());
+    for (int64_t i = 0; i < n; i++) std::memcpy(outs[i], mixed.data() + i * width, width * sizeof(float));
+  };
+  int64_t blocks = (num + kQueriesAtOnce - 1) / kQueriesAtOnce;
   Parallel(pool, static_cast<int>(batch * groups * blocks), [=](int i) {
     int64_t from = i % blocks * kQueriesAtOnce;
-    AttendHead(call, i / blocks, from, std::min<int64_t>(from + kQueriesAtOnce, n));
+    attend_head(i / blocks, from, std::min<int64_t>(from + kQueriesAtOnce, num));
   });
   return ffi::Error::Success();
 }

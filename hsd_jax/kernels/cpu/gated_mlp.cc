@@ -52,10 +52,8 @@ static void Hidden(const float* gate, const float* up, int64_t first, int64_t la
   }
 }
 
-using Floats = ffi::Buffer<ffi::F32, 2>;
-
-static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, Flags flags, Floats up_bias,
-                           ffi::RemainingArgs weights, ffi::Result<Floats> y, bool is_gelu) {
+static ffi::Error GatedMlp(ffi::ThreadPool pool, FloatRows x, Flags flags, FloatRows up_bias,
+                           ffi::RemainingArgs weights, ffi::Result<FloatRows> y, bool is_gelu) {
   int64_t rows = x.dimensions()[0], k = x.dimensions()[1];
   Matrix gate, up, down;
   size_t next = 0;
@@ -70,29 +68,27 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, Flags flags, Floats u
   int64_t pieces = Pieces(gate.bytes() + up.bytes(), gate.output() + up.output(), gate.cut(), threads);
   int64_t downs = Pieces(down.bytes(), down.output(), down.cut(), threads);
   int64_t piece = BlocksOf((width + pieces - 1) / pieces) * kBlockSize;  // whole vectors, groups, and blocks of a rounded row
-  ActiveRows active(flags, rows);
-  int64_t n = active.count(), some = std::min(n, kRowsAtOnce);
   Forms forms;
   forms.Add(gate), forms.Add(up);
-  Packed packed(x.typed_data(), active, k, forms);
-  int packs = n < 2 * kPack ? 0 : static_cast<int>((n + kPack - 1) / kPack);
-  if (packs == 0) packed.Fill(active, 0, n);
+  Packed packed(x, flags, forms);
+  const int64_t n = packed.n, some = std::min(n, kRowsAtOnce);
+  int pieces_of_rows = packed.pieces();
   bool is_paired = down.kind == Matrix::kBfloats, is_rounded = down.kind == Matrix::kGroups;
   Aligned hidden(is_rounded ? 0 : n * width), sums(threads * 2 * some * piece);
   Aligned turned(kTurns && is_paired ? n * (width / 2) : 0);
   Rounding rounded(is_rounded ? n : 0, width);
   const float* biases = num_biases ? up_bias.typed_data() : nullptr;
-  auto work = [=, out = y->typed_data(), active = std::move(active), packed = std::move(packed),
-               hidden = std::move(hidden), rounded = std::move(rounded), sums = std::move(sums),
+  auto work = [=, out = y->typed_data(), packed = std::move(packed), hidden = std::move(hidden),
+               rounded = std::move(rounded), sums = std::move(sums),
                turned = std::move(turned)](int phase, int i, int thread) mutable {
-    if (phase == 0) return packed.Fill(active, i * kPack, std::min<int64_t>((i + 1) * kPack, n));
+    if (phase == 0) return packed.FillPiece(i);
     float* h = hidden.data();
     if (phase == 2) {
       int64_t first = down.CutAt(i, downs), last = down.CutAt(i + 1, downs);
       Rows all = {h, reinterpret_cast<const Paired*>(h), rounded.rows(), width,
                   reinterpret_cast<const uint32_t*>(turned.data())};
       Outputs(all, down, out, n, down.o, first, last);
-      return active.Spread(out, down.o, first, last);
+      return packed.active.Spread(out, down.o, first, last);
     }
     int64_t first = i * piece, last = std::min(first + piece, width);
     float* gates = sums.data() + thread * 2 * some * piece;
@@ -104,7 +100,7 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, Flags flags, Floats u
       Outputs(x, up, ups - first, count, piece, first, last);
       for (int64_t b = 0; b < count; b++) {
         if (biases != nullptr) {
-          const float* bias = biases + active[from + b] * width;
+          const float* bias = biases + packed.active[from + b] * width;
           for (int64_t j = first; j < last; j++) ups[b * piece + j - first] += bias[j];
         }
         float* gated = gates + b * piece;
@@ -121,16 +117,16 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, Flags flags, Floats u
 #endif
     }
   };
-  Phases(pool, {packs, static_cast<int>((width + piece - 1) / piece), static_cast<int>(downs)}, std::move(work));
+  Phases(pool, {pieces_of_rows, static_cast<int>((width + piece - 1) / piece), static_cast<int>(downs)}, std::move(work));
   return ffi::Error::Success();
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGatedMlp, GatedMlp,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
+                                  .Arg<FloatRows>()
                                   .Arg<Flags>()
-                                  .Arg<Floats>()
+                                  .Arg<FloatRows>()
                                   .RemainingArgs()
-                                  .Ret<Floats>()
+                                  .Ret<FloatRows>()
                                   .Attr<bool>("is_gelu"));

@@ -85,16 +85,11 @@ static ffi::Error Gumbel(ffi::ThreadPool pool, Keys keys, Flags flags, ffi::Resu
   int64_t rows = noise->dimensions()[0], num = noise->dimensions()[1];
   if (keys.dimensions()[0] != rows || keys.dimensions()[1] != 2 || num >= (int64_t(1) << 32))
     return ffi::Error::InvalidArgument("gumbel: keys must be [rows, 2] and rows shorter than 2^32");
-  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("gumbel: one flag per row, or none");
-  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
-  ByRows(pool, rows, num, 32 << 10, [=, key = keys.typed_data(), to = noise->typed_data()](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++)
-      if (counts == nullptr || counts[r])
-        Fill(key + 2 * r, num, to + r * num);
-      else
-        std::memset(to + r * num, 0, num * sizeof(float));
-  });
-  return ffi::Error::Success();
+  const auto* key = keys.typed_data();
+  float* to = noise->typed_data();
+  return ByRows(
+      pool, flags, rows, num, [=](int64_t r) { Fill(key + 2 * r, num, to + r * num); },
+      [=](int64_t r) { std::memset(to + r * num, 0, num * sizeof(float)); });
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGumbel, Gumbel);

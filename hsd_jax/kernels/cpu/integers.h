@@ -198,41 +198,20 @@ __attribute__((noinline)) static void GroupTile(const RoundedRows& x, const int8
 }
 
 // Rows of a tile at most, and its groups: sums, weights and a step of a row fit the registers.
-constexpr int kGroupRows = kLanes == 16 ? 8 : 4;
-constexpr int kWideGroups[] = {0, 4, 4, 4, 4, 3, 3, 2, 2};
-template <int kN>
-constexpr int kGroups = kLanes == 16 ? kWideGroups[kN] : kN == 1 ? 2 : 1;
-// `count` tiles of kG streams of groups. Of the last group only `valid` outputs are there.
-template <int kG, int kN>
-static void GroupStreams(const RoundedRows& x, const int8_t* w, const float* scale, float* y, int64_t n, int64_t larger,
-                         int64_t stride, int64_t count, int64_t valid) {
-  const int64_t bytes = kGroup * x.blocks * kBlockSize;
-  Streams<kN>(n, larger, count, [&](auto rows, int64_t b, int64_t a) {
-    GroupTile<kG, rows>(x.From(b), w + a * bytes, count, scale + a * kGroup, y + b * stride + a * kGroup, stride,
-                        a == count - 1 ? valid : kGroup);
-  });
-}
-
-template <int kN>
-static void GroupBlocks(const RoundedRows& x, const int8_t* w, const float* scale, float* y, int64_t n, int64_t blocks,
-                        int64_t stride, int64_t outputs) {
-  if constexpr (kN < kGroupRows)
-    if (n > kN * blocks) return GroupBlocks<kN + 1>(x, w, scale, y, n, blocks, stride, outputs);
-  constexpr int kG = kGroups<kN>;
-  int64_t larger = n - blocks * (kN - 1), groups = (outputs + kGroup - 1) / kGroup, count = groups / kG;
-  int64_t done = count * kG, valid = outputs - (groups - 1) * kGroup;
-  GroupStreams<kG, kN>(x, w, scale, y, n, larger, stride, count, done == groups ? valid : kGroup);
-  GroupStreams<1, kN>(x, w + done * kGroup * x.blocks * kBlockSize, scale + done * kGroup, y + done * kGroup, n, larger,
-                      stride, groups - done, valid);
-}
+struct GroupShape {
+  static constexpr int kRows = kLanes == 16 ? 8 : 4, kWide[] = {0, 4, 4, 4, 4, 3, 3, 2, 2};
+  template <int kN>
+  static constexpr int kStreams = kLanes == 16 ? kWide[kN] : kN == 1 ? 2 : 1;
+};
 
 // y[b, a] = x[b] . w[a] for rows b of [0, n) and outputs a of [first, last), of which the first begins a group; a row of y is
 // `stride` wide.
 [[maybe_unused]] static void GroupOutputs(const RoundedRows& x, const int8_t* w, const float* scale, float* y, int64_t n,
                                           int64_t stride, int64_t first, int64_t last) {
-  const int8_t* from = w + first * x.blocks * kBlockSize;
-  for (int64_t b = 0; b < n; b += kRowsAtOnce) {
-    int64_t some = std::min(n - b, kRowsAtOnce), blocks = (some + kGroupRows - 1) / kGroupRows;
-    GroupBlocks<1>(x.From(b), from, scale + first, y + b * stride + first, some, blocks, stride, last - first);
-  }
+  int64_t all = (last - first + kGroup - 1) / kGroup;
+  AllTiles<GroupShape>(n, all, [=](auto groups, auto rows, int64_t b, int64_t g, int64_t apart) {
+    int64_t a = first + g * kGroup, valid = last - a - (groups - 1) * apart * kGroup;
+    GroupTile<groups, rows>(x.From(b), w + a * x.blocks * kBlockSize, apart, scale + a, y + b * stride + a, stride,
+                            std::min<int64_t>(valid, kGroup));
+  });
 }

@@ -11,16 +11,14 @@
 
 #include "tiles.h"
 
-// How many numbers are worth another thread.
-constexpr int64_t kPiece = 32 << 10;
-
 static constexpr char kEps[] = "eps";
 
 // y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
 static ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
                           ffi::ResultBuffer<ffi::F32> y, ffi::Attr<float, kEps> eps) {
   int64_t width = weight.element_count(), rows = width < 1 ? 0 : x.element_count() / width;
-  auto norm = [=, from = x.typed_data(), to = y->typed_data(), w = weight.typed_data(), epsilon = *eps](int64_t r) {
+  const float *from = x.typed_data(), *w = weight.typed_data();
+  ByRows(pool, rows, width, [=, to = y->typed_data(), epsilon = *eps](int64_t r) {
     const float* in = from + r * width;
     float* out = to + r * width;
     Vec sums[4] = {};
@@ -36,9 +34,6 @@ static ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
     for (; i < width; i++) total = MulAdd(in[i], in[i], total);
     float scale = 1.0f / std::sqrt(total / width + epsilon);
     for (i = 0; i < width; i++) out[i] = in[i] * scale * w[i];
-  };
-  ByRows(pool, rows, width, kPiece, [=](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) norm(r);
   });
   return ffi::Error::Success();
 }
@@ -74,13 +69,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope);
 static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::S32> best) {
   int64_t rows = best->element_count(), width = rows < 1 ? 0 : x.element_count() / rows;
   if (width < 1 && rows > 0) return ffi::Error::InvalidArgument("first_best: rows of no width");
-  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("first_best: one flag per row, or none");
-  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
-  auto find = [=, from = x.typed_data(), to = best->typed_data()](int64_t r) {
-    if (counts != nullptr && !counts[r]) {
-      to[r] = 0;
-      return;
-    }
+  int32_t* to = best->typed_data();
+  auto find = [=, from = x.typed_data()](int64_t r) {
     const float* in = from + r * width;
     float top = -INFINITY;
     int64_t i = 0;
@@ -100,10 +90,7 @@ static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags
     while (place + 1 < width && in[place] != top) place++;
     to[r] = static_cast<int32_t>(place);
   };
-  ByRows(pool, rows, width, kPiece, [=](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) find(r);
-  });
-  return ffi::Error::Success();
+  return ByRows(pool, flags, rows, width, find, [=](int64_t r) { to[r] = 0; });
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest);
@@ -119,19 +106,12 @@ static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flag
   int64_t rows = total->element_count(), k = rows < 1 ? 0 : best->element_count() / rows;
   int64_t width = rows < 1 ? 0 : x.element_count() / rows;
   if (rows > 0 && (k < 1 || k > width)) return ffi::Error::InvalidArgument("top_k: k must be 1 to the length of a row");
-  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("top_k: one flag per row, or none");
-  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
-  auto find = [=, from = x.typed_data(), values = best->typed_data(), at = places->typed_data(),
-               sums = total->typed_data()](int64_t r) {
+  float *values = best->typed_data(), *sums = total->typed_data();
+  int32_t* at = places->typed_data();
+  auto find = [=, from = x.typed_data()](int64_t r) {
     const float* in = from + r * width;
     float* value = values + r * k;
     int32_t* place = at + r * k;
-    if (counts != nullptr && !counts[r]) {
-      std::fill_n(value, k, 0.0f);
-      std::fill_n(place, k, 0);
-      sums[r] = 0.0f;
-      return;
-    }
     // A sorted list of the best so far. A number not above its last cannot enter, so most blocks need one compare.
     std::fill_n(value, k, -INFINITY);
     int64_t found = 0;
@@ -167,10 +147,11 @@ static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flag
     for (; i < width; i++) sum += std::exp(in[i] - top);
     sums[r] = top + std::log(sum);
   };
-  ByRows(pool, rows, width, kPiece, [=](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) find(r);
+  return ByRows(pool, flags, rows, width, find, [=](int64_t r) {
+    std::fill_n(values + r * k, k, 0.0f);
+    std::fill_n(at + r * k, k, 0);
+    sums[r] = 0.0f;
   });
-  return ffi::Error::Success();
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdTopK, TopK);

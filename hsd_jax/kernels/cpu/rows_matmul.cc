@@ -17,7 +17,7 @@ struct Shard {
   int64_t first, last;
 };
 
-static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags,
+static ffi::Error RowsMatmul(ffi::ThreadPool pool, FloatRows x, Flags flags,
                              ffi::RemainingArgs weights, ffi::RemainingRets results) {
   int64_t rows = x.dimensions()[0], k = x.dimensions()[1];
   if (k < 1) return ffi::Error::InvalidArgument("rows_matmul: rows of no width");
@@ -44,28 +44,24 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flag
     for (int64_t p = 0; p < own; p++)
       shards.push_back({static_cast<int>(i), w.CutAt(p, own), w.CutAt(p + 1, own)});
   }
-  ActiveRows active(flags, rows);
-  int64_t n = active.count();
-  Packed packed(x.typed_data(), active, k, forms);
-  int packs = n < 2 * kPack ? 0 : static_cast<int>((n + kPack - 1) / kPack);
-  if (packs == 0) packed.Fill(active, 0, n);
-  int count = static_cast<int>(shards.size());
-  auto work = [n, active = std::move(active), packed = std::move(packed), products = std::move(products),
+  Packed packed(x, flags, forms);
+  int pieces_of_rows = packed.pieces(), count = static_cast<int>(shards.size());
+  auto work = [packed = std::move(packed), products = std::move(products),
                shards = std::move(shards)](int phase, int i, int) mutable {
-    if (phase == 0) return packed.Fill(active, i * kPack, std::min<int64_t>((i + 1) * kPack, n));
+    if (phase == 0) return packed.FillPiece(i);
     const Shard& s = shards[i];
     const Product& p = products[s.product];
-    Outputs(packed.rows(), p.w, p.y, n, p.w.o, s.first, s.last);
-    active.Spread(p.y, p.w.o, s.first, s.last);
+    Outputs(packed.rows(), p.w, p.y, packed.n, p.w.o, s.first, s.last);
+    packed.active.Spread(p.y, p.w.o, s.first, s.last);
   };
-  Phases(pool, {packs, count}, std::move(work));
+  Phases(pool, {pieces_of_rows, count}, std::move(work));
   return ffi::Error::Success();
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRowsMatmul, RowsMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<FloatRows>()
                                   .Arg<Flags>()
                                   .RemainingArgs()
                                   .RemainingRets());

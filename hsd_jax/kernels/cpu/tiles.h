@@ -35,6 +35,18 @@ __attribute__((noinline)) static void Tile(const X* x, const W* w, int64_t apart
   Vec acc[kO][kN] = {};
   const int64_t step = apart * k;
   int64_t i = 0;
+  auto add = [&](auto load) __attribute__((always_inline)) {
+    Vec wv[kO];
+#pragma GCC unroll 16
+    for (int a = 0; a < kO; a++) wv[a] = load(w + a * step + i), Hold(wv[a]);
+#pragma GCC unroll 16
+    for (int b = 0; b < kN; b++) {
+      Vec xv = load(x + b * k + i);
+      Hold(xv);
+#pragma GCC unroll 16
+      for (int a = 0; a < kO; a++) acc[a][b] = MulAdd(wv[a], xv, acc[a][b]);
+    }
+  };
   for (; i + kPair <= k; i += kPair) {
 #if defined(__AVX512BF16__)
     if constexpr (sizeof(X) == 2) {
@@ -54,30 +66,13 @@ __attribute__((noinline)) static void Tile(const X* x, const W* w, int64_t apart
       continue;
     }
 #endif
-    Vec wv[kO];
 #pragma GCC unroll 16
     for (int a = 0; a < kO; a++) {
       Fetch<kO>(w + a * step + i);
       if (kPair * sizeof(W) > 64) Fetch<kO>(w + a * step + i + kLanes);
     }
-#pragma GCC unroll 16
-    for (int a = 0; a < kO; a++) wv[a] = First(w + a * step + i), Hold(wv[a]);
-#pragma GCC unroll 16
-    for (int b = 0; b < kN; b++) {
-      Vec xv = First(x + b * k + i);
-      Hold(xv);
-#pragma GCC unroll 16
-      for (int a = 0; a < kO; a++) acc[a][b] = MulAdd(wv[a], xv, acc[a][b]);
-    }
-#pragma GCC unroll 16
-    for (int a = 0; a < kO; a++) wv[a] = Second(w + a * step + i), Hold(wv[a]);
-#pragma GCC unroll 16
-    for (int b = 0; b < kN; b++) {
-      Vec xv = Second(x + b * k + i);
-      Hold(xv);
-#pragma GCC unroll 16
-      for (int a = 0; a < kO; a++) acc[a][b] = MulAdd(wv[a], xv, acc[a][b]);
-    }
+    add([](auto* p) { return First(p); });
+    add([](auto* p) { return Second(p); });
   }
   constexpr int kSums = kO * kN;
   float sums[kSums + 3];
@@ -95,39 +90,20 @@ __attribute__((noinline)) static void Tile(const X* x, const W* w, int64_t apart
 }
 
 // Rows of a tile at most, and its outputs: sums, weights and a vector of a row fit 32 registers of AVX-512, or 16.
-constexpr int kRows = kLanes == 16 ? 8 : 6;
-constexpr int kWide[] = {0, 12, 6, 6, 4, 4, 4, 3, 3}, kNarrow[] = {0, 6, 4, 3, 2, 2, 2};
-template <int kN>
-constexpr int kOutputs = kLanes == 16 ? kWide[kN] : kNarrow[kN];
-// `count` tiles of kO streams.
-template <int kO, int kN, typename X, typename W>
-static void OutputStreams(const X* x, const W* w, float* y, int64_t n, int64_t larger, int64_t k, int64_t stride,
-                          int64_t count) {
-  Streams<kN>(n, larger, count, [&](auto rows, int64_t b, int64_t a) {
-    Tile<kO, rows>(x + b * k, w + a * k, count, y + b * stride + a, k, stride);
-  });
-}
-
-// The same for outputs [first, last) of any number: as many streams as a tile has outputs, and the few left one by one.
-template <int kN, typename X, typename W>
-static void Blocks(const X* x, const W* w, float* y, int64_t n, int64_t blocks, int64_t k, int64_t stride,
-                   int64_t first, int64_t last) {
-  if constexpr (kN < kRows)
-    if (n > kN * blocks) return Blocks<kN + 1>(x, w, y, n, blocks, k, stride, first, last);
-  constexpr int kO = kOutputs<kN>;
-  int64_t larger = n - blocks * (kN - 1), count = (last - first) / kO, rest = first + count * kO;
-  OutputStreams<kO, kN>(x, w + first * k, y + first, n, larger, k, stride, count);
-  OutputStreams<1, kN>(x, w + rest * k, y + rest, n, larger, k, stride, last - rest);
-}
+struct OutputShape {
+  static constexpr int kRows = kLanes == 16 ? 8 : 6;
+  static constexpr int kWide[] = {0, 12, 6, 6, 4, 4, 4, 3, 3}, kNarrow[] = {0, 6, 4, 3, 2, 2, 2};
+  template <int kN>
+  static constexpr int kStreams = kLanes == 16 ? kWide[kN] : kNarrow[kN];
+};
 
 // y[b, a] = x[b] . w[a] for rows b of [0, n) and outputs a of [first, last); a row of y is `stride` wide.
 template <typename X, typename W>
 static void Outputs(const X* x, const W* w, float* y, int64_t n, int64_t k, int64_t stride, int64_t first,
                     int64_t last) {
-  for (int64_t b = 0; b < n; b += kRowsAtOnce) {
-    int64_t some = std::min(n - b, kRowsAtOnce);
-    Blocks<1>(x + b * k, w, y + b * stride, some, (some + kRows - 1) / kRows, k, stride, first, last);
-  }
+  AllTiles<OutputShape>(n, last - first, [=](auto outputs, auto rows, int64_t b, int64_t a, int64_t apart) {
+    Tile<outputs, rows>(x + b * k, w + (first + a) * k, apart, y + b * stride + first + a, k, stride);
+  });
 }
 
 // Weights [o, k] as XLA hands them over.
@@ -243,6 +219,7 @@ static int64_t Threads(const ffi::ThreadPool& pool) { return std::max<int64_t>(p
 }
 
 using Flags = ffi::Buffer<ffi::PRED, 1>;
+using FloatRows = ffi::Buffer<ffi::F32, 2>;
 // Whether there is one flag per row, or none: then all rows count.
 [[maybe_unused]] static bool Fit(const Flags& flags, int64_t rows) {
   return flags.element_count() == 0 || int64_t(flags.element_count()) == rows;
@@ -283,15 +260,26 @@ class ActiveRows {
   std::vector<int64_t> index_;
 };
 
-// The rows that count, one behind another, in the forms that the weights want.
+// The rows that count, one behind another, in the forms that the weights want. Few rows are packed at once, by the thread
+// that was called; of many, threads pack `pieces` pieces of kPack rows.
+constexpr int64_t kPack = 32;
 class Packed {
  public:
-  Packed(const float* x, const ActiveRows& active, int64_t k, Forms forms)
-      : x_(x), k_(k), forms_(forms), copies_(forms.plain && !active.all()), plain_(copies_ ? active.count() * k : 0),
-        paired_(forms.paired ? active.count() * k : 0), rounded_(forms.rounded ? active.count() : 0, k),
-        turned_(kTurns && forms.paired ? active.count() * (k / 2) : 0), n_(active.count()) {}
-  // Packs rows [first, last) of those that count.
-  void Fill(const ActiveRows& active, int64_t first, int64_t last) {
+  Packed(const FloatRows& x, const Flags& flags, Forms forms)
+      : active(flags, x.dimensions()[0]), n(active.count()), x_(x.typed_data()), k_(x.dimensions()[1]), forms_(forms),
+        copies_(forms.plain && !active.all()), plain_(copies_ ? n * k_ : 0), paired_(forms.paired ? n * k_ : 0),
+        rounded_(forms.rounded ? n : 0, k_), turned_(kTurns && forms.paired ? n * (k_ / 2) : 0) {
+    if (pieces() == 0) Fill(0, n);
+  }
+  int pieces() const { return n < 2 * kPack ? 0 : int((n + kPack - 1) / kPack); }
+  void FillPiece(int64_t i) { Fill(i * kPack, std::min((i + 1) * kPack, n)); }
+  Rows rows() { return {copies_ ? plain_.data() : x_, paired(), rounded_.rows(), k_, turned()}; }
+
+  ActiveRows active;
+  int64_t n;
+
+ private:
+  void Fill(int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const float* row = x_ + active[i] * k_;
       if (copies_) std::memcpy(plain_.data() + i * k_, row, k_ * sizeof(float));
@@ -299,12 +287,10 @@ class Packed {
       if (forms_.rounded) rounded_.Round(row, i, 0, k_);
     }
 #if defined(HSD_TILES)
-    if (forms_.paired) TurnRows(paired(), n_, k_, first, last, 0, k_, turned());
+    static_assert(kPack % kTile == 0, "rows that are turned at once are whole groups");
+    if (forms_.paired) TurnRows(paired(), n, k_, first, last, 0, k_, turned());
 #endif
   }
-  Rows rows() { return {copies_ ? plain_.data() : x_, paired(), rounded_.rows(), k_, turned()}; }
-
- private:
   Paired* paired() { return reinterpret_cast<Paired*>(paired_.data()); }
   uint32_t* turned() { return reinterpret_cast<uint32_t*>(turned_.data()); }
 
@@ -315,13 +301,7 @@ class Packed {
   Aligned plain_, paired_;
   Rounding rounded_;
   Aligned turned_;
-  int64_t n_;
 };
-// Rows that one thread packs in a go; fewer than two such pieces are packed by the thread that was called.
-constexpr int64_t kPack = 32;
-#if defined(HSD_TILES)
-static_assert(kPack % kTile == 0, "rows that are turned at once are whole groups");
-#endif
 
 // Runs work(phase, i, thread) for each i below counts[phase], one phase behind the other, on this thread and the pool's.
 // Each thread takes the pieces of its own stretch in order, then helps with the others' stretches. A thread that finds
@@ -382,12 +362,24 @@ template <typename Work>
   Phases(pool, {count}, [work = std::move(work)](int, int i, int) mutable { work(i); });
 }
 
-// Runs work(first, last) over stretches of [0, rows), each of about `numbers` numbers or more.
+// Runs work(r) for each of `rows` rows of `width` numbers, in stretches that are worth a thread.
 template <typename Work>
-[[maybe_unused]] static void ByRows(ffi::ThreadPool& pool, int64_t rows, int64_t width, int64_t numbers, Work work) {
-  int64_t pieces = std::clamp<int64_t>(rows * width / numbers, 1, std::max<int64_t>(rows, 1));
+[[maybe_unused]] static void ByRows(ffi::ThreadPool& pool, int64_t rows, int64_t width, Work work) {
+  int64_t pieces = std::clamp<int64_t>(rows * width / (32 << 10), 1, std::max<int64_t>(rows, 1));
   pieces = std::min(pieces, 4 * Threads(pool));
-  if (pieces == 1) return work(0, rows);
-  Parallel(pool, static_cast<int>(pieces),
-           [=](int i) mutable { work(rows * i / pieces, rows * (i + 1) / pieces); });
+  auto some = [=](int64_t i) mutable {
+    for (int64_t r = rows * i / pieces; r < rows * (i + 1) / pieces; r++) work(r);
+  };
+  if (pieces == 1) return some(0);
+  Parallel(pool, static_cast<int>(pieces), some);
+}
+
+// The same with flags: work(r) for rows that count, and skip(r) for the others.
+template <typename Work, typename Skip>
+[[maybe_unused]] static ffi::Error ByRows(ffi::ThreadPool& pool, const Flags& flags, int64_t rows, int64_t width, Work work,
+                                          Skip skip) {
+  if (!Fit(flags, rows)) return ffi::Error::InvalidArgument("one flag per row, or none");
+  const bool* counts = flags.element_count() ? flags.typed_data() : nullptr;
+  ByRows(pool, rows, width, [=](int64_t r) mutable { counts == nullptr || counts[r] ? work(r) : skip(r); });
+  return ffi::Error::Success();
 }

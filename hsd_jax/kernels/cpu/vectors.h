@@ -170,21 +170,44 @@ static inline void Fetch(const void* weight) {
 constexpr int64_t kRowsAtOnce = 64;
 // Tiles of a stream that all rows go through before the next: their weights stay in a near cache meanwhile.
 constexpr int kTilesAtOnce = 4;
-// Runs tile(rows, b, a) for `count` tiles of a stream and all rows: the first `larger` blocks of rows have kN of them, the
-// others one less.
-template <int kN, typename RunTile>
-static inline void Streams(int64_t n, int64_t larger, int64_t count, RunTile tile) {
-  for (int64_t from = 0; from < count; from += kTilesAtOnce) {
-    int64_t to = std::min<int64_t>(from + kTilesAtOnce, count);
+// Runs tile(streams, rows, b, a, apart) for rows [from, from + n) and `count` units behind unit `first`, each the next of one
+// of kO streams that are `apart` from one another. The first `larger` blocks of rows have kN of them, the others one less.
+template <int kO, int kN, typename RunTile>
+static inline void Streams(int64_t from, int64_t n, int64_t larger, int64_t first, int64_t count, RunTile tile) {
+  constexpr std::integral_constant<int, kO> streams;
+  const int64_t apart = count / kO;
+  for (int64_t begin = 0; begin < apart; begin += kTilesAtOnce) {
+    int64_t end = std::min<int64_t>(begin + kTilesAtOnce, apart);
     for (int64_t b = 0; b < n;) {
       bool is_larger = b < larger * kN;
-      for (int64_t a = from; a < to; a++) {
+      for (int64_t a = begin; a < end; a++) {
         if (is_larger)
-          tile(std::integral_constant<int, kN>(), b, a);
+          tile(streams, std::integral_constant<int, kN>(), from + b, first + a, apart);
         else if constexpr (kN > 1)
-          tile(std::integral_constant<int, kN - 1>(), b, a);
+          tile(streams, std::integral_constant<int, kN - 1>(), from + b, first + a, apart);
       }
       b += is_larger ? kN : kN - 1;
     }
+  }
+}
+
+// The same for `blocks` blocks of at most Shape::kRows rows: as many streams as a tile has, and the few units left one by
+// one.
+template <typename Shape, int kN, typename RunTile>
+static void Blocks(int64_t from, int64_t n, int64_t blocks, int64_t units, RunTile tile) {
+  if constexpr (kN < Shape::kRows)
+    if (n > kN * blocks) return Blocks<Shape, kN + 1>(from, n, blocks, units, tile);
+  constexpr int kO = Shape::template kStreams<kN>;
+  int64_t larger = n - blocks * (kN - 1), left = units % kO;
+  Streams<kO, kN>(from, n, larger, 0, units - left, tile);
+  Streams<1, kN>(from, n, larger, units - left, left, tile);
+}
+
+// The same for any number of rows.
+template <typename Shape, typename RunTile>
+static void AllTiles(int64_t n, int64_t units, RunTile tile) {
+  for (int64_t from = 0; from < n; from += kRowsAtOnce) {
+    int64_t some = std::min(n - from, kRowsAtOnce);
+    Blocks<Shape, 1>(from, some, (some + Shape::kRows - 1) / Shape::kRows, units, tile);
   }
 }
