@@ -38,9 +38,13 @@ def sample_anchors(key: jax.Array, has_label: Bool[Array, "B T-1"], count: int) 
     batch, available = has_label.shape
     if count >= available:
         return jnp.broadcast_to(jnp.arange(available), (batch, available))
-    order = jax.random.uniform(key, (batch, available))
-    _, chosen = lax.top_k(jnp.where(has_label, order, order - 1.0), count)
-    return jnp.sort(chosen, -1)
+    return jnp.sort(choose_anchors(key, has_label, count), -1)
+
+
+def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B picked"]:
+    """Indices of `count` random anchors of each row, or of all; those without a label come last. Consumes the key."""
+    order = jax.random.uniform(key, has_label.shape)
+    return lax.top_k(jnp.where(has_label, order, order - 1.0), min(count, has_label.shape[1]))[1]
 
 
 class Agreement(NamedTuple):
