@@ -17,7 +17,6 @@ from typing import IO, Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from pydantic import Field
 
 from hsd_jax import settings
@@ -69,34 +68,27 @@ class _Layout:
     """Rows, tokens, and numbers of a token: the final state, then the streams, each of the target's width."""
 
     @property
-    def words(self) -> int:
-        """Numbers of a token in the file. The bits of the logit summary follow the states, stored as numbers of their
-        dtype."""
-        packed = (1 + self.likeliest) * 4 if self.likeliest else 0
-        return self.shape[2] + packed // jnp.dtype(self.dtype).itemsize
+    def token(self) -> np.dtype:
+        """What the file holds of a token: its states and, if likeliest tokens are kept, the summary of its logits."""
+        summary = [("log_normaliser", np.float32), ("likeliest", np.int32, (self.likeliest,))]
+        return np.dtype([("hidden", jnp.dtype(self.dtype), (self.shape[2],)), *(summary if self.likeliest else [])])
 
     @property
     def row_bytes(self) -> int:
-        return self.shape[1] * self.words * jnp.dtype(self.dtype).itemsize
+        return self.shape[1] * self.token.itemsize
 
 
 class Features:
     """The target's outputs for all rows, memory-mapped."""
 
     def __init__(self, folder: Path, layout: _Layout):
-        self._layout, shape = layout, (*layout.shape[:2], layout.words)
-        self._words = np.memmap(folder / FILE, jnp.dtype(layout.dtype), "r", shape=shape)
+        self._rows = np.memmap(folder / FILE, layout.token, "r", shape=tuple(layout.shape[:2]))
 
     def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
         """The features of rows `index` [B]: `hidden` [B, T, (1 + layers) H] in the dtype of the cache, and
         `log_normaliser` [B, T] and `likeliest` [B, T, k] if they are kept."""
-        words, width = np.asarray(self._words[index]), self._layout.shape[2]
-        found = {"hidden": words[..., :width]}
-        if self._layout.likeliest:
-            packed = np.ascontiguousarray(words[..., width:]).view(np.int32)
-            found["log_normaliser"] = np.ascontiguousarray(packed[..., 0]).view(np.float32)
-            found["likeliest"] = packed[..., 1:]
-        return found
+        found = np.asarray(self._rows[index])
+        return {name: np.ascontiguousarray(found[name]) for name in found.dtype.names or ()}
 
 
 def open_features(
@@ -172,30 +164,30 @@ def _build(
     report: Report,
 ) -> None:
     """Appends the features of the rows from `done` on."""
-    dtype = jnp.dtype(layout.dtype)
 
     @jax.jit
-    def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
         tokens = batch["tokens"][:, :-1]
         output = forward_sequence(weights, config, tokens, starts_of(batch), feature_layers=tuple(layout.layers))
-        hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)
-        found = [hidden]
+        hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(layout.dtype)
+        found = {"hidden": hidden}
         if layout.likeliest:  # of the final states as stored, because a step reads these
             final = hidden[..., : config.hidden_size].astype(jnp.float32)
-            summary = vocab_sample.logit_summary(weights, config, final, layout.likeliest)
-            bits = lax.bitcast_convert_type(summary.log_normaliser, jnp.int32)
-            found.append(jnp.concatenate([bits[..., None], summary.likeliest], -1))
+            found |= vocab_sample.logit_summary(weights, config, final, layout.likeliest)._asdict()
         return found, jnp.all(jnp.isfinite(hidden))
 
     total, progress = len(rows.tokens), ProgressReport(report)
+    tokens = np.empty((batch, layout.shape[1]), layout.token)
     for start in range(done, total, batch):  # written, not memory-mapped: a full disk would kill the process
         some = np.arange(start, min(start + batch, total))
         # The last pass repeats a row to keep the same shape.
         found, is_finite = states(weights, rows.take(np.pad(some, (0, batch - len(some)), mode="edge")))
         if not is_finite:
-            raise ValueError(f"the target's states of rows {some[0]} to {some[-1]} are not finite in {dtype}")
-        words = [np.asarray(x).view(dtype) for x in found]
-        out.write(np.concatenate(words, -1)[: len(some)].tobytes())
+            what = f"the target's states of rows {some[0]} to {some[-1]}"
+            raise ValueError(f"{what} are not finite in {layout.dtype}")
+        for name, value in found.items():
+            tokens[name] = np.asarray(value)
+        out.write(tokens[: len(some)].tobytes())
         num = start + len(some)
         progress.say(f"features: {num:,} of {total:,} rows", (num - done) / (total - done))
     progress.tokens = (total - done) * layout.shape[1]
