@@ -340,7 +340,7 @@ def make_loss(
 
         def of_text():
             values, found = compared(drafts, hidden)
-            return losses.over_depths(values, drafts.mask, weights), chain_metrics(found, drafts.mask)
+            return losses.over_depths(values, drafts.mask, weights), chain_metrics(drafts.mask, *found)
 
         def of_draws():
             choice, draw_key = jax.random.split(jax.random.fold_in(key, 1))
@@ -351,7 +351,7 @@ def make_loss(
                 again = functools.partial(states_of, params, hidden, features, embeddings, some.anchors, starts)
                 drawn = heads.on_draws(draw_key, models, some, tokens, hidden, starts, again, remat)
             values, _ = compared(*drawn)
-            return losses.over_depths(values, some.mask, weights), chain_metrics(found, some.mask)
+            return losses.over_depths(values, some.mask, weights), chain_metrics(some.mask, *found)
 
         if loss_config.on_policy:
             is_on_policy = jax.random.uniform(jax.random.fold_in(key, 0)) < loss_config.on_policy

@@ -166,7 +166,7 @@ def test_chain_metrics_against_loops():
     mask[0, 2, 0] = mask[1, 1, 1] = False
     target, own = (jnp.asarray(x.reshape(-1, 5)) for x in (target_logits, draft_logits))
     got = anchors_lib.chain_metrics(
-        anchors_lib.agreement(losses.teacher_distribution(target), own, shape), jnp.asarray(mask)
+        jnp.asarray(mask), *anchors_lib.agreement(losses.teacher_distribution(target), own, shape)
     )
     reached, kept, num, tokens = np.zeros(4), np.zeros(4), 0, 0
     for i in np.argwhere(mask.all(-1)):
