@@ -193,7 +193,7 @@ def training_step(job: Job, mesh: Any) -> tuple[Any, tuple[Any, ...], dict[str, 
     from hsd_jax.drafters.table import init_drafter
     from hsd_jax.host import sharding
     from hsd_jax.models.target import init_target
-    from hsd_jax.train import drafter, loop, run
+    from hsd_jax.train import drafter, loop
 
     train, num_hot, rows = job.train, job.drafter.reduced_vocab_size, (job.train.batch, job.train.length + 1)
     ids = None if num_hot is None else jnp.arange(num_hot, dtype=jnp.int32)  # which tokens changes no cost
@@ -205,7 +205,7 @@ def training_step(job: Job, mesh: Any) -> tuple[Any, tuple[Any, ...], dict[str, 
         return loop.first_state(init_drafter(key, job.drafter), train), frozen, batch
 
     state, frozen, batch = shapes = jax.eval_shape(first, jax.random.key(0))
-    of_state = run.placement(mesh, train, job.drafter)[0](state)
+    of_state = sharding.weight_shardings(mesh, state, *sharding.heads_of(job.drafter))
     of_target = sharding.weight_shardings(mesh, frozen, *sharding.heads_of(job.target))
     shardings = of_state, of_target, sharding.row_shardings(mesh, batch, train.batch)
     return loop.make_train_step(loss, train, of_state), sharding.placed(shapes, shardings), {}

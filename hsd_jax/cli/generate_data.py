@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         params = options.load_params(args)
         return params, options.tree_of(args, params) if asked.drafter else None
 
-    skips = options.record_of(args, Workload).skip_bad_lines
-    num = responses.run(args.prompts, args.out, options.source_of(args), config, settings, load, options.say, skips)
+    skip = options.say if options.record_of(args, Workload).skip_bad_lines else None
+    num = responses.run(args.prompts, args.out, options.source_of(args), config, settings, load, options.say, skip)
     options.say(f"wrote {args.out}: {num:,} responses")
     return 0

@@ -181,6 +181,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
 
     asked = options.record_of(args, Run)
     with lock.held(asked.out):
-        tokenizer = train_tokenizer(asked.data, args.vocab_size, asked.out, asked.skip_bad_lines, options.say)
+        skip = options.say if asked.skip_bad_lines else None
+        tokenizer = train_tokenizer(asked.data, args.vocab_size, asked.out, skip)
     options.say(f"wrote {asked.out}: {tokenizer.get_vocab_size()} tokens")
     return 0

@@ -5,8 +5,6 @@ An anchor is the position of the last feature that a round has read. Drafts from
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,32 +36,32 @@ def sample_anchors(key: jax.Array, has_label: Bool[Array, "B T-1"], count: int) 
     batch, available = has_label.shape
     if count >= available:
         return jnp.broadcast_to(jnp.arange(available), (batch, available))
-    order = jax.random.uniform(key, (batch, available))
-    _, chosen = lax.top_k(jnp.where(has_label, order, order - 1.0), count)
-    return jnp.sort(chosen, -1)
+    return jnp.sort(choose_anchors(key, has_label, count), -1)
 
 
-class Agreement(NamedTuple):
-    """The agreement of both models at every node."""
-
-    agreed: Bool[Array, "B A K"]
-    """Whether the drafter's argmax is also the target's."""
-    overlap: Float[Array, "B A K"]
-    """The sum of min(p, q)."""
+def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B picked"]:
+    """Indices of `count` random anchors of each row, or of all; those without a label come last. Consumes the key."""
+    order = jax.random.uniform(key, has_label.shape)
+    return lax.top_k(jnp.where(has_label, order, order - 1.0), min(count, has_label.shape[1]))[1]
 
 
 def agreement(
     target: losses.TeacherDistribution, draft_logits: Float[Array, "BAK C"], shape: tuple[int, ...]
-) -> Agreement:
-    """Where both models agree, in `shape` B, A, K. They never agree if the target's argmax is a cold token."""
+) -> tuple[Bool[Array, "B A K"], Float[Array, "B A K"]]:
+    """Whether both models have the same argmax at a node, and the sum of min(p, q) there, in `shape` B, A, K.
+
+    They never agree if the target's argmax is a cold token.
+    """
     draft_logits = lax.stop_gradient(draft_logits)
     # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
     is_best = jnp.take_along_axis(draft_logits, target.best[:, None], -1)[:, 0] >= jnp.max(draft_logits, -1)
     overlap = 1.0 - losses.total_variation(target, draft_logits)
-    return Agreement((is_best & target.is_hot).reshape(shape), overlap.reshape(shape))
+    return (is_best & target.is_hot).reshape(shape), overlap.reshape(shape)
 
 
-def chain_metrics(found: Agreement, mask: Bool[Array, "B A K"]) -> dict[str, Array]:
+def chain_metrics(
+    mask: Bool[Array, "B A K"], agreed: Bool[Array, "B A K"], overlap: Float[Array, "B A K"]
+) -> dict[str, Array]:
     """The acceptance that a greedy chain would have, over the anchors whose tokens are all labels.
 
     This is a proxy, because the target's argmax is taken given the row's text and not given its own.
@@ -81,10 +79,10 @@ def chain_metrics(found: Agreement, mask: Bool[Array, "B A K"]) -> dict[str, Arr
         return hits.astype(jnp.float32).sum(0)
 
     count = jnp.maximum(total(whole), 1.0)
-    agreed = found.agreed.reshape(-1, num_steps) & whole[:, None]
+    agreed = agreed.reshape(-1, num_steps) & whole[:, None]
     kept = total(jnp.cumprod(agreed.astype(jnp.int32), 1))
     before = jnp.concatenate([count[None], kept[:-1]])
-    overlap = jnp.where(labels, found.overlap.reshape(-1, num_steps), 0.0)
+    overlap = jnp.where(labels, overlap.reshape(-1, num_steps), 0.0)
     return {
         "acceptance": kept / jnp.maximum(before, 1.0),
         "tau": 1.0 + kept.sum() / count,

@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from hsd_jax import settings
-from hsd_jax.host.sharding import rows_here
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.settings import OneOf, Seed
-from hsd_jax.train.documents import ChatTemplate, Document, chat_template_of, load_documents
+from hsd_jax.train.documents import ChatTemplate, chat_template_of, load_documents
 from hsd_jax.train.journal import Report
-from hsd_jax.train.rows import ALL, RESPONSES, Rows, encoded, make_rows
+from hsd_jax.train.rows import ALL, RESPONSES, Encoded, Rows, encoded, make_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from hsd_jax.train.loop import LoopConfig
     from hsd_jax.types import Weights
 
 
@@ -72,37 +69,30 @@ def read_rows(
     seed: int,
     vocab_size: int,
     config: DataConfig = DataConfig(),
-    skip_bad_lines: bool = False,
-    report: Report = print,
+    skip: Report | None = None,
 ) -> Rows:
-    """The rows of some files, by the tokenizer of a checkpoint and, if `config` says so, by its chat template."""
-    if not files:
-        raise ValueError("no data files given")
-    documents, words = _read(files, source, config, skip_bad_lines, report)
-    return make_rows(documents, *words, length, config.seed_of(seed), vocab_size, config.loss_on)
+    """The rows of some files, in an order that depends on the seed. The rest is as in `read_encoded`."""
+    return make_rows(read_encoded(files, source, vocab_size, config, skip), length, config.seed_of(seed))
 
 
 def read_encoded(
     files: Sequence[str | Path],
     source: Source,
     vocab_size: int,
-    loss_on: str,
-    skip_bad_lines: bool = False,
-    report: Report = print,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The tokens and labels of every document of some files, in their order: int32 [n] and bool [n]."""
-    documents, words = _read(files, source, DataConfig(loss_on=loss_on), skip_bad_lines, report)
-    return list(encoded(documents, *words, vocab_size, loss_on == RESPONSES))
+    config: DataConfig = DataConfig(),
+    skip: Report | None = None,
+) -> list[Encoded]:
+    """The tokens and labels of every document of some files, in their order.
 
-
-def _read(
-    files: Sequence[str | Path], source: Source, config: DataConfig, skip_bad_lines: bool, report: Report
-) -> tuple[list[Document], tuple[Tokenizer, int | None, int]]:
-    """The documents of some files, and the result of `read_tokenizer`."""
-    checkpoint = find(source)
+    The tokenizer is that of a checkpoint, and so is the chat template, if `config` says so. `skip` is that of
+    `records.read_file`.
+    """
+    if not files:
+        raise ValueError("no data files given")
+    checkpoint, on_responses = find(source), config.loss_on == RESPONSES
     words, template = read_tokenizer(checkpoint), template_of(checkpoint) if config.chat_template else None
-    how = template, config.loss_on == RESPONSES, skip_bad_lines, report
-    return [document for file in files for document in load_documents(file, *how)], words
+    documents = [document for file in files for document in load_documents(file, template, on_responses, skip)]
+    return list(encoded(documents, *words, vocab_size, on_responses))
 
 
 @functools.lru_cache(maxsize=2)  # neighbouring batches may lie in two epochs
@@ -121,26 +111,15 @@ class Batches:
 
     Args:
       batch: rows of a step, over all processes.
+      part: that of this process and the number of parts, as `sharding.rows_here` returns them.
       features: `take([B] row indices) -> arrays of a batch`, for example `features.Features`.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        batch: int,
-        seed: int,
-        *,
-        process_index: int = 0,
-        process_count: int = 1,
-        features: Any = None,
-    ):
-        if batch % process_count:
-            raise ValueError(f"train.batch={batch}: must be a multiple of the {process_count} processes")
-        if len(rows.tokens) < batch:
-            raise ValueError(f"{len(rows.tokens)} rows of text: fewer than one batch of {batch}")
+    def __init__(self, rows: Rows, batch: int, seed: int, part: tuple[int, int] = (0, 1), features: Any = None):
+        index, count = part
+        assert batch % count == 0 and len(rows.tokens) >= batch, "run.train has checked both"
         self._rows, self._features, self._next = rows, features, 0
-        part = batch // process_count
-        self._part = slice(process_index * part, (process_index + 1) * part)
+        self._part = slice(index * batch // count, (index + 1) * batch // count)
         self._setting = {"rows": rows.fingerprint, "batch": batch, "seed": seed}
 
     def batch_of(self, step: int) -> dict[str, np.ndarray]:
@@ -168,10 +147,3 @@ class Batches:
 
     def refresh(self, weights: Weights) -> None:
         """Called before each batch, with the current weights, on which these batches do not depend."""
-
-
-def batches_of(rows: Rows, train: LoopConfig, config: DataConfig, mesh: Mesh | None, features: Any = None) -> Batches:
-    """The part of a run's batches that is on the devices of this process."""
-    index, count = rows_here(mesh)
-    seed = config.seed_of(train.seed)
-    return Batches(rows, train.batch, seed, process_index=index, process_count=count, features=features)

@@ -10,7 +10,6 @@ the target.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -38,19 +37,16 @@ from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.own_text import OnPolicyConfig
 from hsd_jax.train.pretrain import starts_of, target_states
-from hsd_jax.train.recipe import HeldOut, Recipe
+from hsd_jax.train.recipe import HeldOut, Recipe, refuse_settings
 from hsd_jax.types import Weights
 
 NLL = "nll"
 """Train on the row's next token in place of the target's distribution. This is plain training, not distillation."""
-SmallLM = Any
-"""A `SmallLMConfig` or `SteeredConfig`: the configuration of a language model that drafts and is distilled."""
+SmallLM = Any  # a SmallLMConfig or SteeredConfig
 SHOWN = ("fkl", "rkl", "jsd", "tvd")
-STEPS = 8
-"""Default of `model.num_steps`: tokens that a state steers."""
+STEPS = 8  # the default of model.num_steps
 PLAIN = SmallLMConfig.kind
 DISTILLED = kinds_with(lambda method: method.distilled is not None)
-STEERED = kinds_with(lambda method: method.distilled is not None and method.distilled.is_steered)
 
 
 def how(kind: str) -> Distilled:
@@ -79,14 +75,8 @@ class SmallModel:
     """steered: train only the steering and keep the model's own weights."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("kind", "num_layers") and not self.how.is_steered and value != field.default:
-                raise ValueError(f"model.{field.name}={value!r}: is for model.kind={' or '.join(STEERED)} only")
-
-    @property
-    def how(self) -> Distilled:
-        return how(self.kind)
+        if not how(self.kind).is_steered:
+            refuse_settings(self, {"steering_layers", "num_steps", "frozen"})
 
     @property
     def steps(self) -> int:
@@ -133,7 +123,7 @@ class DistillRecipe(Recipe):
 
     def __post_init__(self):
         self.on_policy.num_rows(self.train)  # raises if the share does not fit the rows of a batch
-        is_steered = self.model.how.is_steered
+        is_steered = how(self.model.kind).is_steered
         if self.on_policy.share and (is_steered or self.features.cache is not None):
             raise ValueError(f"on_policy.share={self.on_policy.share:g}: not for steered drafters or features.cache")
         if is_steered and self.eval.every and self.eval.depth > self.model.steps:

@@ -182,16 +182,15 @@ def load_documents(
     path: str | Path,
     template: ChatTemplate | None = None,
     find_responses: bool = True,
-    skip_bad_lines: bool = False,
-    report: Callable[[str], None] = print,
+    skip: Callable[[str], None] | None = None,
 ) -> list[Document]:
-    """All documents of one file that hold more than white space."""
+    """All documents of one file that hold more than white space. `skip` is that of `read_file`."""
 
     def make(record: Record) -> list[Document]:
         document = to_document(record.fields, record.where, template, find_responses)
         return [document] if document.text.strip() else []
 
-    documents = read_file(path, make, skip_bad_lines, report)
+    documents = read_file(path, make, skip)
     if not documents:
         raise ValueError(f"{path}: holds no document")
     return documents

@@ -35,14 +35,14 @@ from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, kinds_with, m
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.trunk import embed_committed, trunk_features
-from hsd_jax.settings import AtLeastTwo, Count, OneOf, PositiveShare, ProperShare, Whole
-from hsd_jax.train import heads, losses, on_policy, vocab_sample
-from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, sample_anchors
+from hsd_jax.settings import AtLeastTwo, Count, OneOf, PositiveShare, ProperShare, Whole, take
+from hsd_jax.train import heads, losses, vocab_sample
+from hsd_jax.train.anchors import agreement, chain_metrics, choose_anchors, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.pretrain import starts_of, target_states
-from hsd_jax.train.recipe import HeldOut, Recipe
+from hsd_jax.train.recipe import HeldOut, Recipe, refuse_settings
 
 TRAINED = kinds_with(lambda method: method.training is not None)
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
@@ -51,6 +51,10 @@ LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, L // 2 and L - 3. EAGLE-3 reads before these layers, this library after them."""
 RANDOM, LAST_LAYER = BEGINNINGS = ("random", "last_layer")
 """The first weights of the trunk's layers."""
+
+
+def _names_of(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 @settings.dataclass
@@ -91,11 +95,7 @@ class DrafterModel:
     """Dtype in the drafter's file. bfloat16 is half as large; a bfloat16 target loads its drafter in it anyway."""
 
     def __post_init__(self):
-        own = {field.name for field in dataclasses.fields(DRAFTING_METHODS[self.kind].config)}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in CHOICES and field.name not in own and value != field.default:
-                raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such setting")
+        refuse_settings(self, {*CHOICES} - _names_of(DRAFTING_METHODS[self.kind].config))
 
 
 @settings.dataclass
@@ -191,8 +191,7 @@ def drafter_config(
         name: getattr(target, name) for name in ("hidden_size", "vocab_size", "norm_eps", "rope", "max_position")
     }
     kind = DRAFTING_METHODS[model.kind].config
-    own = {field.name for field in dataclasses.fields(kind)}
-    layers = model.feature_layers
+    own, layers = _names_of(kind), model.feature_layers
     if not isinstance(layers, tuple):  # LOW_MID_HIGH
         layers = (2, target.num_layers // 2, target.num_layers - 3)
     config = kind(
@@ -207,21 +206,16 @@ def drafter_config(
     return config
 
 
-def _check_loss(target: ModelConfig, config: DrafterConfig, asked: LossConfig) -> None:
-    """Raises a ValueError if a setting does not fit the target or the drafter."""
-    num_steps, fewest = config.num_steps, max(2, asked.max_age + 1)
-    if asked.on_policy and num_steps < 2:
+def check_loss(target: ModelConfig, config: DrafterConfig, asked: LossConfig) -> None:
+    """Raises a ValueError if a setting does not fit the target or the drafter. Without errors `make_loss` can run."""
+    if asked.on_policy and config.num_steps < 2:
         raise ValueError(f"loss.on_policy={asked.on_policy}: needs model.num_steps of at least 2")
-    if asked.max_age >= num_steps:
-        raise ValueError(f"loss.max_age={asked.max_age}: allowed are 0 to model.num_steps - 1 = {num_steps - 1}")
-    if asked.sample is not None and asked.sample > config.draft_vocab_size:
-        raise ValueError(f"loss.sample={asked.sample}: {config.draft_vocab_size} tokens may be drafted")
-    if asked.likeliest > target.vocab_size:
-        raise ValueError(f"loss.likeliest={asked.likeliest}: the target has {target.vocab_size} tokens")
+    take(int, asked.max_age, "loss.max_age", lt=config.num_steps)
+    take(int | None, asked.sample, "loss.sample", le=config.draft_vocab_size)
+    take(int, asked.likeliest, "loss.likeliest", le=target.vocab_size)
     for i, stage in enumerate(asked.stages):
-        if stage.num_steps is not None and not fewest <= stage.num_steps <= num_steps:
-            what = f"loss.stages.{i}.num_steps={stage.num_steps}"
-            raise ValueError(f"{what}: allowed are {fewest} to model.num_steps = {num_steps}")
+        limits = {"gt": asked.max_age, "le": config.num_steps}
+        take(int | None, stage.num_steps, f"loss.stages.{i}.num_steps", **limits)
 
 
 def make_stages(
@@ -231,7 +225,6 @@ def make_stages(
 
     A stage with fewer depths trains the weights of the first depths and does not change the others.
     """
-    _check_loss(target_config, config, loss_config)
 
     def of_stage(stage: Stage) -> Loss:
         shallow = dataclasses.replace(config, num_steps=stage.num_steps or config.num_steps)
@@ -260,11 +253,10 @@ def _sampled(
     if draft_to_target is not None:
         is_certain = is_certain[draft_to_target]
     frequency = jnp.ones(config.draft_vocab_size) if frequency is None else frequency
-    sample = vocab_sample.draw(key, is_certain, frequency, size)
-    tokens = to_tokens(draft_to_target, sample.columns)
-    params = attach(take_columns(params, sample.columns), tokens, frozen, target_config)
+    columns, log_weight = vocab_sample.draw(key, is_certain, frequency, size)
+    params = attach(take_columns(params, columns), to_tokens(draft_to_target, columns), frozen, target_config)
     config = dataclasses.replace(config, reduced_vocab_size=size)
-    return heads.Models({**params, "log_weight": sample.log_weight}, config, frozen, target_config)
+    return heads.Models({**params, "log_weight": log_weight}, config, frozen, target_config)
 
 
 def make_loss(
@@ -294,14 +286,12 @@ def make_loss(
     """
     training = method_of(config).training
     assert training is not None, "recipes name trained kinds only"
-    unroll = training.unroll
-    _check_loss(target_config, config, loss_config)
     weights = losses.depth_weights(config.num_steps, loss_config.decay, loss_config.max_age)
     divergence = losses.named(loss_config.divergence, loss_config.jsd_beta)
 
     def states_of(params, hidden, features, embeddings, anchors, starts, *embed_draft):
         read = trunk_features(params, config, hidden, features)
-        return unroll(params, config, read, embeddings, anchors, starts, *embed_draft)
+        return training.unroll(params, config, read, embeddings, anchors, starts, *embed_draft)
 
     def loss(params, frozen, batch, key, step):
         del step
@@ -350,18 +340,18 @@ def make_loss(
 
         def of_text():
             values, found = compared(drafts, hidden)
-            return losses.over_depths(values, drafts.mask, weights), chain_metrics(found, drafts.mask)
+            return losses.over_depths(values, drafts.mask, weights), chain_metrics(drafts.mask, *found)
 
         def of_draws():
             choice, draw_key = jax.random.split(jax.random.fold_in(key, 1))
-            few = on_policy.choose_anchors(choice, drafts.mask.any(-1), loss_config.on_policy_anchors)
+            few = choose_anchors(choice, drafts.mask.any(-1), loss_config.on_policy_anchors)
             some = jax.tree.map(lambda x: take_nodes(x, few, axis=1), drafts)
             _, found = compared(some, hidden)
             with jax.named_scope("on_policy"):
                 again = functools.partial(states_of, params, hidden, features, embeddings, some.anchors, starts)
                 drawn = heads.on_draws(draw_key, models, some, tokens, hidden, starts, again, remat)
             values, _ = compared(*drawn)
-            return losses.over_depths(values, some.mask, weights), chain_metrics(found, some.mask)
+            return losses.over_depths(values, some.mask, weights), chain_metrics(some.mask, *found)
 
         if loss_config.on_policy:
             is_on_policy = jax.random.uniform(jax.random.fold_in(key, 0)) < loss_config.on_policy

@@ -12,12 +12,11 @@ import dataclasses
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from pydantic import Field
 
 from hsd_jax import settings
@@ -26,6 +25,7 @@ from hsd_jax.host import lock
 from hsd_jax.host.files import write_json
 from hsd_jax.kernels import program
 from hsd_jax.models.target import forward_sequence
+from hsd_jax.params import Params
 from hsd_jax.settings import OneOf
 from hsd_jax.train import manifest, vocab_sample
 from hsd_jax.train.journal import ProgressReport, Report
@@ -68,45 +68,36 @@ class _Layout:
     """Rows, tokens, and numbers of a token: the final state, then the streams, each of the target's width."""
 
     @property
-    def words(self) -> int:
-        """Numbers of a token in the file. The bits of the logit summary follow the states, stored as numbers of their
-        dtype."""
-        packed = (1 + self.likeliest) * 4 if self.likeliest else 0
-        return self.shape[2] + packed // jnp.dtype(self.dtype).itemsize
+    def token(self) -> np.dtype:
+        """What the file holds of a token: its states and, if likeliest tokens are kept, the summary of its logits."""
+        summary = [("log_normaliser", np.float32), ("likeliest", np.int32, (self.likeliest,))]
+        return np.dtype([("hidden", jnp.dtype(self.dtype), (self.shape[2],)), *(summary if self.likeliest else [])])
 
     @property
     def row_bytes(self) -> int:
-        return self.shape[1] * self.words * jnp.dtype(self.dtype).itemsize
+        return self.shape[1] * self.token.itemsize
 
 
 class Features:
     """The target's outputs for all rows, memory-mapped."""
 
     def __init__(self, folder: Path, layout: _Layout):
-        self._layout, shape = layout, (*layout.shape[:2], layout.words)
-        self._words = np.memmap(folder / FILE, jnp.dtype(layout.dtype), "r", shape=shape)
+        self._rows = np.memmap(folder / FILE, layout.token, "r", shape=tuple(layout.shape[:2]))
 
     def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
         """The features of rows `index` [B]: `hidden` [B, T, (1 + layers) H] in the dtype of the cache, and
         `log_normaliser` [B, T] and `likeliest` [B, T, k] if they are kept."""
-        words, width = np.asarray(self._words[index]), self._layout.shape[2]
-        found = {"hidden": words[..., :width]}
-        if self._layout.likeliest:
-            packed = np.ascontiguousarray(words[..., width:]).view(np.int32)
-            found["log_normaliser"] = np.ascontiguousarray(packed[..., 0]).view(np.float32)
-            found["likeliest"] = packed[..., 1:]
-        return found
+        found = np.asarray(self._rows[index])
+        return {name: np.ascontiguousarray(found[name]) for name in found.dtype.names or ()}
 
 
 def open_features(
     config: FeatureConfig,
     rows: Rows,
-    weights: Weights,
-    target_config: ModelConfig,
+    target: Params,
     target_hash: str,
     batch: int,
     report: Report = print,
-    *,
     layers: tuple[int, ...] = (),
     likeliest: int = 0,
 ) -> Features | None:
@@ -115,14 +106,14 @@ def open_features(
     One process builds the cache. Other processes on the same disk may open it afterwards.
 
     Args:
-      weights: the target's, with the dtype and sharding of the training.
+      target: the target, with the dtype and sharding of the training.
       batch: rows per pass. XLA may round differently at another shape, so give the trainer's number to get the same
         bits.
       layers, likeliest: as in `_Layout`.
     """
     if config.cache is None:
         return None
-    folder = Path(config.cache)
+    folder, num, weights = Path(config.cache), len(rows.tokens), target.target
     layout = _Layout(
         target=target_hash,
         weights_dtype=weights["embedding"].dtype.name,
@@ -131,74 +122,73 @@ def open_features(
         layers=list(layers),
         likeliest=likeliest,
         dtype=config.dtype,
-        shape=[len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))],
+        shape=[num, rows.length, target.target_config.hidden_size * (1 + len(layers))],
     )
     if (folder / MANIFEST).is_file():
         manifest.check_claim(folder / MANIFEST, dataclasses.asdict(layout), f"features.cache={folder}: holds others")
     elif folder.exists() and (not folder.is_dir() or any(p.name != lock.NAME for p in folder.iterdir())):
         raise ValueError(f"features.cache={folder}: is not empty and holds no {MANIFEST}")
-    path, num = folder / FILE, len(rows.tokens)
+    path = folder / FILE
     done = path.stat().st_size // layout.row_bytes if path.is_file() else 0
-    if done < num:
-        if jax.process_count() > 1:
-            raise ValueError(f"{folder}: is incomplete; build the cache with one process first")
-        done -= done % batch  # the passes are those of an undisturbed build
-        there, to_write = folder.absolute(), (num - done) * layout.row_bytes / 1e9
-        free = shutil.disk_usage(next(p for p in (there, *there.parents) if p.exists())).free / 1e9
-        what = f"{num:,} rows x {rows.length} tokens x {layout.shape[2]} numbers in {layout.dtype}"
-        what += f" and {likeliest} likeliest tokens" if likeliest else ""
-        report(f"features: {what}, {to_write:.3g} GB to write in {folder}, {free:.3g} GB free")
-        if to_write > free:
-            raise ValueError(f"features.cache={folder}: needs {to_write:.3g} GB more, the disk has {free:.3g}")
-        with lock.held(folder):
-            write_json(folder / MANIFEST, dataclasses.asdict(layout))
-            path.touch()
-            os.truncate(path, done * layout.row_bytes)
-            if config.products is not None:
-                weights = jax.tree.map(lambda x: x.astype(config.products), weights)
-            with program.tracing(widens=config.products != "bfloat16"):
-                _build(path, layout, done, rows, weights, target_config, batch, report)
+    if done >= num:
+        return Features(folder, layout)
+    if jax.process_count() > 1:
+        raise ValueError(f"{folder}: is incomplete; build the cache with one process first")
+    done -= done % batch  # the passes are those of an undisturbed build
+    there, to_write = folder.absolute(), (num - done) * layout.row_bytes / 1e9
+    free = shutil.disk_usage(next(p for p in (there, *there.parents) if p.exists())).free / 1e9
+    what = f"{num:,} rows x {rows.length} tokens x {layout.shape[2]} numbers in {layout.dtype}"
+    what += f" and {likeliest} likeliest tokens" if likeliest else ""
+    report(f"features: {what}, {to_write:.3g} GB to write in {folder}, {free:.3g} GB free")
+    if to_write > free:
+        raise ValueError(f"features.cache={folder}: needs {to_write:.3g} GB more, the disk has {free:.3g}")
+    with lock.held(folder):
+        write_json(folder / MANIFEST, dataclasses.asdict(layout))
+        path.touch()
+        os.truncate(path, done * layout.row_bytes)
+        if config.products is not None:
+            weights = jax.tree.map(lambda x: x.astype(config.products), weights)
+        with program.tracing(widens=config.products != "bfloat16"), path.open("ab") as out:
+            _build(out, layout, done, rows, weights, target.target_config, batch, report)
     return Features(folder, layout)
 
 
 def _build(
-    path: Path,
+    out: IO[bytes],
     layout: _Layout,
     done: int,
     rows: Rows,
     weights: Weights,
-    target_config: ModelConfig,
+    config: ModelConfig,
     batch: int,
     report: Report,
 ) -> None:
     """Appends the features of the rows from `done` on."""
-    dtype = jnp.dtype(layout.dtype)
 
     @jax.jit
-    def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
         tokens = batch["tokens"][:, :-1]
-        output = forward_sequence(weights, target_config, tokens, starts_of(batch), feature_layers=tuple(layout.layers))
-        hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)
-        packed = None
+        output = forward_sequence(weights, config, tokens, starts_of(batch), feature_layers=tuple(layout.layers))
+        hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(layout.dtype)
+        found = {"hidden": hidden}
         if layout.likeliest:  # of the final states as stored, because a step reads these
-            final = hidden[..., : target_config.hidden_size].astype(jnp.float32)
-            summary = vocab_sample.logit_summary(weights, target_config, final, layout.likeliest)
-            bits = lax.bitcast_convert_type(summary.log_normaliser, jnp.int32)
-            packed = jnp.concatenate([bits[..., None], summary.likeliest], -1)
-        return hidden, packed, jnp.all(jnp.isfinite(hidden))
+            final = hidden[..., : config.hidden_size].astype(jnp.float32)
+            found |= vocab_sample.logit_summary(weights, config, final, layout.likeliest)._asdict()
+        return found, jnp.all(jnp.isfinite(hidden))
 
-    begun, total, progress = done, len(rows.tokens), ProgressReport(report)
-    with path.open("ab") as out:  # not a memory map: a full disk would kill the process
-        for start in range(begun, total, batch):
-            some = np.arange(start, min(start + batch, total))
-            # The last pass repeats a row to keep the same shape.
-            found = states(weights, rows.take(np.pad(some, (0, batch - len(some)), mode="edge")))
-            hidden, packed, is_finite = (None if x is None else np.asarray(x) for x in found)
-            if not is_finite:
-                raise ValueError(f"the target's states of rows {some[0]} to {some[-1]} are not finite in {dtype}")
-            words = [np.asarray(x).view(dtype) for x in (hidden, packed) if x is not None]
-            out.write(np.concatenate(words, -1)[: len(some)].tobytes())
-            done += len(some)
-            progress.say(f"features: {done:,} of {total:,} rows", (done - begun) / (total - begun))
-    progress.tokens = (total - begun) * layout.shape[1]
-    report(f"features: {total - begun:,} rows written, {progress.speed}")
+    total, progress = len(rows.tokens), ProgressReport(report)
+    tokens = np.empty((batch, layout.shape[1]), layout.token)
+    for start in range(done, total, batch):  # written, not memory-mapped: a full disk would kill the process
+        some = np.arange(start, min(start + batch, total))
+        # The last pass repeats a row to keep the same shape.
+        found, is_finite = states(weights, rows.take(np.pad(some, (0, batch - len(some)), mode="edge")))
+        if not is_finite:
+            what = f"the target's states of rows {some[0]} to {some[-1]}"
+            raise ValueError(f"{what} are not finite in {layout.dtype}")
+        for name, value in found.items():
+            tokens[name] = np.asarray(value)
+        out.write(tokens[: len(some)].tobytes())
+        num = start + len(some)
+        progress.say(f"features: {num:,} of {total:,} rows", (num - done) / (total - done))
+    progress.tokens = (total - done) * layout.shape[1]
+    report(f"features: {total - done:,} rows written, {progress.speed}")

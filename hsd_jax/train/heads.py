@@ -42,7 +42,7 @@ class AnchorDrafts(NamedTuple):
 
 
 class Models(NamedTuple):
-    """Both models of a pass, as the heads use them."""
+    """Both models of a pass, in the order of the arguments of `base_logits`."""
 
     params: Weights
     """The drafter's weights. A reduced draft vocabulary adds `draft_to_target` and `head`; a sample of columns also
@@ -50,10 +50,6 @@ class Models(NamedTuple):
     config: DrafterConfig
     frozen: Weights
     target_config: ModelConfig
-
-
-Unrolled = Callable[[EmbedDraft], Float[Array, "B A K H"]]
-"""`models.unroll.unroll` with all arguments but `embed_draft`."""
 
 
 class LogitSummary(NamedTuple):
@@ -64,17 +60,17 @@ class LogitSummary(NamedTuple):
     """Token ids, the likeliest first."""
 
 
-Teacher = Callable[[AnchorDrafts], losses.TeacherDistribution]
-"""Gives the target's distributions at all B A K nodes of some drafts."""
-
-
 def teacher_output(
     models: Models, drafts: AnchorDrafts, hidden: Float[Array, "B M H"], chunk: int, summary: LogitSummary | None = None
-) -> Teacher:
-    """The target's distributions, given its final states and, if the columns are a sample, the summary of its logits.
+) -> Callable[[AnchorDrafts], losses.TeacherDistribution]:
+    """A function that gives the target's distributions at all B A K nodes of some drafts.
 
-    They are computed once for all nodes if a row has no more positions than nodes (A K) and all its anchors are in one
-    chunk, and else for the nodes that are asked for.
+    Args:
+      hidden: the target's final states.
+      summary: that of its logits, if the columns are a sample.
+
+    The distributions are computed once for all nodes if a row has no more positions than nodes (A K) and all its
+    anchors are in one chunk, and else for the nodes that are asked for.
     """
     batch, length = hidden.shape[:2]
     num_anchors, num_steps = drafts.mask.shape[1:]
@@ -92,7 +88,6 @@ def teacher_output(
 def _distribution_by(
     models: Models, hidden: Float[Array, "B M H"], summary: LogitSummary | None
 ) -> losses.TeacherDistribution:
-    """The target's distributions at final states, with all positions on one axis."""
     hidden, params = hidden.reshape(-1, hidden.shape[-1]), models.params
     if summary is None:
         logits = lm_head(models.frozen, models.target_config, hidden)
@@ -106,28 +101,28 @@ def _distribution_by(
 
 def logits_of(models: Models, drafts: AnchorDrafts) -> Float[Array, "BAK C"]:
     """The drafter's logits at all B A K nodes, with a column for each of the C tokens that may be drafted."""
-    params, config, frozen, target_config = models
     # Only two axes, because XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
-    num = drafts.mask.size
-    draft_logits = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
-    if (injected := method_of(config).token_information) is not None:
-        read = injected.read_paths(params, config, drafts.previous)
-        draft_logits += injected.bias(params, config, read.reshape(num, -1))
+    draft_logits = base_logits(*models, drafts.states.reshape(drafts.mask.size, -1))
+    if (injected := method_of(models.config).token_information) is not None:
+        read = injected.read_paths(models.params, models.config, drafts.previous)
+        draft_logits += injected.bias(models.params, models.config, read.reshape(drafts.mask.size, -1))
     return draft_logits
 
 
 def states_on_draws(
-    key: jax.Array, models: Models, unrolled: Unrolled, remat: bool
+    key: jax.Array, models: Models, unrolled: Callable[[EmbedDraft], Float[Array, "B A K H"]], remat: bool
 ) -> tuple[Float[Array, "B A K H"], Int[Array, "B A D"]]:
-    """States that read the drafter's own draws, and these draws. Each is drawn from the state before. Consumes the
-    key."""
+    """States that read the drafter's own draws, and these draws. Each is drawn from the state before.
+
+    `unrolled` is `models.unroll.unroll` with all arguments but the last. Consumes the key.
+    """
     params, config, frozen, target_config = models
 
     def drawn():
         chain = []
 
         def embed_draft(depth: int, state: Float[Array, "B A H"]) -> Float[Array, "B A H"]:
-            logits = base_logits(params, config, frozen, target_config, state)
+            logits = base_logits(*models, state)
             chain.append(on_policy.draw(jax.random.fold_in(key, depth), logits, params.get("draft_to_target")))
             embedded = embed_committed(frozen, target_config, config, chain[-1])
             assert embedded is not None, "states that read drafts read embeddings"
@@ -145,7 +140,7 @@ def on_draws(
     tokens: Int[Array, "B T"],
     hidden: Float[Array, "B T H"],
     starts: Int[Array, "B T"] | None,
-    unrolled: Unrolled,
+    unrolled: Callable[[EmbedDraft], Float[Array, "B A K H"]],
     remat: bool = False,
 ) -> tuple[AnchorDrafts, Float[Array, "B AK H"]]:
     """The same drafts after the drafter's own draws, and the target's final states given these draws.
@@ -162,8 +157,7 @@ def on_draws(
     else:
         information = method_of(config).token_information
         added_by = None if information is None else functools.partial(information.inject, params, config)
-        base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
-        base = base.reshape(*drafts.mask.shape, -1)
+        base = base_logits(*models, drafts.states.reshape(drafts.mask.size, -1)).reshape(*drafts.mask.shape, -1)
         chains = on_policy.sample_chains(key, base, root, added_by, params.get("draft_to_target"))
     behind_chains = on_policy.read_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(hidden, drafts.anchors + 1, axis=1)[:, :, None]

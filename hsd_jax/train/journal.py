@@ -9,7 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hsd_jax.host.files import is_writer, write_text
+from hsd_jax.train import manifest
 
 Report = Callable[[str], None]
 METRICS = "metrics.jsonl"
@@ -37,40 +40,54 @@ class ProgressReport:
 
 
 class Journal:
-    """Logs the steps of the run in `out`. If a run has several processes, only the writing one logs."""
+    """Logs the steps of the run in the folder `out`. If a run has several processes, only the writing one logs.
 
-    def __init__(self, out: str | Path, steps: int, report: Report = print):
-        self._path, self._steps, self.report = Path(out) / METRICS, steps, report
+    Args:
+      tokens: those of a step.
+      recipe: what `manifest.check` returned. None: the folder gets no recipe.
+    """
 
-    def resume(self, step: int) -> None:
-        """Drops the records that an earlier process wrote after `step`, because these steps are computed again.
+    def __init__(
+        self, out: str | Path, steps: int, tokens: int, report: Report = print, recipe: dict[str, Any] | None = None
+    ):
+        self.out, self.report = Path(out), report
+        self._steps, self._tokens, self._recipe = steps, tokens, recipe
+
+    def begin(self, step: int) -> None:
+        """Stores the recipe, and drops the records that an earlier process wrote after `step`, which are made again.
 
         This is also necessary at step 0, as that process may have been killed before its first checkpoint.
         """
-        if is_writer() and self._path.is_file():
-            kept = [record for record in read_metrics(self._path.parent) if record["step"] <= step]
-            write_text(self._path, "".join(f"{json.dumps(record)}\n" for record in kept))
+        if self._recipe is not None:
+            manifest.write(self.out, self._recipe)
+        if is_writer() and (path := self.out / METRICS).is_file():
+            kept = [record for record in read_metrics(self.out) if record["step"] <= step]
+            write_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
         if step > 0:
             self.report(f"resuming at step {step} of {self._steps}")
+        self._timed_from(step)
 
-    def step(
-        self, step: int, tokens: int, tokens_per_s: float, values: dict[str, Any], at_most: float = math.inf
-    ) -> None:
+    def _timed_from(self, step: int) -> None:
+        self._last, self._clock = step, time.perf_counter()
+
+    def step(self, step: int, values: dict[str, Any], at_most: float = math.inf) -> None:
         """Logs the metrics of a training step. The run takes at most `at_most` more seconds."""
-        self._write({"step": step, "tokens": tokens, "tokens_per_s": tokens_per_s, **values})
-        left = max(min((self._steps - step) * tokens / step / tokens_per_s, at_most), 0.0)
+        speed = self._tokens * (step - self._last) / (time.perf_counter() - self._clock)
+        self._timed_from(step)
+        self._write({"step": step, "tokens": step * self._tokens, "tokens_per_s": speed, **values})
+        left = max(min((self._steps - step) * self._tokens / speed, at_most), 0.0)
         left = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
-        self.report(f"step {step}/{self._steps}, {line_of(values)}, {tokens_per_s:,.0f} tokens/s, {left} left")
+        self.report(f"step {step}/{self._steps}, {line_of(values)}, {speed:,.0f} tokens/s, {left} left")
 
-    def log_evaluation(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:
-        """Logs the metrics of an evaluation on held-out text."""
-        self._write({"step": step, "tokens": tokens, "eval": values, "is_best": is_best})
+    def evaluation(self, step: int, values: dict[str, Any], is_best: bool) -> None:
+        """Logs the metrics of an evaluation on held-out text. Its time is not part of the training speed."""
+        self._write({"step": step, "tokens": step * self._tokens, "eval": values, "is_best": is_best})
         self.report(f"held out at step {step}: {line_of(values)}{' (best so far)' if is_best else ''}")
+        self._timed_from(step)
 
     def _write(self, record: dict[str, Any]) -> None:
         if is_writer():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
+            with (self.out / METRICS).open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
 
@@ -86,10 +103,7 @@ def line_of(values: dict[str, Any]) -> str:
     """The metrics in one line. Values by depth follow one another."""
     shown = []
     for name, value in values.items():
-        if name == "grad_norm":
-            continue
-        if isinstance(value, list):
-            shown.append(f"{name} " + " ".join(f"{v:.2f}" for v in value))
-        else:
-            shown.append(f"{name} {value:.2e}" if name == "learning_rate" else f"{name} {value:.3f}")
+        form = ".2e" if name == "learning_rate" else ".2f" if isinstance(value, list) else ".3f"
+        if name != "grad_norm":
+            shown.append(" ".join([name, *(f"{v:{form}}" for v in np.atleast_1d(value))]))
     return ", ".join(shown)

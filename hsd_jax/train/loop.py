@@ -10,16 +10,17 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
+from hsd_jax.host import sharding
 from hsd_jax.host.distributed import fetch, put
 from hsd_jax.kernels import program
 from hsd_jax.settings import AtLeastTwo, Count, NotNegative, OneOf, Positive, Share, Whole
@@ -74,8 +75,7 @@ class LoopConfig:
 
     def check_length(self, model: ModelConfig) -> None:
         """Raises a ValueError if rows have more tokens than the model has positions."""
-        if self.length > model.max_position:
-            raise ValueError(f"train.length={self.length}: the model has {model.max_position} positions")
+        settings.take(int, self.length, "train.length", le=model.max_position)
 
     def on_platform(self) -> LoopConfig:
         """The same, with `compute` set to the default of the program's platform if it is None."""
@@ -147,6 +147,18 @@ def first_state(params: Any, config: LoopConfig) -> dict[str, Any]:
     }
 
 
+class Model(NamedTuple):
+    """What `fit` trains."""
+
+    config: Any
+    params: Any
+    """The first weights."""
+    losses: Sequence[tuple[int, Loss]]
+    """The losses of the run, one after another, each with its last step. Each is compiled when it begins."""
+    frozen: Any = None
+    """Weights that the losses read and the run does not change."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """How weights are evaluated during a training, and how the best ones are kept."""
@@ -159,132 +171,93 @@ class Evaluator:
     """Called with weights and metrics whenever `tau` is the best so far. It must write atomically."""
 
 
-class Deadline:
-    """The end of a run by the clock. Without one, the number of steps decides everything.
+def place_by_clock(done: int, steps: int, begun: float | None, stop_at: float | None) -> int:
+    """The number of steps whose learning rate the next step has, after `done` of at most `steps` steps.
 
-    The learning rate then follows the share of the time that is over, if that is more than the share of the steps. So
-    it has fallen to its last value at the end, however fast the machine is. The time counts from the end of the first
-    step, which compiles. Such a run cannot be repeated exactly.
+    In a run that ends at `stop_at` the learning rate follows the share of the time that is over, if that is more than
+    the share of the steps. So it has fallen to its last value at the end, however fast the machine is. The time counts
+    from `begun`, the end of the first step, which compiles. Such a run cannot be repeated exactly.
     """
+    if stop_at is None or begun is None:
+        return done
+    share = (time.perf_counter() - begun) / max(stop_at - begun, 1e-9)
+    return max(done, min(int(share * steps), steps - 1))
 
-    def __init__(self, stop_at: float | None, steps: int):
-        self._stop_at, self._steps = math.inf if stop_at is None else stop_at, steps
-        self._begin: float | None = None
-        self._evaluated = self._evaluation = -math.inf
 
-    @property
-    def left(self) -> float:
-        """Seconds until the end."""
-        return self._stop_at - time.perf_counter()
-
-    def place(self, done: int) -> int:
-        """The number of steps whose learning rate the next step has, after `done` steps."""
-        if self._stop_at == math.inf or self._begin is None:
-            return done
-        share = (time.perf_counter() - self._begin) / max(self._stop_at - self._begin, 1e-9)
-        return max(done, min(int(share * self._steps), self._steps - 1))
-
-    def stepped(self) -> None:
-        """A step has been given to the device."""
-        self._begin = time.perf_counter() if self._begin is None else self._begin
-
-    def paced(self, state: dict[str, Any], done: int) -> dict[str, Any]:
-        """The state of the run before its next step, with the learning rate of `place`."""
-        if self._stop_at == math.inf:
-            return state
-        is_count = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
-        count, of_state = np.int32(self.place(done)), state["opt_state"]
-        paced = jax.tree.map(lambda x: x._replace(count=count) if is_count(x) else x, of_state, is_leaf=is_count)
-        return dict(state, opt_state=paced)
-
-    def is_near(self) -> bool:
-        """Whether only the last evaluation still fits."""
-        return self.left <= max(self._evaluation, 0.0)
-
-    def evaluates(self, done: int, every: int) -> bool:
-        """Whether an evaluation is due: by the clock, and first at once, so that its time is known."""
-        if self._stop_at == math.inf:
-            return done % every == 0
-        return time.perf_counter() - self._evaluated >= EVALUATION_SECONDS
-
-    def evaluated(self, seconds: float) -> None:
-        """An evaluation has ended, which took `seconds`."""
-        self._evaluated, self._evaluation = time.perf_counter(), seconds
+def paced(state: dict[str, Any], place: int) -> dict[str, Any]:
+    """The state of a run, whose next step has the learning rate that follows `place` steps."""
+    is_count = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
+    move = lambda x: x._replace(count=np.int32(place)) if is_count(x) else x  # noqa: E731
+    return dict(state, opt_state=jax.tree.map(move, state["opt_state"], is_leaf=is_count))
 
 
 def fit(
-    loss: Loss,
-    params: Any,
-    frozen: Any,
+    model: Model,
     batches: Any,
     config: LoopConfig,
-    out: str | Path,
     journal: Journal,
-    shardings: Callable[[Any], Any] = lambda state: None,
-    place: Callable[[Batch], Batch] = lambda batch: batch,
     evaluator: Evaluator | None = None,
-    on_start: Callable[[], None] = lambda: None,
-    stages: Sequence[tuple[int, Loss]] = (),
+    mesh: Mesh | None = None,
     stop_at: float | None = None,
 ) -> Any:
-    """Trains and returns the parameters. Continues from the newest checkpoint in `out/checkpoints`, if there is one.
+    """Trains and returns the parameters. Continues from the newest checkpoint in `checkpoints/`, if there is one.
 
     The first loss or gradient that is not finite is a FloatingPointError, and no checkpoint is written after it.
 
     Args:
       batches: a `data.Batches`. Its state is saved with every checkpoint.
-      shardings, place: as `run.placement` returns them.
-      on_start: called before the first step, after the newest checkpoint and its batches were found to fit.
-      stages: other losses for the beginning, each with its last step, ascending. Each is compiled when it begins.
-      stop_at: a time of `time.perf_counter` at which the run ends if it has not before, see `Deadline`. It is then
+      journal: of the folder of the run. It begins after the newest checkpoint and its batches were found to fit.
+      mesh: splits the state by `host/sharding.py`, and the batches over its axes of rows.
+      stop_at: a time of `time.perf_counter` at which the run ends if it has not before (`place_by_clock`). It is then
         evaluated after its first step, every EVALUATION_SECONDS and at its end.
     """
-    state = first_state(params, config)
-    placement = shardings(state)
+    state, best, placement = first_state(model.params, config), {}, None
+    if mesh is not None:
+        placement = sharding.weight_shardings(mesh, state, *sharding.heads_of(model.config))
     state = put(state, placement)
-    checkpoints = Checkpointer(Path(out) / "checkpoints")
-    best: dict[str, Any] = {}
+    checkpoints = Checkpointer(journal.out / "checkpoints")
     if checkpoints.latest_step() is not None:
         state, found = checkpoints.restore(state)
         batches.set_state(found["data"])
         best = found["best"]
     start = int(state["step"])
-    on_start()
-    journal.resume(start)
-    programs = [(until, make_train_step(one, config, placement)) for until, one in (*stages, (config.steps, loss))]
-    rate_of, tokens_per_step = learning_rate(config), config.batch * config.length
-    clock, last, deadline = time.perf_counter(), start, Deadline(stop_at, config.steps)
+    journal.begin(start)
+    programs = [(until, make_train_step(loss, config, placement)) for until, loss in model.losses]
+    rate_of, begun, evaluated_at, evaluation_seconds = learning_rate(config), None, -math.inf, 0.0
     unchecked: tuple[int, dict[str, jax.Array]] | None = None
     try:
         for done in range(start + 1, config.steps + 1):
             batches.refresh(state["params"])
             train_step = next(program for until, program in programs if done <= until)
-            state, metrics = train_step(deadline.paced(state, done - 1), frozen, place(next(batches)))
-            deadline.stepped()
-            is_last = done == config.steps or deadline.is_near()
-            is_evaluated = evaluator is not None and (is_last or deadline.evaluates(done, evaluator.every))
+            place = place_by_clock(done - 1, config.steps, begun, stop_at)
+            state = state if stop_at is None else paced(state, place)
+            state, metrics = train_step(state, model.frozen, place_rows(next(batches), mesh, config.batch))
+            begun = begun or time.perf_counter()
+            left = math.inf if stop_at is None else stop_at - time.perf_counter()
+            is_last = done == config.steps or left <= evaluation_seconds
+            is_evaluated = False
+            if evaluator is not None:  # by the clock it is first evaluated at once, so that the time of this is known
+                is_due = time.perf_counter() - evaluated_at >= EVALUATION_SECONDS
+                is_evaluated = is_last or (done % evaluator.every == 0 if stop_at is None else is_due)
             # A step is checked while the next one runs, so that the device never waits for the host.
-            is_due = done % config.log_every == 0 or done % config.checkpoint_every == 0 or is_last or is_evaluated
-            for step, values in ([unchecked] if unchecked else []) + ([(done, metrics)] if is_due else []):
+            is_seen = done % config.log_every == 0 or done % config.checkpoint_every == 0 or is_last or is_evaluated
+            for step, values in ([unchecked] if unchecked else []) + ([(done, metrics)] if is_seen else []):
                 check_finite(values, step, config, checkpoints.latest_step())
-            unchecked = None if is_due else (done, metrics)
+            unchecked = None if is_seen else (done, metrics)
             if done % config.log_every == 0 or is_last:
                 values = {k: fetch(v).tolist() for k, v in metrics.items()}
-                now = time.perf_counter()
-                speed = tokens_per_step * (done - last) / (now - clock)
-                clock, last = now, done
-                values["learning_rate"] = float(np.asarray(rate_of(deadline.place(done - 1))))
-                journal.step(done, done * tokens_per_step, speed, values, deadline.left)
+                values["learning_rate"] = float(np.asarray(rate_of(place)))
+                journal.step(done, values, left)
             if evaluator is not None and is_evaluated:
-                begun = time.perf_counter()
+                before = time.perf_counter()
                 evaluation = evaluator.evaluate(state["params"])
                 is_best = not best or evaluation["tau"] > best["tau"]
                 if is_best:
                     best = {"step": done, "tau": evaluation["tau"]}
                     evaluator.keep(state["params"], evaluation)
-                journal.log_evaluation(done, done * tokens_per_step, evaluation, is_best)
-                clock, last = time.perf_counter(), done  # an evaluation is not part of the training speed
-                deadline.evaluated(clock - begun)
+                journal.evaluation(done, evaluation, is_best)
+                evaluated_at = time.perf_counter()
+                evaluation_seconds = evaluated_at - before
             if done % config.checkpoint_every == 0 or is_last:
                 checkpoints.save(done, state, {"data": batches.get_state(), "best": best})
             if is_last:
@@ -292,6 +265,15 @@ def fit(
     finally:
         checkpoints.close()
     return state["params"]
+
+
+def place_rows(batch: Batch, mesh: Mesh | None, num_rows: int) -> Batch:
+    """A batch of `num_rows` rows, split over the mesh. Each process gives the rows that its devices hold."""
+    if mesh is None:
+        return batch
+    whole = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    places, make = sharding.row_shardings(mesh, whole, num_rows), jax.make_array_from_process_local_data
+    return {name: make(places[name], x, whole[name].shape) for name, x in batch.items()}
 
 
 def check_finite(metrics: dict[str, Any], step: int, config: LoopConfig, last_checkpoint: int | None) -> None:

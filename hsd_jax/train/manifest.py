@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import jax
 
 import hsd_jax
 from hsd_jax.host.files import read_json, sha256, write_json
@@ -36,22 +35,19 @@ def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
 def check_claim(path: Path, here: dict[str, Any], what: str, is_recipe: bool = False) -> None:
     """Raises a ValueError that begins with `what` and names the first value of `here` that differs in the file `path`.
 
-    `here` may be some of the settings there. In a recipe all must be the same, and a value in a section is named.
+    `here` may be some of the settings there; in a recipe all must be the same.
     """
-    there, here = read_json(path), json.loads(json.dumps(here))
-    if is_recipe:
-        there = {key: old for key, old in flattened(there).items() if not key.startswith(VERSIONS)}
-        here = dict.fromkeys(there, "missing") | flattened(here)
-    for name, new in here.items():
-        old = there.get(name, "missing") if isinstance(there, dict) else there
+    there, here = flattened(read_json(path)), flattened(json.loads(json.dumps(here)))
+    others = [name for name in there if is_recipe and not name.startswith(VERSIONS)]
+    for name in (*here, *others):
+        old, new = (values.get(name, "missing") for values in (there, here))
         if old != new:
             raise ValueError(f"{what}: {name} is {old!r} there and {new!r} here")
 
 
 def write(out: Path, values: dict[str, Any]) -> None:
     """Stores a recipe in the folder, which makes the folder its own, with the versions that the run began with."""
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / RECIPE, values | {VERSIONS: {"hsd_jax": hsd_jax.__version__, "jax": jax.__version__}})
+    write_json(out / RECIPE, values | {VERSIONS: {"hsd_jax": hsd_jax.__version__, "jax": version("jax")}})
 
 
 def fingerprints(files: Sequence[str | Path]) -> list[str]:
@@ -60,11 +56,7 @@ def fingerprints(files: Sequence[str | Path]) -> list[str]:
 
 
 def flattened(value: Any, name: str = "") -> dict[str, Any]:
-    """The values of nested dicts and lists by their dotted paths."""
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
+    """The values of nested dicts by their dotted paths."""
+    if not isinstance(value, dict):
         return {name: value}
-    return {k: v for key, part in items for k, v in flattened(part, f"{name}.{key}" if name else str(key)).items()}
+    return {k: v for key, part in value.items() for k, v in flattened(part, f"{name}.{key}" if name else key).items()}

@@ -22,15 +22,13 @@ from hsd_jax.drafters.rescored.config import NgramConfig
 from hsd_jax.drafters.rescored.ngram import save_ngram
 from hsd_jax.host.files import replace_folder
 from hsd_jax.models.checkpoint import Source, find
-from hsd_jax.tokenizer import hash_of
-from hsd_jax.train.data import read_encoded, read_tokenizer
+from hsd_jax.train.data import DataConfig, read_encoded
 from hsd_jax.train.journal import Report
+from hsd_jax.train.rows import Encoded
 from hsd_jax.types import Weights
 
 LEAST_DISCOUNT, MOST_DISCOUNT = 0.1, 0.9
 """Bounds of the discount. They leave probability for unseen tokens, and more for seen ones, in texts of any size."""
-Documents = Sequence[tuple[np.ndarray, np.ndarray]]
-"""For each document its tokens, int32 [n], and whether each is counted, bool [n]."""
 
 
 class NgramCounts(NamedTuple):
@@ -46,7 +44,7 @@ class NgramCounts(NamedTuple):
     """The count a of the module's docstring; 0 for an n-gram that only begins longer ones."""
 
 
-def count_ngrams(documents: Documents, order: int, vocab_size: int) -> list[NgramCounts]:
+def count_ngrams(documents: Sequence[Encoded], order: int, vocab_size: int) -> list[NgramCounts]:
     """The n-grams of the orders 1 to `order` that end at a counted token, and their beginnings, within a document."""
     tokens, counted = (np.concatenate(parts) for parts in zip(*documents, strict=True))
     place = np.concatenate([np.arange(len(ids)) for ids, _ in documents])
@@ -112,8 +110,10 @@ def smoothed(orders: Sequence[NgramCounts]) -> Weights:
     }
 
 
-def make_ngram(documents: Documents, order: int, vocab_size: int, vocabulary: str) -> tuple[NgramConfig, Weights]:
-    """The n-gram model of some documents."""
+def make_ngram(
+    documents: Sequence[Encoded], order: int, vocab_size: int, vocabulary: str
+) -> tuple[NgramConfig, Weights]:
+    """The n-gram model of the labels of some documents."""
     if not sum(int(counted.sum()) for _, counted in documents):
         raise ValueError("an n-gram model is counted from tokens, and there are none")
     NgramConfig(order, vocab_size, vocab_size, 1, vocabulary)  # refuses the order before anything is counted
@@ -135,10 +135,10 @@ def train_ngram(
     if Path(out).exists():
         raise ValueError(f"{out}: exists already; choose another folder")
     checkpoint = find(source)
-    vocab_size = checkpoint.config.vocab_size
-    vocabulary = hash_of(read_tokenizer(checkpoint)[0].get_vocab())
-    documents = read_encoded(data_files, checkpoint, vocab_size, loss_on, skip_bad_lines, report)
-    config, weights = make_ngram(documents, order, vocab_size, vocabulary)
+    vocab_size, skip = checkpoint.config.vocab_size, report if skip_bad_lines else None
+    documents = read_encoded(data_files, checkpoint, vocab_size, DataConfig(loss_on=loss_on), skip)
+    assert checkpoint.tokenizer is not None, "it has encoded the documents"
+    config, weights = make_ngram(documents, order, vocab_size, checkpoint.tokenizer.vocabulary_hash)
     replace_folder(Path(out), lambda new: save_ngram(new, config, weights))
     num_tokens = sum(int(counted.sum()) for _, counted in documents)
     size = sum(array.nbytes for array in weights.values())

@@ -12,19 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.models.target import forward, sequence_layout
 from hsd_jax.types import Inject, Weights
-
-
-def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B picked"]:
-    """Indices of `count` random anchors of each row, or of all; those without a label come last. Consumes the key."""
-    order = jax.random.uniform(key, has_label.shape)
-    return lax.top_k(jnp.where(has_label, order, order - 1.0), min(count, has_label.shape[1]))[1]
 
 
 def sample_chains(

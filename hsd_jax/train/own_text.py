@@ -8,13 +8,13 @@ at the last refresh, and a run that was interrupted between two refreshes contin
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hsd_jax import settings
-from hsd_jax.config import ModelConfig
 from hsd_jax.measure import texts
 from hsd_jax.params import Params
 from hsd_jax.settings import Count, Share, Temperature
@@ -54,29 +54,22 @@ class OnPolicyConfig:
 
 
 def write_rows(
-    weights: Weights,
-    config: ModelConfig,
-    eos: Sequence[int],
-    prompts: Sequence[np.ndarray],
-    length: int,
-    asked: OnPolicyConfig,
-    seeds: Sequence[int],
+    writer: Params, prompts: Sequence[np.ndarray], length: int, asked: OnPolicyConfig, seeds: Sequence[int]
 ) -> dict[str, np.ndarray]:
     """Continues each prompt by plain decoding to a row of at most `length + 1` tokens. The labels are what is written.
 
     Returns:
       `tokens` int32 [rows, length + 1], zeros after the end; `mask` bool [rows, length + 1].
     """
-    params = Params(weights, None, config, eos=tuple(eos), max_len=config.max_position)
     tokens = np.zeros((len(prompts), length + 1), np.int32)
     mask = np.zeros(tokens.shape, bool)
-    max_len = min(length + 1, config.max_position)
+    max_len = min(length + 1, writer.max_len)
     most, how = asked.max_new_tokens or max_len, {"temperature": asked.temperature}
     requests = [
         {"prompt": prompt, "max_new_tokens": min(max_len - len(prompt), most), "seed": seed, **how}
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
-    written = texts.write_all(params, requests, AT_ONCE, max_len)
+    written = texts.write_all(writer, requests, AT_ONCE, max_len)
     for row, (prompt, text) in enumerate(zip(prompts, written, strict=True)):
         begin, end = len(prompt), len(prompt) + len(text)
         tokens[row, :end] = [*prompt, *text]
@@ -85,21 +78,17 @@ def write_rows(
 
 
 class MixedBatches(data.Batches):
-    """Batches in which the drafter writes the first rows. Call `refresh` before every step."""
+    """Batches in which the drafter writes the first rows. Call `refresh` before every step.
+
+    `writer` is the drafter as a target, with any weights. Its texts are kept in `on_policy/` of the run's folder.
+    """
 
     def __init__(
-        self,
-        rows: data.Rows,
-        train: LoopConfig,
-        seed: int,
-        asked: OnPolicyConfig,
-        config: ModelConfig,
-        eos: Sequence[int],
-        folder: Path,
+        self, rows: data.Rows, train: LoopConfig, seed: int, asked: OnPolicyConfig, writer: Params, folder: Path
     ):
         super().__init__(rows, train.batch, seed)
         self._num, self._train, self._seed, self._asked = asked.num_rows(train), train, seed, asked
-        self._config, self._eos, self._folder = config, eos, Path(folder) / FOLDER
+        self._writer, self._folder = writer, Path(folder) / FOLDER
         self._texts: dict[str, np.ndarray] | None = None
 
     def refresh(self, weights: Weights) -> None:
@@ -124,9 +113,10 @@ class MixedBatches(data.Batches):
         for one in range(step, min(step + self._asked.refresh, self._train.steps)):
             batch = {name: value[: self._num] for name, value in self.batch_of(one).items()}
             found = beginnings(batch, self._asked.prompt_tokens)
-            prompts += [p[:-1] if len(p) > 1 and p[-1] in self._eos else p for p in found]
+            prompts += [p[:-1] if len(p) > 1 and p[-1] in self._writer.eos else p for p in found]
         seeds = [int(np.random.default_rng((self._seed, step, i)).integers(2**32)) for i in range(len(prompts))]
-        return write_rows(weights, self._config, self._eos, prompts, self._train.length, self._asked, seeds)
+        writer = dataclasses.replace(self._writer, target=weights)
+        return write_rows(writer, prompts, self._train.length, self._asked, seeds)
 
     def __next__(self) -> dict[str, np.ndarray]:
         assert self._texts is not None, "refresh comes first"

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.models.checkpoint import Checkpoint
+from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import AtLeastTwo, Count
 from hsd_jax.train import losses
@@ -35,6 +36,10 @@ class TargetRecipe(Recipe):
     vocab_size: AtLeastTwo = 4096
     data: DataConfig = DataConfig()
     train: LoopConfig = LoopConfig()
+
+    def __post_init__(self):
+        self.train.check_length(self.model)
+        format_config(self.model)  # what cannot be written must not be trained
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None, where: str) -> Self:
@@ -62,8 +67,7 @@ def grown_from(start: Checkpoint, deeper: ModelConfig) -> Weights:
 
 def layer_sources(num_layers: int, deeper: int) -> list[int]:
     """The source layer of each of `deeper` layers, as evenly as possible: 2 layers grown to 5 give 0 0 0 1 1."""
-    if deeper < num_layers:
-        raise ValueError(f"model.num_layers={deeper}: the model to start from has {num_layers} layers")
+    settings.take(int, deeper, "model.num_layers", ge=num_layers)
     return [layer * num_layers // deeper for layer in range(deeper)]
 
 
@@ -84,8 +88,7 @@ def grown(weights: Weights, sources: list[int]) -> Weights:
 
 def cut_config(config: ModelConfig, num_layers: int) -> ModelConfig:
     """The configuration of the first `num_layers` layers of a model."""
-    if num_layers > config.num_layers:
-        raise ValueError(f"model.num_layers={num_layers}: the model to start from has {config.num_layers} layers")
+    settings.take(int, num_layers, "model.num_layers", le=config.num_layers)
     return dataclasses.replace(config, num_layers=num_layers, layer_types=config.layer_types[:num_layers])
 
 
@@ -110,10 +113,7 @@ def target_states(
     if "hidden" not in batch:
         output = forward_sequence(weights, config, batch["tokens"][:, :-1], starts_of(batch), feature_layers=layers)
         return lax.stop_gradient((output.hidden, output.features))
-    states, num = batch["hidden"].astype(jnp.float32), 1 + len(layers)
-    if states.shape[-1] != num * config.hidden_size:
-        raise ValueError(f"hidden states of {states.shape[-1]} numbers in the batch for layers {list(layers)}")
-    hidden, *features = jnp.split(states, num, -1)
+    hidden, *features = jnp.split(batch["hidden"].astype(jnp.float32), 1 + len(layers), -1)
     return hidden, tuple(features)
 
 

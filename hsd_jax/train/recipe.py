@@ -10,7 +10,6 @@ import dataclasses
 import textwrap
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field
@@ -47,6 +46,13 @@ class HeldOut:
     both distributions in the divergences."""
 
 
+def refuse_settings(model: Any, names: set[str]) -> None:
+    """Raises a ValueError if the section `model` has one of the settings `names`, which its kind does not have."""
+    for field in dataclasses.fields(model):
+        if field.name in names and (value := getattr(model, field.name)) != field.default:
+            raise ValueError(f"model.{field.name}={value!r}: kind {model.kind!r} has no such setting")
+
+
 def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:
     """All keys of a recipe dataclass, section by section, as `section.key (type, default): description`."""
     lines = [f"recipe keys of {name or kind.__name__}, in the YAML file or by --set:"]
@@ -75,14 +81,9 @@ def _type_name(hint: Any) -> str:
 
 def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
     """The values of a YAML file with the changes of --set. The recipe's class checks the keys later."""
-    values: Any = {}
-    if path is not None:
-        if not Path(path).exists():
-            raise FileNotFoundError(f"{path}: no such recipe")
-        values = read_yaml(path)
-        values = {} if values is None else values
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: expected sections with keys and values")
+    values: Any = {} if path is None else read_yaml(path) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected sections with keys and values")
     for change in changes:
         key, equals, text = change.partition("=")
         if not (equals and key):

@@ -74,15 +74,14 @@ def read_records(path: str | Path, text: str | None = WHOLE) -> Iterator[Record]
 def read_file(
     path: str | Path,
     make: Callable[[Record], Sequence[T]],
-    skip_bad_lines: bool = False,
-    report: Callable[[str], None] = print,
+    skip: Callable[[str], None] | None = None,
     text: str = WHOLE,
     limit: int | None = None,
 ) -> list[T]:
     """All that `make` makes of the records of a file, at most `limit`.
 
-    If `make` raises a ValueError, its record cannot be used, and the error names its place. With `skip_bad_lines` such
-    records are left out, and their number and the first of them are reported.
+    If `make` raises a ValueError, its record cannot be used, and the error names its place. With `skip` such records
+    are left out, and `skip` is called with the first of them and their number (`--skip-bad-lines`).
     """
     found: list[T] = []
     bad: list[str] = []
@@ -94,17 +93,17 @@ def read_file(
             with naming(record):
                 found += make(record)
         except ValueError as error:
-            if not skip_bad_lines:
+            if skip is None:
                 raise ValueError(f"{error}; --skip-bad-lines leaves such records out") from error
             bad.append(str(error))
         if limit is not None and len(found) >= limit:
             break
     if bad and len(bad) == num:
         raise ValueError(f"{path}: none of {num:,} records can be used; the first: {bad[0]}")
-    for line in bad[:NUM_SHOWN]:
-        report(f"skipped {line}")
-    if bad:
-        report(f"{path}: {len(bad):,} of {num:,} records skipped, because they cannot be used")
+    if skip is not None and bad:
+        for line in bad[:NUM_SHOWN]:
+            skip(f"skipped {line}")
+        skip(f"{path}: {len(bad):,} of {num:,} records skipped, because they cannot be used")
     return found[:limit]
 
 

@@ -79,7 +79,7 @@ def read_prompts(
     room: int,
     config: GenerateConfig,
     report: Report = print,
-    skip_bad_lines: bool = False,
+    skip: Report | None = None,
 ) -> list[Prompt]:
     """The prompts of all files, in their order. Prompt and new tokens together take at most `room` positions."""
     longest = room - config.max_new_tokens
@@ -99,7 +99,7 @@ def read_prompts(
         return fitting
 
     for path in files:
-        found = read_file(path, make, skip_bad_lines, report, limit=config.limit)
+        found = read_file(path, make, skip, limit=config.limit)
         if not found:
             raise ValueError(f"{path}: holds no prompt of at most {longest} tokens")
         prompts.extend(found)

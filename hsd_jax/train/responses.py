@@ -1,8 +1,7 @@
 """Writes the target's own responses as training data: a plan of seeded jobs, and a file that a later run can resume.
 
-Every row has its own temperature and seed, which depend only on
-the number of its prompt. Rows come and go in the slots of one session, and the plan fixes the order of their lines. So
-an interrupted run ends with the same file as one that was not interrupted.
+Every row has its own temperature and seed, which depend only on the number of its prompt. Rows come and go in the slots
+of one session, and the plan fixes the order of their lines. So an interrupted run ends with the same file as another.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hsd_jax.host.files import write_json
 from hsd_jax.measure import texts
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
-from hsd_jax.session import MOST_SLOTS, Generated
+from hsd_jax.session import MOST_SLOTS
 from hsd_jax.train import data, manifest
 from hsd_jax.train.journal import ProgressReport, Report
 from hsd_jax.train.records import check_file
@@ -95,7 +94,7 @@ def run(
     settings: dict[str, Any],
     load: Callable[[], tuple[Params, TreeConfig | None]],
     report: Report,
-    skip_bad_lines: bool = False,
+    skip: Report | None = None,
 ) -> int:
     """Reads the prompts, checks the settings, then loads the target and writes its responses. Returns their number.
 
@@ -114,7 +113,7 @@ def run(
         template = data.template_of(checkpoint) if config.chat_template else None
         positions = checkpoint.config.max_position
         room = min(positions, settings["max_len"] or positions)
-        found = read_prompts(files, tokenizer, bos, template, room, config, report, skip_bad_lines)
+        found = read_prompts(files, tokenizer, bos, template, room, config, report, skip)
         plan = make_plan(found, config)
         report(f"{len(found):,} prompts, {len(plan):,} responses, {_num_slots(plan, config):,} at once")
         params, tree = load()
@@ -144,36 +143,27 @@ def generate(
 
     Rows end in any order; a line waits for all lines before it. With a tree the drafter in `params` drafts.
     """
-    done, total, ended = lines_done(out, plan), len(plan), dict[int, Generated]()
-    begun, progress = done, ProgressReport(report)
-    if done:
-        report(f"{out}: {done:,} of {total:,} lines are written")
-    if done == total:
+    begun, total, progress = lines_done(out, plan), len(plan), ProgressReport(report)
+    if begun:
+        report(f"{out}: {begun:,} of {total:,} lines are written")
+    if begun == total:
         return
     asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
     requests = [{"prompt": list(j.prompt.tokens), "temperature": j.temperature, "seed": j.seed, **asked} for j in plan]
     # From the whole plan and not from its rest, so that a resumed run compiles programs of the same sizes.
     slots, longest = _num_slots(plan, config), max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
-    answers = texts.write(params, requests[begun:], slots, longest, tree)
+    answers = texts.write(params, requests[begun:], slots, longest, tree, ordered=True)
     with contextlib.closing(answers), out.open("ab") as file:
-        for answer in answers:
-            ended[begun + answer.index] = answer
-            text = ""
-            while (following := ended.pop(done, None)) is not None and following.error is None:
-                text += line_of(tokenizer, plan[done], following.tokens.tolist())
-                done += 1
-            if text:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            if following is not None:
-                job = plan[done]
+        for number, (job, answer) in enumerate(zip(plan[begun:], answers, strict=True), begun + 1):
+            if answer.error is not None:
                 about = f"{job.prompt.source} at temperature {job.temperature:g} with seed {job.seed}"
-                raise ValueError(f"{out}:{done + 1}: no response to {about}: {following.error}")
+                raise ValueError(f"{out}:{number}: no response to {about}: {answer.error}")
+            file.write(line_of(tokenizer, job, answer.tokens.tolist()).encode())
+            file.flush()
+            os.fsync(file.fileno())
             progress.tokens += len(answer.tokens)
-            if done < total:
-                share = (done + len(ended) - begun) / (total - begun)
-                progress.say(f"{done:,} of {total:,} lines, {progress.speed}", share)
+            share = (number - begun) / (total - begun)
+            progress.say(f"{number:,} of {total:,} lines, {progress.speed}", share)
     report(f"{total:,} lines, {progress.tokens:,} new tokens in this run, {progress.speed}")
 
 

@@ -18,7 +18,7 @@ from hsd_jax.host.files import sha256
 from hsd_jax.train.documents import Document
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    pass
 
 ALL, RESPONSES = "all", "responses"
 _ENCODED_AT_ONCE = 1000
@@ -62,29 +62,6 @@ class Rows:
         return {name: value[at] for name, value in values.items() if value is not None}
 
 
-def make_rows(
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    bos: int | None,
-    eos: int,
-    length: int,
-    seed: int,
-    vocab_size: int,
-    loss_on: str = ALL,
-) -> Rows:
-    """The rows of some documents, in an order that depends on the seed.
-
-    Args:
-      bos, eos: the token before each text, if any, and that after each text without a special token at its end.
-      length: tokens of a row, without the last label.
-    """
-    on_responses = loss_on == RESPONSES
-    if on_responses and not any(d.responses for d in documents):
-        raise ValueError(f"data.loss_on=responses: no document from {documents[0].where} on holds a response")
-    order = np.random.default_rng(seed).permutation(len(documents))
-    return _packed(list(encoded([documents[i] for i in order], tokenizer, bos, eos, vocab_size, on_responses)), length)
-
-
 def beginnings(batch: dict[str, np.ndarray], length: int) -> list[np.ndarray]:
     """At most `length` tokens of each row of a batch (`Rows.take`), all of one document: the first with `length`
     tokens, else the longest."""
@@ -102,7 +79,13 @@ Encoded = tuple[np.ndarray, np.ndarray]
 def encoded(
     documents: Sequence[Document], tokenizer, bos: int | None, eos: int, vocab_size: int, on_responses: bool
 ) -> Iterator[Encoded]:
-    """The tokens and labels of each document."""
+    """The tokens and labels of each document.
+
+    Args:
+      bos, eos: the token before each text, if any, and that after each text without a special token at its end.
+    """
+    if on_responses and not any(d.responses for d in documents):
+        raise ValueError(f"data.loss_on=responses: no document from {documents[0].where} on holds a response")
     special = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     for start in range(0, len(documents), _ENCODED_AT_ONCE):
         some = documents[start : start + _ENCODED_AT_ONCE]
@@ -162,8 +145,12 @@ def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list
     return whole[len(before) :] if whole.startswith(before) else decode(response)
 
 
-def _packed(encoded: list[Encoded], length: int) -> Rows:
-    """Neighbouring rows share one token, so that no label is lost. Tokens that do not fill a row are dropped."""
+def make_rows(encoded: Sequence[Encoded], length: int, seed: int) -> Rows:
+    """Rows of `length` tokens and a last label, from documents in a random order.
+
+    Neighbouring rows share one token, so that no label is lost. Tokens that do not fill a row are dropped.
+    """
+    encoded = [encoded[i] for i in np.random.default_rng(seed).permutation(len(encoded))]
     tokens, labels = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
     lengths = [len(ids) for ids, _ in encoded]
     begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # where in `tokens` the document of each token begins

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def train(
       source: for a drafter its target; for a target the checkpoint with its tokenizer (None: see `tasks.TargetTask`).
       force: continue a run that was started with another recipe.
       start_dir: the model to start from, see the tasks. A continued run needs it, too.
-      skip_bad_lines: as in `records.read_file`. A continued run needs it, too, if it skipped a record.
+      skip_bad_lines: leave out and report records that cannot be used. A continued run needs it, too.
       stop_at: a time of `time.perf_counter` at which the run ends, if its steps have not ended before (`loop.fit`).
     Returns:
       The folder of the result: `out` for a target, `out/drafter` for a drafter.
@@ -76,41 +75,36 @@ def train(
     if stop_at is not None and jax.process_count() > 1:
         raise ValueError("stop_at: the clocks of several processes differ; end the run by train.steps")
     out, report = Path(out), report if is_writer() else lambda line: None
+    skip = report if skip_bad_lines else None
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
-    how = mesh, report, force, start_dir, skip_bad_lines
-    with lock.held(out) if is_writer() else contextlib.nullcontext():
-        return _trained(TASKS[type(recipe)](source, data_files, out, recipe, *how), stop_at)
-
-
-def _trained(task: Any, stop_at: float | None) -> Path:
-    out, recipe, report, loop = task.out, task.recipe, task.report, task.recipe.train
-    loop.check_length(task.reads)
-    how = recipe.data, task.skip_bad_lines, report
-    found = data.read_rows(task.files, task.words, loop.length, loop.seed, task.reads.vocab_size, *how)
+    loop = recipe.train
+    if mesh is not None:
+        sharding.check_rows(mesh, loop.batch // loop.num_passes)
     asked: HeldOut | None = getattr(recipe, "eval", None)  # a target is evaluated by its loss only
-    rows, prompts = hold_out(found, asked, loop)
-    about = {"kind": task.kind, **task.open(), "files": manifest.fingerprints(task.files)}
-    claims = manifest.check(out, task.force, recipe, **about)
-    check_same("recipe, models and data of the run", repr((claims, rows.fingerprint)))
-    report(found.describe())
-    params = task.initialize(rows)
-    size, seen = sum(p.size for p in jax.tree.leaves(params)) / 1e6, loop.steps * loop.batch / len(rows.tokens)
-    what = f"{task.kind} of {size:.2f}M parameters, {loop.steps} steps of {loop.batch} rows"
-    report(f"{what}: {seen:.2f} times the data")
-    shardings, place = placement(task.mesh, loop, task.config)
-    evaluator = None
-    if asked is not None and asked.every:
-        evaluator = Evaluator(asked.every, task.scores(prompts), task.save)
-    on_start = functools.partial(manifest.write, out, claims)
-    model, journal = (task.loss, params, task.frozen), Journal(out, loop.steps, report)
-    rest = evaluator, on_start, task.stages, stop_at
-    params = fit(*model, task.batches(rows), loop, out, journal, shardings, place, *rest)
-    if evaluator is None:
-        task.save(params)
-    wait_for_all(f"{task.folder} is written")
-    task.close()
-    report(f"wrote {task.folder}")
-    return task.folder
+    with lock.held(out) if is_writer() else contextlib.nullcontext():
+        task = TASKS[type(recipe)](recipe, out, source, start_dir, mesh, report)
+        words = task.read_words(data_files, skip)
+        found = data.read_rows(data_files, words, loop.length, loop.seed, task.reads.vocab_size, recipe.data, skip)
+        rows, prompts = hold_out(found, asked, loop)
+        about = {"kind": task.kind, **task.open(), "files": manifest.fingerprints(data_files)}
+        claims = manifest.check(out, force, recipe, **about)
+        check_same("recipe, models and data of the run", repr((claims, rows.fingerprint)))
+        report(found.describe())
+        model = task.begin(rows)
+        size, seen = sum(p.size for p in jax.tree.leaves(model.params)) / 1e6, loop.steps * loop.batch
+        what = f"{task.kind} of {size:.2f}M parameters, {loop.steps} steps of {loop.batch} rows"
+        report(f"{what}: {seen / len(rows.tokens):.2f} times the data")
+        evaluator = None
+        if asked is not None and asked.every:
+            evaluator = Evaluator(asked.every, task.scores(prompts), task.save)
+        journal = Journal(out, loop.steps, loop.batch * loop.length, report, claims)
+        params = fit(model, task.batches(rows), loop, journal, evaluator, mesh, stop_at)
+        if evaluator is None:
+            task.save(params)
+        wait_for_all(f"{task.folder} is written")
+        task.close()
+        report(f"wrote {task.folder}")
+        return task.folder
 
 
 def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
@@ -133,23 +127,3 @@ def hold_out(rows: data.Rows, config: HeldOut | None, train: LoopConfig) -> tupl
     prompts = beginnings(rows.take(slice(-count, None)), min(config.prompt_tokens, train.length))
     used = rows.take(slice(None, -count - 1))  # a document may end in the first held-out row
     return dataclasses.replace(rows, **used), prompts
-
-
-def placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
-    """Two functions for a mesh: the shardings of a state of `fit`, and one that splits a batch over the axes of rows.
-
-    Each process gives the rows that its devices hold.
-    """
-    if mesh is None:
-        return lambda state: None, lambda batch: batch
-    sharding.check_rows(mesh, train.batch // train.num_passes)
-
-    def shardings(state):
-        return sharding.weight_shardings(mesh, state, *sharding.heads_of(config))
-
-    def place(batch):
-        whole = {name: jax.ShapeDtypeStruct((train.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-        places, make = sharding.row_shardings(mesh, whole, train.batch), jax.make_array_from_process_local_data
-        return {name: make(places[name], x, whole[name].shape) for name, x in batch.items()}
-
-    return shardings, place

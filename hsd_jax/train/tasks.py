@@ -1,13 +1,12 @@
 """The tasks of a training run: one class for each kind of recipe, with all that differs between kinds of models.
 
-`train` (`run.py`) makes the same steps for every task. Before `initialize` no file is written, so that a refused run
-leaves none.
+`train` (`run.py`) makes the same steps for every task. Before `begin` no file is written but a new target's tokenizer,
+so that a refused run leaves none.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter, load_foreign
 from hsd_jax.host.distributed import fetch, wait_for_all
 from hsd_jax.host.files import is_writer, read_json, replace_folder, write_json
+from hsd_jax.host.sharding import rows_here
 from hsd_jax.measure import simulate
 from hsd_jax.measure import texts as texts_lib
 from hsd_jax.models import convert, draft_vocab
@@ -33,9 +33,10 @@ from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import weights_file
 from hsd_jax.params import Params, check_loads
 from hsd_jax.tokenizer import TOKENIZER_FILES
-from hsd_jax.train import data, distill, drafter, features, frequent_tokens, manifest, pretrain
+from hsd_jax.train import data, distill, drafter, frequent_tokens, manifest, pretrain
+from hsd_jax.train import features as features_lib
 from hsd_jax.train.journal import Report, line_of
-from hsd_jax.train.loop import Loss
+from hsd_jax.train.loop import Model
 from hsd_jax.train.own_text import MixedBatches
 from hsd_jax.train.tokenizer import train_tokenizer
 from hsd_jax.train.trained import begun_with_target, started_from
@@ -47,104 +48,96 @@ Evaluate = Callable[[Weights], dict[str, Any]]
 
 @dataclasses.dataclass
 class Task:
-    """The arguments of `train`. Each kind of model is a subclass, which also has:
+    """A run as its kind of model sees it. Each kind is a subclass, which also has:
 
     kind: the kind of the run, in `recipe.json`;
-    reads: the configuration of the model whose vocabulary and length limit the rows;
-    words: the checkpoint whose tokenizer encodes the rows;
+    reads: the configuration of the model whose vocabulary limits the rows;
     folder: the folder of the result;
+    read_words(files, skip): the checkpoint whose tokenizer encodes the rows;
     open(): reads the models. Returns what identifies this run besides recipe and data;
-    initialize(rows): returns the first weights. Sets `loss` and `stages`, as `loop.fit` takes them;
+    begin(rows): returns the `loop.Model` that `fit` trains;
     scores(prompts): returns the function that evaluates weights;
-    batches(rows): returns what `fit` reads;
-    save(params, evaluation): replaces the result and, if there is an evaluation, its scores;
-    close(): raises an error if the result cannot be used, and reports final figures.
+    save(params, evaluation): replaces the result and, if there is an evaluation, its scores.
     """
 
-    source: Source | None
-    files: Sequence[str | Path]
-    out: Path
     recipe: Any
+    out: Path
+    source: Source | None
+    start_dir: str | Path | None
     mesh: Mesh | None
     report: Report
-    force: bool
-    start_dir: str | Path | None
-    skip_bad_lines: bool
-
-    config: Any = dataclasses.field(init=False)
-    """The configuration of the model that is trained. `open` sets it."""
-    frozen: Any = dataclasses.field(init=False, default=None)
-    """Weights that the loss reads and the run does not change. `open` sets them."""
-    stages: Sequence[tuple[int, Loss]] = dataclasses.field(init=False, default=())
 
     def __post_init__(self):
         """Sets what is known before files are read, and raises errors that can be found then."""
 
-    def batches(self, rows: data.Rows) -> Any:
-        return data.batches_of(rows, self.recipe.train, self.recipe.data, self.mesh)
+    def batches(self, rows: data.Rows, features: Any = None) -> data.Batches:
+        """The part of the run's batches that is on the devices of this process."""
+        train, part = self.recipe.train, rows_here(self.mesh)
+        return data.Batches(rows, train.batch, self.recipe.data.seed_of(train.seed), part, features)
 
     def close(self) -> None:
-        pass
+        """Raises an error if the result cannot be used, and reports final figures."""
 
 
 class TargetTask(Task):
-    """Trains a target, from scratch or grown from the model in `start_dir`.
-
-    The tokenizer is that of `source`. If `source` is None, it is that of `start_dir` or else that of `out`. If `out`
-    has none, a new one is trained on the data.
-    """
+    """Trains a target, from scratch or grown from the model in `start_dir`."""
 
     kind = "target"
 
     def __post_init__(self):
-        self.folder, self.config = self.out, self.recipe.model
-        self.reads = self.config
-        format_config(self.config)  # what cannot be written must not be trained
+        self.folder, self.reads = self.out, self.recipe.model
 
-    @functools.cached_property
-    def words(self) -> Checkpoint:
+    def read_words(self, files: Sequence[str | Path], skip: Report | None) -> Checkpoint:
+        """The tokenizer is that of `source`, else of `start_dir`, else of `out`. If `out` has none, it is trained."""
         vocab_size, source = self.recipe.vocab_size, self.start_dir if self.source is None else self.source
         if source is None:
             source = self.out
             if is_writer() and not all((self.out / name).is_file() for name in TOKENIZER_FILES[:2]):
                 self.report(f"training a tokenizer of {vocab_size} tokens")
-                train_tokenizer([str(f) for f in self.files], vocab_size, self.out, self.skip_bad_lines, self.report)
+                train_tokenizer(files, vocab_size, self.out, skip)
             wait_for_all("the tokenizer is there")
-        words = find(source)
-        tokenizer, self.bos, self.eos = data.read_tokenizer(words)
+        self.words = find(source)
+        tokenizer, self.bos, self.eos = data.read_tokenizer(self.words)
         if (size := tokenizer.get_vocab_size()) > vocab_size:
-            raise ValueError(f"vocab_size={vocab_size}: the tokenizer in {words} has {size} tokens")
-        return words
+            raise ValueError(f"vocab_size={vocab_size}: the tokenizer in {self.words} has {size} tokens")
+        return self.words
 
     def open(self) -> dict[str, Any]:
         path = self.words.path
         files = [path / TOKENIZER_FILES[0] if path.is_dir() else path]
         about: dict[str, Any] = {"tokenizer": manifest.fingerprints(files)}
-        self.start = None if self.start_dir is None else pretrain.grown_from(find(self.start_dir), self.config)
+        self.start = None if self.start_dir is None else pretrain.grown_from(find(self.start_dir), self.reads)
         return about if self.start is None else about | {"start": convert.weights_hash(self.start)}
 
-    def initialize(self, rows: data.Rows) -> Weights:
-        self.loss = pretrain.make_loss(self.config, self.recipe.train.remat)
-        return init_target(jax.random.key(self.recipe.train.seed), self.config) if self.start is None else self.start
+    def begin(self, rows: data.Rows) -> Model:
+        train, config = self.recipe.train, self.reads
+        params = init_target(jax.random.key(train.seed), config) if self.start is None else self.start
+        return Model(config, params, [(train.steps, pretrain.make_loss(config, train.remat))])
 
     def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
         """Writes a Hugging Face folder with its tokenizer, beside the checkpoints."""
         params, bos, eos = jax.tree.map(fetch, params), self.bos, self.eos
         if is_writer():
             self.words.save_tokenizer(self.out)
-            convert.save_target(self.out, self.config, params, bos=bos, eos=(eos,))
+            convert.save_target(self.out, self.reads, params, bos=bos, eos=(eos,))
             write_json(self.out / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
 
 
 class TaughtTask(Task):
-    """Trains a drafter on the frozen target of `source`."""
+    """Trains a drafter on the frozen target of `source`. `open` sets `config`, the drafter's configuration."""
 
     kind = "drafter"
+    config: Any
 
     def __post_init__(self):
         assert self.source is not None, "a drafter has a target"
         self.words, self.folder = find(self.source), self.out / "drafter"
         self.reads, self.kept = self.words.config, {}  # `kept`: weights of the drafter that are not trained
+        self.recipe.train.check_length(self.reads)
+
+    def read_words(self, files: Sequence[str | Path], skip: Report | None) -> Checkpoint:
+        """The target."""
+        return self.words
 
     def read_target(self) -> DraftedFor:
         """Reads the target and sets `teacher`. Its weights are in float32 on CPU, else in bfloat16."""
@@ -159,13 +152,13 @@ class TaughtTask(Task):
         settings = prompts, self.recipe.eval.max_new_tokens, temperature, self.report
         return texts_lib.stored_texts(self.out, f"held-out-{name}", self.teacher, self.owner.hash, *settings)
 
-    def batches(self, rows: data.Rows, likeliest: int = 0) -> Any:
+    def batches(self, rows: data.Rows, features: Any = None) -> data.Batches:
         """Batches with the target's states from a cache, if the recipe names one; it is built first."""
-        train, asked, models = self.recipe.train, self.recipe.features, (self.teacher.target, self.reads)
-        pass_rows, layers = train.batch // train.num_passes, self.config.feature_layers
-        rest = self.owner.hash, pass_rows, self.report
-        cached = features.open_features(asked, rows, *models, *rest, layers=layers, likeliest=likeliest)
-        return data.batches_of(rows, train, self.recipe.data, self.mesh, cached)
+        recipe, config, loss = self.recipe, self.config, self.recipe.loss
+        likeliest = loss.likeliest if getattr(loss, "sample", None) else 0
+        how = self.owner.hash, recipe.train.batch // recipe.train.num_passes, self.report
+        cache = features_lib.open_features(recipe.features, rows, self.teacher, *how, config.feature_layers, likeliest)
+        return super().batches(rows, cache)
 
     def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
         """Replaces the folder of the result by one with the weights and the scores of `evaluation`."""
@@ -193,48 +186,52 @@ class DrafterTask(TaughtTask):
 
     def open(self) -> dict[str, Any]:
         train, owner, model = self.recipe.train, self.read_target(), self.recipe.model
-        self.frozen = self.teacher.target
         self.config = config = drafter.drafter_config(model, self.reads, owner.hash, owner.vocabulary_hash)
         if train.length <= config.num_steps:
             raise ValueError(f"train.length={train.length}: must be greater than model.num_steps={config.num_steps}")
-        about: dict[str, Any] = {"target": owner.hash}
-        self.start = None
-        if self.start_dir is not None:
-            self.start_dir = find(self.start_dir).path
-            self.start = drafter_files.read_drafter(self.start_dir, target=owner)
-            about["start"] = manifest.fingerprints([weights_file(self.start_dir, drafter_files.DRAFTER)])
-        return about
-
-    def initialize(self, rows: data.Rows) -> Weights:
-        config, train, report, frozen = self.config, self.recipe.train, self.report, self.frozen
-        params = init_drafter(jax.random.key(train.seed), config, frozen["embedding"])
-        if self.recipe.model.trunk_begins == drafter.LAST_LAYER:
-            begun = begun_with_target(params, config, frozen, self.reads, jnp.asarray(rows.tokens[:1, :-1]))
-            params = begun.weights
-            report(f"the trunk starts as the target's last layer; fresh weights: {', '.join(begun.fresh) or 'nothing'}")
+        drafter.check_loss(self.reads, config, self.recipe.loss)
         if isinstance(config, TrunkConfig):  # other drafters have no attention
             most = config.max_position
             if min(config.window or most, most) > train.length:
                 reach = f"attention further back is not trained, and contexts may have {most} (see model.window)"
-                report(f"rows of {train.length} tokens: {reach}")
-        labels, self.hot = rows.tokens[rows.mask], None
-        if config.reduced_vocab_size is not None:
-            known = None if self.start is None else self.start[1].get("draft_to_target")
-            is_begun = manifest.has_checkpoints(self.out)
-            self.hot = frequent_tokens.of_run(self.out, is_begun, labels, config, self.words.eos, report, known)
-        if self.start is not None:
-            begun = started_from(params, self.start[1], self.hot)
-            params = begun.weights
-            dropped, fresh = (", ".join(names) or "nothing" for names in (begun.dropped, begun.fresh))
-            report(f"starting from {self.start_dir}; dropped: {dropped}; fresh: {fresh}")
-        frequency = draft_vocab.draft_columns(self.hot, frequent_tokens.smoothed(labels, self.reads.vocab_size))
-        of_loss = self.reads, config, self.recipe.loss, self.hot, train.remat, frequency
-        self.loss, self.stages = drafter.make_loss(*of_loss), drafter.make_stages(*of_loss)
-        return params
+                self.report(f"rows of {train.length} tokens: {reach}")
+        about: dict[str, Any] = {"target": owner.hash}
+        self.start = None
+        if self.start_dir is not None:
+            self.start_dir = find(self.start_dir).path
+            self.start = drafter_files.read_drafter(self.start_dir, target=owner)[1]
+            about["start"] = manifest.fingerprints([weights_file(self.start_dir, drafter_files.DRAFTER)])
+        return about
 
-    def batches(self, rows: data.Rows, likeliest: int = 0) -> Any:
-        loss = self.recipe.loss
-        return super().batches(rows, 0 if loss.sample is None else loss.likeliest)
+    def begin(self, rows: data.Rows) -> Model:
+        train, labels, target = self.recipe.train, rows.tokens[rows.mask], self.teacher.target
+        self.hot = self._hot_tokens(labels)
+        frequency = draft_vocab.draft_columns(self.hot, frequent_tokens.smoothed(labels, self.reads.vocab_size))
+        of_loss = self.reads, self.config, self.recipe.loss, self.hot, train.remat, frequency
+        losses = [*drafter.make_stages(*of_loss), (train.steps, drafter.make_loss(*of_loss))]
+        return Model(self.config, self._first_weights(rows), losses, target)
+
+    def _hot_tokens(self, labels: np.ndarray) -> jax.Array | None:
+        if self.config.reduced_vocab_size is None:
+            return None
+        known = None if self.start is None else self.start.get("draft_to_target")
+        is_begun = manifest.has_checkpoints(self.out)
+        return frequent_tokens.of_run(self.out, is_begun, labels, self.config, self.words.eos, self.report, known)
+
+    def _first_weights(self, rows: data.Rows) -> Weights:
+        """Random weights, in part replaced by those of the target's last layers or of the drafter to start from."""
+        config, target = self.config, self.teacher.target
+        params = init_drafter(jax.random.key(self.recipe.train.seed), config, target["embedding"])
+        named = lambda names: ", ".join(names) or "nothing"  # noqa: E731
+        if self.recipe.model.trunk_begins == drafter.LAST_LAYER:
+            begun = begun_with_target(params, config, target, self.reads, jnp.asarray(rows.tokens[:1, :-1]))
+            params = begun.weights
+            self.report(f"the trunk starts as the target's last layer; fresh weights: {named(begun.fresh)}")
+        if self.start is not None:
+            begun = started_from(params, self.start, self.hot)
+            params, changes = begun.weights, f"dropped: {named(begun.dropped)}; fresh: {named(begun.fresh)}"
+            self.report(f"starting from {self.start_dir}; {changes}")
+        return params
 
     def scores(self, prompts: list[np.ndarray]) -> Evaluate:
         """Returns a function that simulates tau on greedy and on sampled texts."""
@@ -245,8 +242,7 @@ class DrafterTask(TaughtTask):
                 self.report(frequent_tokens.describe(self.hot, text.written, f"tokens of the held-out {name} texts"))
 
         def evaluate(params: Weights) -> dict[str, Any]:
-            values, models = {}, (self.frozen, self.reads)
-            whole = draft_vocab.attach(params, self.hot, *models)
+            values, whole = {}, draft_vocab.attach(params, self.hot, self.teacher.target, self.reads)
             for name, (text, temperature) in texts.items():
                 pair = dataclasses.replace(self.teacher, drafter=whole, drafter_config=self.config)
                 found = simulate.simulate(pair, text, tree, temperature)
@@ -298,27 +294,28 @@ class DistillTask(TaughtTask):
             )
         if model.num_layers is not None:
             own, weights = pretrain.cut_config(own, model.num_layers), pretrain.cut(weights, model.num_layers)
-        self.config = model.how.config_of(own, self.reads, owner.hash, model.steering_layers, model.steps)
-        fresh = model.how.added(jax.random.key(self.recipe.train.seed), self.config)
+        self.config = distill.how(self.kind).config_of(own, self.reads, owner.hash, model.steering_layers, model.steps)
+        fresh = distill.how(self.kind).added(jax.random.key(self.recipe.train.seed), self.config)
         self.added, weights = tuple(fresh), fresh | weights  # names of the parts that a plain language model lacks
         self.learned = {name: weights[name] for name in self.added} if model.frozen else weights
         self.kept = {name: part for name, part in weights.items() if name not in self.learned}
-        self.frozen = {"target": self.teacher.target, "drafter": self.kept}
         return {"target": owner.hash, "start": start.hash("float32")}
 
-    def initialize(self, rows: data.Rows) -> Weights:
-        num = self.recipe.model.num_layers
+    def begin(self, rows: data.Rows) -> Model:
+        num, train = self.recipe.model.num_layers, self.recipe.train
         part = "" if num is None else f"the first {num} of {self.start.config.num_layers} layers of "
         self.report(f"starting from {part}{self.start}")
-        self.loss = distill.make_loss(self.reads, self.config, self.recipe.loss, self.recipe.train.remat)
-        return self.learned
+        loss = distill.make_loss(self.reads, self.config, self.recipe.loss, train.remat)
+        frozen = {"target": self.teacher.target, "drafter": self.kept}
+        return Model(self.config, self.learned, [(train.steps, loss)], frozen)
 
-    def batches(self, rows: data.Rows, likeliest: int = 0) -> Any:
+    def batches(self, rows: data.Rows, features: Any = None) -> data.Batches:
         train, asked = self.recipe.train, self.recipe.on_policy
         if not asked.num_rows(train):
             return super().batches(rows)
-        seed = self.recipe.data.seed_of(train.seed)
-        return MixedBatches(rows, train, seed, asked, self.config, self.words.eos, self.out)
+        seed, most = self.recipe.data.seed_of(train.seed), self.config.max_position
+        writer = Params({}, None, self.config, eos=self.words.eos, max_len=most)
+        return MixedBatches(rows, train, seed, asked, writer, self.out)
 
     def scores(self, prompts: list[np.ndarray]) -> Evaluate:
         """Returns a function that measures held-out divergences and decodes the prompts. Stores the first weights'
@@ -342,7 +339,7 @@ class DistillTask(TaughtTask):
         """Writes a Hugging Face folder. Rows that only fill the vocabulary up to the target's are left out."""
         num = self.config.num_tokens
         words = self.start if self.start.tokenizer else self.words
-        self.recipe.model.how.save_added(new, self.config, params)
+        distill.how(self.kind).save_added(new, self.config, params)
         model = {name: part for name, part in params.items() if name not in self.added}
         model |= {name: model[name][:num] for name in ("embedding", "head") if name in model}
         config = dataclasses.replace(model_of(self.config), vocab_size=num)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -18,11 +19,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(
-    files: list[str], vocab_size: int, out: str | Path, skip_bad_lines: bool = False, report: Report = print
+    files: Sequence[str | Path], vocab_size: int, out: str | Path, skip: Report | None = None
 ) -> Tokenizer:
     """Learns a byte-level BPE of `vocab_size` on the documents of `files` and writes it into the folder `out`."""
-    how = {"skip_bad_lines": skip_bad_lines, "report": report}
-    documents = [document.text for file in files for document in load_documents(file, **how)]
+    documents = [document.text for file in files for document in load_documents(file, skip=skip)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -17,8 +17,6 @@ The target's own distribution is not estimated, because its normaliser over the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,15 +31,6 @@ HEAD_START = 50.0
 """Added to the log rate of certain columns, in nats. It exceeds the span of noise and frequencies, so certain columns
 come before all others. If there are more of them than the sample holds, they are drawn among themselves by the same
 weights."""
-
-
-class Sample(NamedTuple):
-    """The columns of a step, and their weights in sums over columns."""
-
-    columns: Int[Array, "S"]
-    """Ascending."""
-    log_weight: Float[Array, "S"]
-    """Minus the logarithm of the probability that the column is drawn."""
 
 
 def logit_summary(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"], count: int) -> LogitSummary:
@@ -71,17 +60,21 @@ def likely_somewhere(
     return jnp.zeros(vocab_size, bool).at[tokens.reshape(-1)].set(True, mode="drop")
 
 
-def draw(key: jax.Array, is_certain: Bool[Array, "C"], frequency: Float[Array, "C"], size: int) -> Sample:
+def draw(
+    key: jax.Array, is_certain: Bool[Array, "C"], frequency: Float[Array, "C"], size: int
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
     """Draws `size` columns without replacement: the certain ones first, the others in proportion to `frequency`.
 
-    Returns all columns with weight 1 if there are at most `size`. Consumes the key.
+    Returns:
+      The columns, ascending, and for each minus the logarithm of the probability that it is drawn, which is its weight
+      in sums over columns. All columns with weight 1 if there are at most `size`. Consumes the key.
     """
     num = len(is_certain)
     if size >= num:
-        return Sample(jnp.arange(num), jnp.zeros(num))
+        return jnp.arange(num), jnp.zeros(num)
     rate = jnp.log(frequency) + jnp.where(is_certain, HEAD_START, 0.0)
     scores, columns = lax.top_k(rate + jax.random.gumbel(key, (num,)), size + 1)
     columns = jnp.sort(columns[:size])
     # A column is in the sample if its noisy rate is above that of the best column outside the sample.
     chance = -jnp.expm1(-jnp.exp(rate[columns] - scores[size]))
-    return Sample(columns, -jnp.log(chance))
+    return columns, -jnp.log(chance)

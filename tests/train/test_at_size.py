@@ -18,8 +18,8 @@ from support.training import ALL, LENGTH, ROWS, TARGET, batch_of, graded, jit, m
 from hsd_jax.host import sharding
 from hsd_jax.kernels import program
 from hsd_jax.kernels.ops import matmuls
-from hsd_jax.train import drafter, run
-from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
+from hsd_jax.train import drafter
+from hsd_jax.train.loop import LoopConfig, first_state, make_train_step, place_rows
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
 HOT = tuple(range(0, 29, 2))
@@ -65,15 +65,20 @@ def test_no_logits_of_all_nodes():
     assert largest(CHUNKED) <= ROWS * 3 * config.num_steps
 
 
-def test_a_whole_loss_in_chunks():
-    _, weights, frozen = make()
+@pytest.mark.parametrize("changes", [{"chunk": 3}, {"sample": len(HOT)}], ids=str)
+def test_the_whole_loss(changes):
+    """In chunks, and by a sample that holds all columns."""
+    kind = {"trunk": "parallel", "injection": "path"}
+    _, weights, frozen = make(**kind)
     weights["injector"]["bias"] = weights["injector"]["bias"][jnp.asarray(HOT)]
     batch = batch_of(random_rows(), some_mask("half"))
-    (wanted, metrics), (wanted_grad, _) = graded(ALL, HOT)(weights, frozen, batch)
-    (found, chunked), (grad, _) = graded(CHUNKED, HOT)(weights, frozen, batch)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert_close(grad, wanted_grad, 2e-6)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), chunked, metrics)
+    (wanted, metrics), (wanted_grad, _) = graded(ALL, HOT, **kind)(weights, frozen, batch)
+    own = dataclasses.replace(ALL, **changes)
+    (found, own_metrics), (grad, to_target) = graded(own, HOT, **kind)(weights, frozen, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert_close(grad, wanted_grad, 1e-5)
+    assert not any(np.any(x) for x in jax.tree.leaves(to_target))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), own_metrics, metrics)
 
 
 # --- recomputation and precision --------------------------------------------------------------------------------------
@@ -134,13 +139,12 @@ def test_a_state_in_parts_trains_as_a_whole_one():
         one, metrics = step(one, frozen, batch)
         wanted.append(metrics["loss"])
 
-    shardings, place = run.placement(mesh, train, config)
     state = first_state(weights, train)
-    placement = shardings(state)
+    placement = sharding.weight_shardings(mesh, state, *sharding.heads_of(config))
     state, step = jax.device_put(state, placement), make_train_step(loss, train, placement)
     target = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, TARGET.num_heads, TARGET.num_kv_heads))
     for batch, value in zip(rows, wanted, strict=True):
-        placed = place(batch)
+        placed = place_rows(batch, mesh, ROWS)
         assert len({str(shard.index[0]) for shard in placed["tokens"].addressable_shards}) == 4
         state, metrics = step(state, target, placed)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)

@@ -94,18 +94,6 @@ def test_chains_carry_what_was_read_of_their_path():
     np.testing.assert_array_equal(found, path[..., 1:])
 
 
-def test_chosen_anchors_have_labels_where_there_are_enough():
-    has_label = np.random.default_rng(0).random((300, 7)) < 0.4
-    chosen = np.asarray(on_policy.choose_anchors(jax.random.key(0), jnp.asarray(has_label), 3))
-    assert chosen.shape == (300, 3) and all(len(set(row)) == 3 for row in chosen.tolist())
-    drawn = np.take_along_axis(has_label, chosen, 1).sum(1)
-    assert (drawn == np.minimum(has_label.sum(1), 3)).all() and set(drawn) == {0, 1, 2, 3}
-    assert set(np.asarray(on_policy.choose_anchors(jax.random.key(1), jnp.ones((50, 7), bool), 3)).ravel()) == {
-        *range(7)
-    }
-    assert on_policy.choose_anchors(jax.random.key(0), jnp.asarray(has_label), 9).shape == (300, 7)
-
-
 NUM_CHOSEN, EVEN = 3, tuple(range(0, 29, 2))
 HEADS = {"kind": "medusa", "rank": 128}
 EAGLE = {"kind": "eagle", "rank": 128}
@@ -138,7 +126,7 @@ def key_of(share: float, wanted: bool) -> int:
 def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):
     """Target and drafter decode every chain separately; masks are those of the row, and so are the metrics."""
     chosen, chains = forced()
-    monkeypatch.setattr(on_policy, "choose_anchors", lambda key, has_label, count: jnp.asarray(chosen))
+    monkeypatch.setattr(drafter, "choose_anchors", lambda key, has_label, count: jnp.asarray(chosen))
     monkeypatch.setattr(on_policy, "sample_chains", lambda *args: jnp.asarray(chains))
     drawn = itertools.cycle(jnp.asarray(chains[:, :, depth]) for depth in range(2))
     monkeypatch.setattr(on_policy, "draw", lambda *args: next(drawn))

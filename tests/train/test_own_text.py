@@ -19,6 +19,7 @@ from support.training import ROWS, TARGET, random_rows, random_weights
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import init_target
+from hsd_jax.params import Params
 from hsd_jax.train import data, distill, own_text
 from hsd_jax.train.loop import LoopConfig
 
@@ -26,41 +27,26 @@ SMALL = SmallLMConfig(**vars(dataclasses.replace(TARGET, num_layers=1, intermedi
 """Another architecture of the same vocabulary."""
 
 
-def models():
-    return random_weights(init_target, SMALL, 1), random_weights(init_target, TARGET, 2)
-
-
-def laws(temperature: float, *pairs) -> list[np.ndarray]:
-    """float64 distributions of (weights, config, tokens [B, T])."""
-    logits = (causal_pass(weights, config, jnp.asarray(tokens)).logits for weights, config, tokens in pairs)
-    return [np.exp(oracle.log_softmax(np.asarray(x, np.float64) / temperature)) for x in logits]
-
-
-def divergences(p: np.ndarray, q: np.ndarray, beta: float) -> dict[str, np.ndarray]:
-    return {
-        "fkl": oracle.kl(p, q),
-        "rkl": oracle.kl(q, p),
-        "jsd": oracle.jensen_shannon(p, q, beta),
-        "tvd": oracle.total_variation(p, q),
-    }
-
-
 # --- held-out figures -------------------------------------------------------------------------------------------------
 
 
 def test_held_out_divergences():
     """Of what was written, prompts left out, both distributions at the temperature; texts of different lengths."""
-    (drafter, frozen), rows = models(), random_rows()
+    drafter, frozen, rows = random_weights(init_target, SMALL, 1), random_weights(init_target, TARGET, 2), random_rows()
     texts = Texts.join(
         [list(row[: 2 + i]) for i, row in enumerate(rows)], [list(row[2 + i : 9]) for i, row in enumerate(rows)]
     )
     held_out_divergences = distill.held_out_divergences(TARGET, SMALL, distill.DistillLoss(jsd_beta=0.2), texts, 0.7)
     found = held_out_divergences(drafter, frozen)
-    p, q = laws(0.7, (frozen, TARGET, texts.tokens[:, :-1]), (drafter, SMALL, texts.tokens[:, :-1]))
+    tokens = jnp.asarray(texts.tokens[:, :-1])
+    both = (causal_pass(*one, tokens).logits for one in ((frozen, TARGET), (drafter, SMALL)))
+    p, q = (np.exp(oracle.log_softmax(np.asarray(x, np.float64) / 0.7)) for x in both)
     written = np.zeros((ROWS, 8), bool)
     for i in range(ROWS):
         written[i, 1 + i : 8] = True  # the law of token t stands at t - 1
-    wanted = {name: values[written].mean() for name, values in divergences(p, q, 0.2).items()}
+    values = {"fkl": oracle.kl(p, q), "rkl": oracle.kl(q, p), "jsd": oracle.jensen_shannon(p, q, 0.2)}
+    values["tvd"] = oracle.total_variation(p, q)
+    wanted = {name: value[written].mean() for name, value in values.items()}
     assert set(found) == {*wanted, "predicted_acceptance"}
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)
@@ -74,10 +60,11 @@ def test_rows_hold_what_plain_decoding_of_the_drafter_says():
     """At temperature 0, token by token from whole causal passes; labels are what was written, the end token too."""
     weights = random_weights(init_target, SMALL, 1)
     prompts = [random_rows(3)[i, : 2 + i] for i in range(3)]
-    free = own_text.write_rows(weights, SMALL, (), prompts, 12, own_text.OnPolicyConfig(1.0, temperature=0.0), [0] * 3)
+    writer = Params(weights, None, SMALL, max_len=SMALL.max_position)
+    free = own_text.write_rows(writer, prompts, 12, own_text.OnPolicyConfig(1.0, temperature=0.0), [0] * 3)
     eos = (int(free["tokens"][1, 6]),)  # so that a text ends early
     asked = own_text.OnPolicyConfig(1.0, temperature=0.0, max_new_tokens=7)
-    found = own_text.write_rows(weights, SMALL, eos, prompts, 12, asked, [0] * 3)
+    found = own_text.write_rows(dataclasses.replace(writer, eos=eos), prompts, 12, asked, [0] * 3)
     lengths = []
     for row, prompt in enumerate(prompts):
         text, end = list(prompt), len(prompt)
@@ -94,7 +81,7 @@ def test_rows_hold_what_plain_decoding_of_the_drafter_says():
 
 @pytest.fixture
 def mixed(tmp_path):
-    """`make(share, folder)`: batches of four rows and seven steps, refreshed every third, and what they are made of."""
+    """`make(folder)`: batches of four rows and seven steps, refreshed every third, and what they are made of."""
     rng = np.random.default_rng(5)
     tokens = np.array([rng.permutation(np.arange(2, TARGET.vocab_size))[:10] for _ in range(13)], np.int32)
     starts = np.zeros_like(tokens)
@@ -103,9 +90,10 @@ def mixed(tmp_path):
     asked = own_text.OnPolicyConfig(0.5, refresh=3, prompt_tokens=5)
     train = LoopConfig(batch=4, length=9, steps=7)
 
-    def make(share: float = 0.5, folder: str = "a"):
-        how = dataclasses.replace(asked, share=share)
-        return own_text.MixedBatches(rows, train, 3, how, SMALL, (1,), tmp_path / folder), data.Batches(rows, 4, 3)
+    writer = Params({}, None, SMALL, eos=(1,), max_len=SMALL.max_position)
+
+    def make(folder: str = "a"):
+        return own_text.MixedBatches(rows, train, 3, asked, writer, tmp_path / folder), data.Batches(rows, 4, 3)
 
     return make
 

@@ -26,18 +26,8 @@ from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models.checkpoint import find
-from hsd_jax.train import (
-    data,
-    drafter,
-    journal,
-    loop,
-    pretrain,
-    run,
-    tasks,
-    trained,
-)
+from hsd_jax.train import data, drafter, journal, loop, pretrain, run
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -53,8 +43,7 @@ def test_passes_of_a_step_are_averaged(monkeypatch):
     grad = jax.grad(lambda p: loss(p, 2.0, {"rows": rows}, None, 0)[0])(params)
     for passes in (1, 3):
         step = loop.make_train_step(loss, loop.LoopConfig(batch=6, micro_batch=6 // passes))
-        state = {"params": params + 0, "opt_state": optax.sgd(1.0).init(params)}
-        state |= {"step": jnp.full((), 4, jnp.int32), "seed": jnp.zeros((), jnp.int32)}
+        state = loop.first_state(params + 0, loop.LoopConfig()) | {"step": jnp.int32(4)}
         state, metrics = step(state, 2.0, {"rows": rows})
         np.testing.assert_allclose(params - state["params"], grad, rtol=1e-5)
         np.testing.assert_allclose(metrics["largest"], rows.reshape(passes, -1).max(1).mean(), rtol=1e-6)
@@ -71,8 +60,7 @@ def test_bfloat16_compute_keeps_float32_masters():
 
     config = loop.LoopConfig(batch=1, compute="bfloat16", warmup=0)
     params = {"kernel": jnp.ones((2, 2)), "norm": jnp.ones(2)}
-    state = {"params": params, "opt_state": loop.make_optimizer(config).init(params)}
-    state |= {"step": jnp.zeros((), jnp.int32), "seed": jnp.zeros((), jnp.int32)}
+    state = loop.first_state(params, config)
     state, _ = loop.make_train_step(loss, config)(state, None, {"rows": jnp.zeros((1, 1))})
     assert seen == {"kernel": "bfloat16", "norm": "float32"}
     floats = [x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -82,6 +70,15 @@ def test_bfloat16_compute_keeps_float32_masters():
 # Whole runs, from text to folders.
 
 
+def drafter_recipe(**changes) -> drafter.DrafterRecipe:
+    return drafter.DrafterRecipe.from_dict(DRAFTER_VALUES | changes, "recipe")
+
+
+def train(source, files, out, recipe, report=lambda line: None, **how) -> Path:
+    with jax.numpy_dtype_promotion("standard"):
+        return run.train(source, [files / "text.jsonl"], out, recipe, report=report, **how)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A data file, and a target trained on it."""
@@ -89,9 +86,7 @@ def files(tmp_path_factory):
     lines = TEXT.splitlines(keepends=True)
     documents = ["".join(lines[i : i + 24]) for i in range(0, len(lines), 24)]  # so that rows pack several
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    recipe = pretrain.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
-    with jax.numpy_dtype_promotion("standard"):
-        run.train(None, [folder / "text.jsonl"], folder / "target", recipe, report=lambda line: None)
+    train(None, folder, folder / "target", pretrain.TargetRecipe.from_dict(TARGET_VALUES, "recipe"))
     return folder
 
 
@@ -99,16 +94,22 @@ def files(tmp_path_factory):
 def finished(files, tmp_path_factory):
     """The folder of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("finished")
-    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
-    with jax.numpy_dtype_promotion("standard"):
-        run.train(files / "target", [files / "text.jsonl"], folder, recipe, report=lambda line: None)
+    train(files / "target", files, folder, drafter_recipe())
     return folder
 
 
-def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
-    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
-    args = files / "target", [files / "text.jsonl"]
+def test_a_target_that_broke_off_ends_with_the_same_bits(files, tmp_path):
+    shutil.copytree(files / "target", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    lines = []
+    train(None, files, tmp_path / "run", pretrain.TargetRecipe.from_dict(TARGET_VALUES, "recipe"), lines.append)
+    assert "resuming at step 2 of 4" in lines
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (files / "target" / name).read_bytes()
 
+
+def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
     class Killed(Exception):
         pass
 
@@ -118,22 +119,27 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path):
 
     (tmp_path / "killed").mkdir()  # what a run leaves that was killed before its first checkpoint
     (tmp_path / "killed" / "metrics.jsonl").write_text('{"step": 1, "tokens": 32}\n')
+    args = files / "target", files, tmp_path / "killed", drafter_recipe()
     with pytest.raises(Killed):
-        run.train(*args, tmp_path / "killed", recipe, report=kill)
-    wait_for(tmp_path / "killed" / "checkpoints" / "2")
+        train(*args, kill)
+    end = time.monotonic() + 30
+    while not (tmp_path / "killed" / "checkpoints" / "2").is_dir():  # checkpoints are written beside the training
+        assert time.monotonic() < end
+        time.sleep(0.02)
     lines = []
-    resumed = run.train(*args, tmp_path / "killed", recipe, report=lines.append)
+    resumed = train(*args, lines.append)
     assert "resuming at step 2 of 4" in lines
     name = "drafter.safetensors"
     assert (finished / "drafter" / name).read_bytes() == (resumed / name).read_bytes()
-    log = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
-    there = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     untimed = lambda entries: [{k: v for k, v in e.items() if k != "tokens_per_s"} for e in entries]  # noqa: E731
-    assert untimed(log) == untimed(there)
+    log = untimed(journal.read_metrics(tmp_path / "killed"))
+    assert log == untimed(journal.read_metrics(finished))
     assert [("eval" in e, e["step"]) for e in log] == [(0, 1), (0, 2), (1, 2), (0, 3), (0, 4), (1, 4)]
     assert len(log[0]["acceptance"]) == 3
+    judged = json.loads((resumed / "judged.json").read_text())
+    assert judged == max((e["eval"] for e in log if "eval" in e), key=lambda values: values["tau"]), "the best is kept"
     config, _ = drafter_files.read_drafter(resumed)
-    target = find(args[0])
+    target = find(files / "target")
     drafter_files.check_drafter(config, DraftedFor(target.config, target.hash(), target.tokenizer))
     assert config.vocabulary_hash == target.tokenizer.vocabulary_hash
 
@@ -144,10 +150,9 @@ def test_a_run_of_cheap_steps(files, tmp_path):
     with."""
     loss = {"sample": 40, "stages": [{"until": 3, "anchors_per_row": 4, "num_steps": 2}]}
     model = DRAFTER_VALUES["model"] | {"feature_layers": [0], "trunk_begins": "last_layer", "stored_in": "bfloat16"}
-    values = DRAFTER_VALUES | {"model": model, "loss": loss, "features": {"cache": str(tmp_path / "cache")}}
-    recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
-    folder = run.train(files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lines.append)
-    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    recipe, lines = drafter_recipe(model=model, loss=loss, features={"cache": str(tmp_path / "cache")}), []
+    folder = train(files / "target", files, tmp_path / "run", recipe, lines.append)
+    log = journal.read_metrics(tmp_path / "run")
     assert [len(entry["acceptance"]) for entry in log if "eval" not in entry] == [2, 2, 2, 3]
     assert "the trunk starts as the target's last layer; fresh weights: nothing" in lines
     assert any(line.startswith("features: ") and " and 8 likeliest tokens" in line for line in lines)
@@ -160,10 +165,8 @@ def test_a_run_of_cheap_steps(files, tmp_path):
 @pytest.mark.slow
 def test_a_run_with_a_reduced_vocabulary(files, tmp_path):
     """From text to a folder that loads; coverage is reported of the labels and of the held-out texts."""
-    values = DRAFTER_VALUES | {"model": DRAFTER_VALUES["model"] | {"draft_vocab": 0.1}}
-    recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
-    args = files / "target", [files / "text.jsonl"], tmp_path, recipe
-    folder = run.train(*args, report=lines.append)
+    recipe, lines = drafter_recipe(model=DRAFTER_VALUES["model"] | {"draft_vocab": 0.1}), []
+    folder = train(files / "target", files, tmp_path, recipe, lines.append)
     said = [
         line.partition(";")[0] for line in lines if line.startswith("reduced draft vocabulary of 30 tokens: covers ")
     ]
@@ -175,22 +178,9 @@ def test_a_run_with_a_reduced_vocabulary(files, tmp_path):
     assert weights["draft_to_target"].tolist() == ids and 1 in ids  # the end token
     params = hsd_jax.load(target=files / "target", drafter=folder, precision="exact")  # whose drafter is float32 too
     np.testing.assert_array_equal(params.drafter["head"], params.target["embedding"][np.array(ids)])
-    (tmp_path / "other.txt").write_text("Zebras judge quartz. " * 200)
-    other = tmp_path / "other.txt", tmp_path / "again"
-    again = run.train(args[0], [other[0]], other[1], recipe, report=lines.append, start_dir=folder)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "Zebras judge quartz. " * 200}))
+    again = train(files / "target", tmp_path, tmp_path / "again", recipe, lines.append, start_dir=folder)
     assert drafter_files.read_drafter(again)[1]["draft_to_target"].tolist() == ids, "other text, the same tokens"
-
-
-def test_the_best_drafter_is_kept(files, tmp_path, monkeypatch):
-    """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
-    kept, write = [], tasks.drafter_files.save_drafter
-    monkeypatch.setattr(tasks.simulate, "simulate", lambda params, *rest: {"tau": next(scores)})
-    save = lambda folder, *rest: (write(folder, *rest), kept.append(folder))  # noqa: E731
-    monkeypatch.setattr(tasks.drafter_files, "save_drafter", save)
-    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
-    scores = iter([3.0, 0.0, 1.0, 0.0])  # greedy and sampled texts of each judgement
-    folder = run.train(files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lambda line: None)
-    assert len(kept) == 1 and json.loads((folder / "judged.json").read_text())["tau"] == 3.0
 
 
 def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path):
@@ -201,13 +191,10 @@ def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path):
         return jnp.where(step == 2, jnp.nan, 1.0) * jnp.sum(params**2), {}
 
     config = loop.LoopConfig(steps=9, batch=2, length=4, warmup=1, log_every=9, checkpoint_every=2)
+    model, batches = loop.Model(None, jnp.ones(2), [(9, loss)]), data.Batches(rows, 2, 0)
     with pytest.raises(FloatingPointError, match=r"nan.*step 3 .batch 2, .*checkpoint 2"):
-        loop.fit(loss, jnp.ones(2), None, data.Batches(rows, 2, 0), config, tmp_path, quiet_journal(tmp_path))
+        loop.fit(model, batches, config, journal.Journal(tmp_path, 9, 8, lambda line: None))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["2"]
-
-
-def quiet_journal(out: Path) -> journal.Journal:
-    return journal.Journal(out, 9, lambda line: None)
 
 
 def test_a_run_ends_by_the_clock(tmp_path, monkeypatch):
@@ -215,97 +202,58 @@ def test_a_run_ends_by_the_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: float(next(reads))))
     rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
     config = loop.LoopConfig(steps=10**6, batch=2, length=4, warmup=1, log_every=1, learning_rate=0.1)
-    seen = []
-    evaluator = loop.Evaluator(10**6, lambda p: {"tau": 1.0}, lambda p, scores: seen.append(float(p[0])))
-    evaluate = evaluator.evaluate
-    evaluations = []
-    evaluator = dataclasses.replace(evaluator, evaluate=lambda p: evaluations.append(1) or evaluate(p))
-    fitted = loop.fit(
-        lambda p, *rest: (jnp.sum(p**2), {}),
-        jnp.ones(2),
-        None,
-        data.Batches(rows, 2, 0),
-        config,
-        tmp_path,
-        quiet_journal(tmp_path),
-        evaluator=evaluator,
-        stop_at=300.0,
-    )
+    kept, scores = [], [2.0, 1.0, 3.0, 3.0, 2.0, 1.0]
+    evaluator = loop.Evaluator(10**6, lambda p: {"tau": scores.pop(0)}, lambda p, found: kept.append(found["tau"]))
+    model = loop.Model(None, jnp.ones(2), [(config.steps, lambda p, *rest: (jnp.sum(p**2), {}))])
+    own = journal.Journal(tmp_path, config.steps, 8, lambda line: None)
+    fitted = loop.fit(model, data.Batches(rows, 2, 0), config, own, evaluator, stop_at=300.0)
     steps = [record for record in journal.read_metrics(tmp_path) if "eval" not in record]
     assert 10 < steps[-1]["step"] < 100, "the clock was read several times a step"
-    assert len(evaluations) == 1 + 300 // 60 and len(seen) == 1
+    assert not scores and kept == [2.0, 3.0], "evaluated once a minute and at the end; the best is kept"
     rates = [record["learning_rate"] for record in steps]
     assert rates[2] > 0.08 and rates[-1] < 0.01, "the learning rate falls with the time, not with the steps"
     assert abs(fitted[0]) < 1 and (tmp_path / "checkpoints" / str(steps[-1]["step"])).is_dir()
 
 
+@pytest.mark.slow
 def test_force_continues_with_another_recipe(files, finished, tmp_path):
-    args = files / "target", [files / "text.jsonl"], tmp_path / "run"
     shutil.copytree(finished, tmp_path / "run")
-    longer = drafter.DrafterRecipe.from_dict(dict(DRAFTER_VALUES, train=dict(LOOP, steps=6)), "recipe")
-    with pytest.raises(ValueError, match=r"train\.steps is 4 there and 6"):
-        run.train(*args, longer, report=lambda line: None)
     lines = []
-    run.train(*args, longer, report=lines.append, force=True)
+    longer = drafter_recipe(train=dict(LOOP, steps=6))
+    train(files / "target", files, tmp_path / "run", longer, lines.append, force=True)
     assert "resuming at step 4 of 6" in lines
     stored = json.loads((tmp_path / "run" / "recipe.json").read_text())
     assert stored["train"]["steps"] == 6 and stored["target"] and stored["versions"]["jax"] == jax.__version__
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path):
     """A parallel trunk begins as the recurrent one it is given; what that lacks, its slots, begins as in any run."""
+    still = dict(LOOP, learning_rate=0.0, steps=1, warmup=0)
     model = dict(DRAFTER_VALUES["model"], trunk="parallel", num_steps=4)
-    values = dict(
-        DRAFTER_VALUES, model=model, eval={"every": 0}, train=dict(LOOP, learning_rate=0.0, steps=1, warmup=0)
-    )
-    recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
-    args, lines = (files / "target", [files / "text.jsonl"], tmp_path / "run", recipe), []
-    start = finished / "drafter"
-    run.train(*args, report=lines.append, start_dir=start)
+    recipe, lines, start = drafter_recipe(model=model, eval={"every": 0}, train=still), [], finished / "drafter"
+    folder = train(files / "target", files, tmp_path / "run", recipe, lines.append, start_dir=start)
     changes = "; dropped: ['trunk']['no_token']; fresh: ['trunk']['slots']"
     assert any("starting from" in line and line.endswith(changes) for line in lines)
-    config, weights = drafter_files.read_drafter(tmp_path / "run" / "drafter")
+    config, weights = drafter_files.read_drafter(folder)
     given = drafter_files.read_drafter(start)[1]
     assert np.sqrt(np.mean(given["injector"]["previous"] ** 2)) < 0.5  # it began with the target's embeddings
     assert config.trunk == "parallel" and weights["trunk"].pop("slots").shape == (3, 16)
     given["trunk"].pop("no_token")
     jax.tree.map(np.testing.assert_array_equal, weights, given)
-    with pytest.raises(ValueError, match="start"):  # without it, it is another run
-        run.train(*args, report=lines.append)
-    fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, reduced_vocab_size=3))
-    begun = trained.started_from(fresh, given, jnp.array([1, 7, 9])).weights
-    np.testing.assert_array_equal(begun["injector"]["bias"], given["injector"]["bias"][np.array([1, 7, 9])])
-    hot = {**given, "draft_to_target": jnp.array([1, 7, 9]), "injector": begun["injector"]}
-    again, _, dropped = trained.started_from(fresh, hot, jnp.array([2, 7, 9]))
-    assert not dropped  # what follows from the target and the `draft_to_target` ids is made anew
-    rows = [np.zeros(4), *given["injector"]["bias"][np.array([7, 9])]]
-    np.testing.assert_array_equal(again["injector"]["bias"], rows)
-    with pytest.raises(FileNotFoundError, match=r"drafter_config\.json"):
-        run.train(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path)
-    config, weights = drafter_files.read_drafter(start)
-    drafter_files.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)
-    with pytest.raises(ValueError, match=r"0{12}"):
-        run.train(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path / "strange")
-    assert not (tmp_path / "other").exists()
 
 
-def wait_for(folder: Path) -> None:
-    """Checkpoints are written beside the training."""
-    end = time.monotonic() + 30
-    while not folder.is_dir():
-        assert time.monotonic() < end, f"{folder} did not appear"
-        time.sleep(0.02)
-
-
-def test_a_folder_with_another_recipe_is_refused(files):
-    recipe = pretrain.TargetRecipe.from_dict(dict(TARGET_VALUES, train=dict(LOOP, seed=7)), "recipe")
-    with pytest.raises(ValueError, match=r"train\.seed.*0.*7"):
-        run.train(None, [files / "text.jsonl"], files / "target", recipe, report=lambda line: None)
-    (files / "other").mkdir()
-    (files / "other" / "text.jsonl").write_text(json.dumps({"text": TEXT + "!"}))
-    recipe = pretrain.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
-    with pytest.raises(ValueError, match=r"files\.0"):
-        run.train(None, [files / "other" / "text.jsonl"], files / "target", recipe, report=lambda line: None)
+def test_a_folder_of_another_run_is_refused(files, finished, tmp_path):
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT + "!"}))
+    own, longer = drafter_recipe(), drafter_recipe(train=dict(LOOP, steps=6))
+    start = {"start_dir": finished / "drafter"}
+    for folder, recipe, how, said in (
+        (files, longer, {}, r"train\.steps is 4 there and 6"),
+        (tmp_path, own, {}, r": files is .* there"),
+        (files, own, start, r": start is 'missing' there"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(files / "target", folder, finished, recipe, **how)
 
 
 @pytest.mark.parametrize(
@@ -314,12 +262,16 @@ def test_a_folder_with_another_recipe_is_refused(files):
         ({"train": dict(LOOP, length=3)}, r"train\.length=3: .*model\.num_steps=3"),
         ({"train": dict(LOOP, length=4096)}, r"train\.length=4096: .*2048"),
         ({"train": dict(LOOP, length=1024)}, r"fewer than one (batch|row)"),
+        ({"start_dir": "."}, r"drafter_config\.json"),
+        ({"start_dir": "strange"}, r"0{12}"),
     ],
 )
-def test_recipes_that_do_not_fit(files, tmp_path, change, message):
-    recipe = drafter.DrafterRecipe.from_dict({**DRAFTER_VALUES, **change}, "recipe")
-    with pytest.raises(ValueError, match=message):
-        run.train(files / "target", [files / "text.jsonl"], tmp_path / "out", recipe)
+def test_runs_that_are_refused_leave_no_files(files, finished, tmp_path, change, message):
+    config, weights = drafter_files.read_drafter(finished / "drafter")
+    drafter_files.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)
+    how = {"start_dir": tmp_path / change.pop("start_dir")} if "start_dir" in change else {}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train(files / "target", files, tmp_path / "out", drafter_recipe(**change), **how)
     assert not (tmp_path / "out").exists()
 
 

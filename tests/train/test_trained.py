@@ -1,4 +1,4 @@
-"""A trunk that begins as the target's last layers."""
+"""First weights: a trunk that begins as the target's last layers, and what is taken from a trained drafter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.models.trunk import trunk_features
 from hsd_jax.train import drafter
-from hsd_jax.train.trained import begun_with_target
-
-# --- a trunk that begins as the target's last layers ------------------------------------------------------------------
-
+from hsd_jax.train.trained import begun_with_target, started_from
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, training.TARGET.vocab_size, (2, 7)))
 
@@ -86,3 +83,15 @@ def test_a_trunk_of_other_sizes_begins_with_what_fits():
 def test_a_trunk_that_the_target_has_no_layer_for(changes, message):
     with pytest.raises(ValueError, match=message):
         begun(**changes)
+
+
+def test_rows_of_the_bias_follow_their_tokens():
+    """For a drafter of three hot tokens, from one that drafts all, and from one with other hot tokens."""
+    config, given, _ = training.make()
+    fresh = training.random_weights(init_drafter, dataclasses.replace(config, reduced_vocab_size=3), 4)
+    bias, begun = given["injector"]["bias"], started_from(fresh, given, jnp.array([1, 7, 9])).weights
+    np.testing.assert_array_equal(begun["injector"]["bias"], bias[np.array([1, 7, 9])])
+    hot = {**given, "draft_to_target": jnp.array([1, 7, 9]), "injector": begun["injector"]}
+    again, _, dropped = started_from(fresh, hot, jnp.array([2, 7, 9]))
+    assert not dropped  # what follows from the target and the `draft_to_target` ids is made anew
+    np.testing.assert_array_equal(again["injector"]["bias"], [np.zeros(5), *bias[np.array([7, 9])]])

@@ -209,7 +209,7 @@ def read_prompts(
       count: returns the number of tokens of a text, to cut dialogues.
       half: "tune" or "report"; None: all.
       chat: the tokenizer whose chat template renders conversations and questions; None: lines, as in `render_turns`.
-      skip_bad_lines: as in `records.read_file`.
+      skip_bad_lines: leave out and report records that cannot be used.
     """
     take(Half | None, half, "half")
 
@@ -232,7 +232,7 @@ def read_prompts(
 
     prompts = []
     for path in files:
-        found = read_file(path, make, skip_bad_lines, say, LINES, limit)
+        found = read_file(path, make, say if skip_bad_lines else None, LINES, limit)
         if not found:
             raise ValueError(f"{path}: holds no prompt" + (f" of half {half}" if half else ""))
         prompts.extend(found)
