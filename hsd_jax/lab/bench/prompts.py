@@ -307,18 +307,22 @@ def spec_bench(path: str | Path, limit: int | None, tokenizer: Tokenizer | None)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError("--spec-bench asks an assistant, and this target has no chat template; see --tokenizer NAME")
     task_of = {category: task for task, names in SPEC_BENCH.items() for category in names}
-    tasks: dict[str, list[BenchPrompt]] = {task: [] for task in SPEC_BENCH}
+    tasks: dict[str, list[Record]] = {task: [] for task in SPEC_BENCH}
     for record in read_records(path, text=None):
+        if (category := record.fields.get("category")) not in task_of:
+            raise ValueError(f"{record.where}: category {category!r}: allowed are {', '.join(task_of)}")
+        tasks[task_of[category]].append(record)
+    if not any(tasks.values()):
+        raise ValueError(f"{path}: holds no prompt")
+
+    def first_turn(record: Record) -> BenchPrompt:
         with naming(record):
-            if (category := record.fields.get("category")) not in task_of:
-                raise ValueError(f"category {category!r}: allowed are {', '.join(task_of)}")
             _, question, turns = content_of(record.fields, ("turns",))
             if turns:
                 raise ValueError(f"turns is {record.fields['turns']!r:.60}: expected the user's texts")
-            tasks[task_of[category]].append(asked(tokenizer, [("User", question)], name_of(record)))
-    if not any(tasks.values()):
-        raise ValueError(f"{path}: holds no prompt")
-    return {task: spread_evenly(found, limit) for task, found in tasks.items() if found}
+            return asked(tokenizer, [("User", question)], name_of(record))
+
+    return {task: [first_turn(record) for record in spread_evenly(own, limit)] for task, own in tasks.items() if own}
 
 
 def spread_evenly(found: Sequence[Any], num: int | None) -> list[Any]:

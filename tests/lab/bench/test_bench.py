@@ -173,6 +173,10 @@ def test_spec_bench_is_asked_through_the_chat_template(tmp_path, tokenizer):
     assert names == {"mt_bench": ["81", "91"], "translation": ["9"], "qa": ["300", "301"]}
     assert found["mt_bench"][0].text == "<s><|im_start|>user Write.<|im_end|> <|im_start|>assistant "
     assert prompts.spread_evenly(range(10), 5) == [0, 2, 4, 6, 8] and prompts.spread_evenly([1, 2], 20) == [1, 2]
+    path = write(tmp_path / "faulty.jsonl", [*SPEC_BENCH[:4], {"category": "qa", "turns": []}])
+    assert len(prompts.spec_bench(path, 2, tokenizer)["qa"]) == 2  # the third is not rendered, nor looked at
+    with pytest.raises(ValueError, match=r"faulty\.jsonl:5: "):
+        prompts.spec_bench(path, 3, tokenizer)
     with pytest.raises(ValueError, match="chat template"):
         prompts.spec_bench(path, 5, Tokenizer.find(chat.write_tokenizer(tmp_path / "plain", None)))
 
