@@ -307,7 +307,7 @@ def main() -> None:
     if args.speed:
         measured = speeds({name: folders[0] for name, folders in found.items()}, arms, comparison, args)
         tables += report.tables_of(measured)
-        foot += report.footer(measured, report.NOTE)
+        foot += report.footer(measured)
     report.show(tables, foot, args.out / "table.md")
 
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         path = None if args.out is None else args.out / "bench.json"
         settings = tasks, work.temperatures, work.batch
         record = experiment.run_experiment(work, modes, *settings, named, args.stages, path)
-        tables, foot = report.tables_of(record), report.footer(record, report.NOTE)
+        tables, foot = report.tables_of(record), report.footer(record)
         report.show(tables, foot, args.out and args.out / "bench.md")
         if args.out is not None:
             report.plot(record, args.out / "bench.png")
