@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_pair(args, "show")
     prompt = demo_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
-    settings = vars(options.record_of(args, Sampling)) | vars(options.record_of(args, Speculation))
-    settings |= {"tree": options.tree_of(args, params)}
+    how = options.record_of(args, Speculation, tree=options.tree_of(args, params))
+    settings = vars(options.record_of(args, Sampling)) | vars(how)
     settings["accept"], _ = rule_and_scheme(settings["accept"], settings["draw"])
     write_text(args.out, render(make_page(params, prompt, settings, args.command_line, args.max_rounds)))
     options.say(f"wrote {args.out}")

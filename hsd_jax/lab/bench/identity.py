@@ -3,15 +3,14 @@
 Only the first difference of a row counts, because the texts have different prefixes after it. Each difference is
 replayed with passes of plain decoding. If the library promises the same text (`is_promised`), no difference is excused.
 Otherwise one is excused if the arithmetic cannot separate the two tokens. Rules other than `match` draw other sampled
-text, so its distribution is tested (`goodness_of_fit`).
+text, so its distribution is tested (`quantiles`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax import api
 from hsd_jax.arguments import sampling_of_row
+from hsd_jax.asked import Speculation
 from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import program_for
@@ -41,7 +41,7 @@ FAST_PER_THOUSAND = 2.0
 """In fast precision on meshes, on accelerators and on CPUs without the kernels, the most differences per 1,000 tokens.
 All must be within the noise."""
 FALSE_ALARM = 1e-6
-"""The share of correct settings that `goodness_of_fit` rejects by chance."""
+"""The share of correct settings that the test of a distribution rejects by chance."""
 NOISE_ROWS = 8
 BINS = 20
 SHORTEST = 128
@@ -54,34 +54,24 @@ SETTINGS = {
 
 
 def compare(
-    params,
-    prompts: list[tuple[str, list[int]]],
-    tree,
-    max_new_tokens: int,
-    batch: int,
-    seed: int,
-    reuse: str,
-    rule: Mapping[str, Any],
-) -> dict:
+    params, prompts: list[tuple[str, list[int]]], how: Speculation, max_new_tokens: int, batch: int, seed: int
+) -> dict[str, Any]:
     """Runs all settings. `ok` is False if a difference is not excused, or if a distribution is not the target's.
 
     Args:
-      tree: the draft tree; None: `decode` chooses.
-      rule: the arguments accept, draw and lossy of `decode`.
+      prompts: name and tokens of each.
     """
-    promised, noise = is_promised(params), None
-    num_nodes = (tree or default_tree(params.drafter_config)).nodes
-    settings = []
+    noise, size, settings = None, (max_new_tokens, batch, seed), []
+    num_nodes = (how.tree or default_tree(params.drafter_config)).nodes
     for name, sampling in SETTINGS.items():
         say(f"{name}: {len(prompts)} prompts")
-        size = max_new_tokens, batch, seed
-        texts, tau, share = decode_all(params, prompts, *size, sampling | {"reuse": reuse, "tree": tree, **rule})
+        texts, tau, share = decode_all(params, prompts, *size, sampling | vars(how))
         setting: dict[str, Any] = {"name": name, **sampling, "tau": tau, "drafted_share": share, "differences": []}
         settings.append(setting)
-        if sampling["temperature"] and not keeps_text(rule["accept"]):
-            found = goodness_of_fit(params, [ids for _, ids in prompts], texts, sampling, seed)
-            setting |= {"tokens_compared": found.tokens, "chi_square": found.chi_square, "p_value": found.p_value}
-            setting["ok"] = found.p_value >= FALSE_ALARM
+        if sampling["temperature"] and not keeps_text(how.accept):
+            found = quantiles(params, [ids for _, ids in prompts], texts, sampling, seed)
+            setting |= {"tokens_compared": len(found), "p_value": p_value_of(found)}
+            setting["ok"] = setting["p_value"] >= FALSE_ALARM
             continue
         plain, _, _ = decode_all(params, prompts, *size, sampling | {"speculate": False})
         if noise is None and params.precision != "exact":
@@ -93,23 +83,17 @@ def compare(
             if index is not None:
                 differences.append(_explain(params, prompts[row], row, index, a, b, seed + row, sampling, noise))
         per_thousand = 1000 * len(differences) / max(compared, 1)
-        is_rare = promised or params.precision == "exact" or per_thousand <= FAST_PER_THOUSAND
+        is_rare = is_promised(params) or params.precision == "exact" or per_thousand <= FAST_PER_THOUSAND
         setting |= {"tokens_compared": compared, "per_thousand": per_thousand}
         setting["ok"] = is_rare and all(d["excused"] for d in differences)
         setting["differences"] = differences
     return {
         "ok": all(s["ok"] for s in settings),
-        "promised": promised,
         "precision": params.precision,
         "dtype": params.dtype,
         "num_prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
-        "batch": batch,
-        "seed": seed,
-        "tree": None if tree is None else dataclasses.asdict(tree),
         "num_nodes": num_nodes,
-        "reuse": reuse,
-        **rule,
         "logit_noise": noise,
         "settings": settings,
     }
@@ -326,16 +310,6 @@ def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num
     return logits.reshape(num_chunks * num_nodes, -1)
 
 
-class GoodnessOfFit(NamedTuple):
-    """The result of the test for a number of tokens."""
-
-    tokens: int
-    chi_square: float
-    """The chi-square, which has BINS - 1 degrees of freedom."""
-    p_value: float
-    """The probability that texts of the target have at least this chi-square."""
-
-
 @jax.jit
 def places(
     logits: Float[Array, "B V"], tokens: Int[Array, "B"], coins: Float[Array, "B"], sampling: SamplingParams
@@ -348,10 +322,10 @@ def places(
     return jnp.where(own[:, 0] > -jnp.inf, jnp.minimum(likelier + coins * tied, 1.0), 2.0)
 
 
-def goodness_of_fit(
+def quantiles(
     params, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], settings: dict, seed: int = 0
-) -> GoodnessOfFit:
-    """The chi-square of the quantiles of all tokens of `texts`, each decoded after its prompt with `settings`.
+) -> Float[np.ndarray, "tokens"]:
+    """The `places` of all tokens of `texts`, each decoded after its prompt with `settings`.
 
     Args:
       settings: the arguments temperature, top_k and top_p of `decode`.
@@ -369,16 +343,17 @@ def goodness_of_fit(
         # One pass over the text. With the CPU kernels it has the bits of the decode, which matters at a filter's edge.
         own = places(_replayed(params, [first], row, num), np.array(row, np.int32), coins, sampling)
         found.append(np.asarray(own)[len(prompt) - 1 :][: len(text)])
-    return chi_square_test(np.concatenate(found))
+    return np.concatenate(found)
 
 
-def chi_square_test(found: np.ndarray) -> GoodnessOfFit:
-    """The test of quantiles in BINS bins of equal mass. A token that the target cannot emit gives a p-value of 0."""
-    counts = np.histogram(found, BINS, (0.0, 1.0))[0]
-    wanted = len(found) / BINS
+def p_value_of(found: np.ndarray) -> float:
+    """The probability that the target's own quantiles are spread over BINS bins of equal mass at least as unevenly.
+
+    It is that of the chi-square, which has BINS - 1 degrees of freedom; 0 if the target cannot emit one of the tokens.
+    """
+    counts, wanted = np.histogram(found, BINS, (0.0, 1.0))[0], len(found) / BINS
     chi_square = float(((counts - wanted) ** 2 / wanted).sum())
-    p_value = 0.0 if (found > 1.0).any() else float(chi2.sf(chi_square, BINS - 1))
-    return GoodnessOfFit(len(found), chi_square, p_value)
+    return 0.0 if (found > 1.0).any() else float(chi2.sf(chi_square, BINS - 1))
 
 
 def print_identity(record: dict[str, Any]) -> None:
