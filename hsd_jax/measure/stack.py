@@ -211,11 +211,22 @@ def mode_of(name: str, way: Stack, folders: Sequence[str], load: Callable[[str],
     if way.tree is None:
         return Mode(name, params)
     own = dataclasses.replace(load(folders[way.chain[-2]]), target=params.target)
-    for level in reversed(range(len(way.chain) - 2)):
-        own = stack(own, folders[way.chain[level]], way.most(level))
-    mode = Mode(name, own, Speculation(way.tree))
+    mode = Mode(name, stacked(own, levels_of(way, folders)), Speculation(way.tree))
     mode.check()
     return mode
+
+
+def levels_of(way: Stack, folders: Sequence[str]) -> list[str]:
+    """The models below the one that drafts for the target, as --stack takes them."""
+    return [f"{folders[way.chain[i]]}@{way.most(i)}" for i in reversed(range(len(way.chain) - 2))]
+
+
+def use_of(way: Stack, folders: Sequence[str]) -> str:
+    """The options that decode in this way."""
+    if way.tree is None:
+        return "decode without a drafter: none of these pays here"
+    models = " --stack ".join([folders[way.chain[-2]], *levels_of(way, folders)])
+    return f"decode with --drafter {models} --nodes {way.tree.nodes} --depth {way.tree.depth} --width 1"
 
 
 def measure_stacks(
@@ -265,6 +276,7 @@ def measure_stacks(
                 "predicted_tau": mean(way.adds),
                 "tau": record["tau"],
                 "same_text_as_plain": record["same_text_as_plain"],
+                "use": use_of(way, names),
             }
         )
     return {
