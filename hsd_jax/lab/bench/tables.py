@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hsd_jax.host.files import is_writer
@@ -27,6 +28,22 @@ def say(text: str) -> None:
     """Prints one line of progress on stderr, because stdout carries only results. Only one process of a run prints."""
     if is_writer():
         print(text, file=sys.stderr, flush=True)
+
+
+def print_pieces(pieces: Iterator[Any]) -> tuple[list[Any], list[float], Any]:
+    """Prints each piece of `hsd_jax.stream` at once: its text, or its ids without a tokenizer.
+
+    Returns the pieces, the seconds at which they came, by `time.perf_counter`, and the statistics.
+    """
+    found, times = [], []
+    while True:
+        try:
+            found.append(next(pieces))
+        except StopIteration as end:
+            return found, times, end.value
+        times.append(time.perf_counter())
+        text = found[-1].text
+        print("".join(f"{token} " for token in found[-1].tokens) if text is None else text, end="", flush=True)
 
 
 def print_tables(tables: Iterable[Table], lines: Iterable[str] = ()) -> None:
