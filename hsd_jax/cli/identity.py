@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
     work = options.record_of(args, Workload)
     how = options.record_of(args, Speculation, tree=options.tree_asked(args, params))
     texts = [(p.name, p.tokens(params.tokenizer)) for p in work.read(params, work.prompts)]
-    isas = identity.isas_here(params) if args.levels else []
     size = work.max_new_tokens, args.batch, work.seed
+    levels = identity.compare_isas(params, texts, *size) if args.levels else None
     record = identity.compare(params, texts, how, *size)
     record |= {"command": args.command_line, "hardware": hardware()}
     identity.print_identity(record)
-    if isas:
-        record["levels"] = identity.compare_isas(params, texts, isas, *size)
-        identity.print_isas(record["levels"])
+    if levels is not None:
+        record["levels"] = levels
+        identity.print_isas(levels)
     options.write_record(args.json, record)
     return 0 if record["ok"] else 1

@@ -26,7 +26,7 @@ from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import program_for
 from hsd_jax.infer.sampling import perturb, round_noise, row_keys, target_distribution
-from hsd_jax.kernels import native, program
+from hsd_jax.kernels import native
 from hsd_jax.lab.bench.tables import Table, print_tables, say
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
@@ -81,7 +81,7 @@ def compare(
             index = first_difference(a, b)
             compared += len(a) if index is None else index + 1
             if index is not None:
-                differences.append(_explain(params, prompts[row], row, index, a, b, seed + row, sampling, noise))
+                differences.append(_explain(params, prompts[row], index, a, b, seed + row, sampling, noise))
         per_thousand = 1000 * len(differences) / max(compared, 1)
         is_rare = is_promised(params) or params.precision == "exact" or per_thousand <= FAST_PER_THOUSAND
         setting |= {"tokens_compared": compared, "per_thousand": per_thousand}
@@ -99,46 +99,27 @@ def compare(
     }
 
 
-def isas_here(params) -> list[str]:
-    """The available instruction sets of the CPU kernels, the most capable first, and OFF."""
-    isas = [isa for isa in reversed(native.cpu_isas()) if _runs(isa)]
-    if params.mesh is not None or not isas:
-        where = f"{program.here().platform}, mesh {params.mesh and dict(params.mesh.shape)}"
-        raise ValueError(
-            f"--levels: no CPU kernels run here ({where}); needed are one CPU with avx2 or more, a C++ compiler"
-            " and no mesh"
-        )
-    return [*isas, native.OFF]
-
-
-def _runs(isa: str) -> bool:
-    """Whether the kernels run on this instruction set."""
-    with native.at_isa(isa):
-        return native.selected_isa() == isa and native.available()
-
-
-def compare_isas(
-    params, prompts: list[tuple[str, list[int]]], isas: list[str], max_new_tokens: int, batch: int, seed: int
-) -> dict:
-    """Compares plain text on each instruction set of the CPU kernels with that on the first.
+def compare_isas(params, prompts: list[tuple[str, list[int]]], max_new_tokens: int, batch: int, seed: int) -> dict:
+    """Compares plain text on each instruction set of the CPU kernels, and without them, with that on the most capable.
 
     Instruction sets add in different orders, so two tokens that nearly tie may change places. This function counts the
     rows in which that happens. `compare` checks whether speculation changes a token on one instruction set.
     """
-    settings: list[dict[str, Any]] = []
+    isas = [isa for isa in reversed(native.cpu_isas()) if native.available(isa)]
+    if params.mesh is not None or not isas:
+        needed = "one CPU with avx2 or more, a C++ compiler and no mesh"
+        raise ValueError(f"--levels: no CPU kernels run here; needed are {needed}")
+    isas.append(native.OFF)
+    settings = []
     for name, sampling in SETTINGS.items():
-        texts = {}
+        texts = []
         for isa in isas:
             say(f"{name}, {isa}: {len(prompts)} prompts")
             with native.at_isa(isa):
                 how = sampling | {"speculate": False}
-                texts[isa], _, _ = decode_all(params, prompts, max_new_tokens, batch, seed, how)
-        first = texts[isas[0]]
-        differing = {
-            isa: sum(first_difference(a, b) is not None for a, b in zip(first, texts[isa], strict=True))
-            for isa in isas[1:]
-        }
-        settings.append({"name": name, **sampling, "rows_differing": differing})
+                texts.append(decode_all(params, prompts, max_new_tokens, batch, seed, how)[0])
+        counts = [sum(a != b for a, b in zip(texts[0], own, strict=True)) for own in texts[1:]]
+        settings.append({"name": name, **sampling, "rows_differing": dict(zip(isas[1:], counts, strict=True))})
     return {"level": isas[0], "num_prompts": len(prompts), "precision": params.precision, "settings": settings}
 
 
@@ -200,7 +181,7 @@ def logit_noise(params, prompts, texts, num_nodes: int) -> float:
     )
 
 
-def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) -> dict[str, Any]:
+def _explain(params, prompt, index, plain, drafted, seed, sampling, noise) -> dict[str, Any]:
     """The first difference of a row: both tokens, None after the end of a text, and the gap between the candidates.
 
     `gap` is that of the two best perturbed logits (after temperature and noise) in the pass of plain decoding.
@@ -218,7 +199,6 @@ def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) 
     is_near = gap < limit or (boundary is not None and boundary < limit)
     return {
         "name": name,
-        "row": row,
         "index": index,
         "plain_token": tokens[0],
         "speculative_token": tokens[1],
