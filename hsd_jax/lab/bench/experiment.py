@@ -7,7 +7,6 @@ range over the repeats; the range of five repeats holds the median with probabil
 from __future__ import annotations
 
 import itertools
-import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,19 +18,17 @@ from hsd_jax.lab.bench.facts import hardware, model_record
 from hsd_jax.lab.bench.identity import first_difference, is_promised
 from hsd_jax.lab.bench.methods import PLAIN, MethodOptions
 from hsd_jax.lab.bench.profile import profile_mode
-from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
+from hsd_jax.lab.bench.prompts import BenchPrompt, RunOptions
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.measure.speeds import Mode, mode_record, speedup, spread, time_modes
 from hsd_jax.request import keeps_text
 
 
 def run_experiment(
-    work: Workload,
+    work: RunOptions,
     modes: Sequence[Mode],
     tasks: Mapping[str, Sequence[BenchPrompt]],
-    temperatures: Sequence[float],
-    batches: Sequence[int] = (1,),
-    methods: Mapping[str, MethodOptions] = types.MappingProxyType({}),
+    methods: Mapping[str, MethodOptions],
     with_stages: bool = False,
     path: Path | None = None,
 ) -> dict[str, Any]:
@@ -44,8 +41,8 @@ def run_experiment(
       path: the record is written there after each setting, so that an interrupted run keeps its figures.
     """
     fewest = min(map(len, tasks.values()))
-    if max(batches) > fewest:
-        raise ValueError(f"--batch {max(batches)}: a task has {fewest} prompts, which must fill a batch")
+    if max(work.batch) > fewest:
+        raise ValueError(f"--batch {max(work.batch)}: a task has {fewest} prompts, which must fill a batch")
     params = modes[0].params
     record = {
         "command": work.command_line,
@@ -63,7 +60,7 @@ def run_experiment(
         "rows": [],
     }
     reference = next((name for name, method in methods.items() if method.reference), None)
-    settings = list(itertools.product(dict.fromkeys(temperatures), dict.fromkeys(batches), tasks))
+    settings = list(itertools.product(dict.fromkeys(work.temperatures), dict.fromkeys(work.batch), tasks))
     for number, (temperature, batch, task) in enumerate(settings):
         title = f"{task}, temperature {temperature:g}, batch {batch}"
         say(f"setting {number + 1} of {len(settings)}: {title}")
@@ -77,7 +74,7 @@ def run_experiment(
 
 
 def _rows(
-    work: Workload,
+    work: RunOptions,
     modes: Sequence[Mode],
     prompts: Sequence[BenchPrompt],
     temperature: float,

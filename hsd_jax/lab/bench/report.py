@@ -11,15 +11,13 @@ from hsd_jax import settings
 from hsd_jax.config import TreeConfig
 from hsd_jax.host.files import replacing, write_text
 from hsd_jax.lab.bench.experiment import is_plain_text, wrong_texts
-from hsd_jax.lab.bench.profile import STAGES, drafting
 from hsd_jax.lab.bench.prompts import SPEC_BENCH
 from hsd_jax.lab.bench.tables import Table, markdown, print_tables, range_of, say
 
 NOTE = (
     "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts] with 8 batches or more,"
-    " else (range of the repeats); whole call: ratio to plain decoding, prefill included; drafting: time and share of a"
-    " round, its stages timed alone after the first prompt; mean: over the tasks of Spec-Bench if all are there, else"
-    " over all"
+    " else (range of the repeats); whole call: ratio to plain decoding, prefill included; share of a round: its stages"
+    " timed alone after the first prompt; mean: over the tasks of Spec-Bench if all are there, else over all"
 )
 MEAN = "mean"
 
@@ -58,13 +56,6 @@ def _rule(row: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _drafting(row: dict[str, Any]) -> str:
-    """The time of drafting in a round and its share, where stages were timed."""
-    if "stages" not in row:
-        return ""
-    return f"{1e3 * drafting(row['stages']['seconds']):.2f} ms, {drafting(row['stages']['shares']):.0%}"
-
-
 COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "task": lambda row: row["task"],
     "method": lambda row: row["method"],
@@ -76,7 +67,6 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "whole call": lambda row: ratio(row["over_plain_whole"]),
     "over reference": lambda row: ratio(row["over_reference"]),
     "same text": same_text,
-    "drafting": _drafting,
 }
 """The columns: each maps a row to the text of its cell. A column without any text is left out of a table."""
 
@@ -123,7 +113,7 @@ def details(row: dict[str, Any]) -> list[str]:
         for one in wrong_texts(row)
     ]
     if "stages" in row:
-        shares = ", ".join(f"{STAGES[name]} {share:.0%}" for name, share in row["stages"]["shares"].items())
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in row["stages"]["shares"].items())
         lines.append(f"{who}, share of a round: {shares} of {row['stages']['seconds']['whole'] * 1e3:.2f} ms")
     return lines
 
@@ -183,9 +173,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         axis.set_xticks(range(len(tasks)), tasks, rotation=30, ha="right", fontsize=8)
         axis.set(title=title, ylabel="tokens/s over plain decoding")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    try:
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format=path.suffix[1:], dpi=140)
-    finally:
-        plt.close(figure)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:], dpi=140)
+    plt.close(figure)
     say(f"wrote {path}")
