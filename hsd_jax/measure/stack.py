@@ -67,8 +67,6 @@ class Model:
 
 def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Params]) -> list[Model]:
     """The models in some folders, in their order. Arguments and errors are those of `measure_stacks`."""
-    if len(set(folders)) < len(folders):
-        raise ValueError(f"--models {' '.join(folders)}: each once")
     found, hashes = {}, {params.fingerprints()[0]: TARGET}
     drafters = [folder for folder in folders if is_stored(folder, drafter_files.DRAFTER)]
     for folder in folders:
@@ -88,7 +86,7 @@ def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Pa
                 f"--models {folder}: a drafter for none of these models; add the model that it was trained for"
             )
         found[folder] = Model(folder, None, owner)
-    return [found[folder] for folder in folders]
+    return [found[folder] for folder in dict.fromkeys(folders)]
 
 
 def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
