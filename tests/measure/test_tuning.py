@@ -193,15 +193,21 @@ def test_a_damaged_record_is_named_once_and_ends_nothing(found_by_name, kept_fol
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
+BAD_CALLS = {
+    "batch": ({"batch": 0}, "batch=0: .*1"),
+    "few": ({"batch": 4}, "batch=4.* 3 "),
+    "no tree": ({"trees": ["8x5x2"]}, "trees"),
+    "ahead": ({"reuses": ["ahead"], "trees": [CHAIN]}, r"reuse='ahead' with TreeConfig\.depth=4"),
+}
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"batch": 4}, "batch=4.* 3 "), ({"reuses": ["ahead"], "trees": [CHAIN]}, r"reuse='ahead' with .*depth=4")],
-)
-def test_bad_calls_end_before_anything_compiles(params, monkeypatch, changes, message):
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_end_before_anything_compiles(params, monkeypatch, name):
     monkeypatch.setattr(tuning, "time_modes", lambda *args, **settings: pytest.fail("decoded"))
+    changes, message = BAD_CALLS[name]
+    arguments = {"prompts": PROMPTS} | changes
     with pytest.raises(ValueError, match=message):
-        hsd_jax.tune(params, PROMPTS, **changes)
+        hsd_jax.tune(params, **arguments)
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
