@@ -30,7 +30,7 @@ from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
 from hsd_jax.lab.bench.experiment import run_experiment
 from hsd_jax.lab.bench.methods import MethodOptions, make_modes
-from hsd_jax.lab.bench.prompts import Workload, read_tasks
+from hsd_jax.lab.bench.prompts import RunOptions, Workload, read_tasks
 from hsd_jax.lab.bench.tables import Table
 from hsd_jax.measure import simulate
 from hsd_jax.measure.speeds import bootstrap_ratio
@@ -247,10 +247,8 @@ def speeds(
         tree = TreeConfig.chain(arms[name].depth or comparison.depth).name
         methods[name] = MethodOptions(drafter=str(folder), tree=tree, accept=arms[name].accept)
     modes = make_modes(params, methods, lambda folder: with_drafter(params, folder))
-    work = options.record_of(args, Workload)
-    tasks, temperatures = read_tasks(work, params), list(TEMPERATURES.values())
-    rest = {"methods": methods, "with_stages": True, "path": args.out / "speed.json"}
-    return run_experiment(work, modes, tasks, temperatures, **rest)
+    work = options.record_of(args, RunOptions, temperatures=tuple(TEMPERATURES.values()))
+    return run_experiment(work, modes, read_tasks(work, params), methods, True, args.out / "speed.json")
 
 
 def main() -> None:
@@ -307,7 +305,7 @@ def main() -> None:
     if args.speed:
         measured = speeds({name: folders[0] for name, folders in found.items()}, arms, comparison, args)
         tables += report.tables_of(measured)
-        foot += report.footer(measured, report.NOTE)
+        foot += report.footer(measured)
     report.show(tables, foot, args.out / "table.md")
 
 

@@ -43,7 +43,6 @@ INFER_LAYERS = [
     "plain rows",
     "decode",
 ]
-LAB_LAYERS = ["bench", "viz"]
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -91,15 +90,14 @@ def rank_in(layers: list[str], name: str) -> int | None:
 
 
 def rank(name: str) -> tuple[int, int] | None:
-    """The place of a module in the order, inside `infer` and `lab` as second number; None where it has no place yet."""
+    """The place of a module in the order, inside `infer` as second number; None where it has no place yet."""
     parts = name.split(".")
     if len(parts) == 1:  # what users import knows the library, not the rooms that are built with it
         return rank_in(LAYERS, "__init__"), 0
     outer = rank_in(LAYERS, parts[1])
-    layers = {"infer": INFER_LAYERS, "lab": LAB_LAYERS}.get(parts[1])
-    if outer is None or layers is None:
+    if outer is None or parts[1] != "infer":
         return None if outer is None else (outer, 0)
-    inner = rank_in(layers, parts[2]) if len(parts) > 2 else len(layers)
+    inner = rank_in(INFER_LAYERS, parts[2]) if len(parts) > 2 else len(INFER_LAYERS)
     return None if inner is None else (outer, inner)
 
 

@@ -126,18 +126,18 @@ def undocumented_names() -> list[str]:
     return [f"docs/api.md: hsd_jax.{name} is missing" for name in hsd_jax.__all__ if f"hsd_jax.{name}" not in shown]
 
 
+def is_there(dotted: str) -> bool:
+    """Whether a module of the package has this name, or is it."""
+    module, _, attribute = dotted.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), attribute) or bool(importlib.import_module(dotted))
+    except ImportError:
+        return False
+
+
 def unknown_names() -> list[str]:
     """Names that the reference shows and the code does not have."""
-    found = []
-    for name, text in pages():
-        for dotted in REFERENCE.findall(text):
-            module, _, attribute = dotted.rpartition(".")
-            try:
-                if not hasattr(importlib.import_module(module), attribute):
-                    importlib.import_module(dotted)
-            except ImportError:
-                found.append(f"{name}: {dotted}: no such name")
-    return found
+    return [f"{name}: {d}: no such name" for name, text in pages() for d in REFERENCE.findall(text) if not is_there(d)]
 
 
 def refused_commands() -> list[str]:
@@ -156,23 +156,36 @@ def refused_commands() -> list[str]:
     return found
 
 
-def refused_calls() -> list[str]:
-    """Calls `hsd_jax.f(...)` in Python blocks with arguments that f does not have."""
-    found = []
+def python_code() -> Iterator[tuple[str, ast.Module]]:
+    """Page and syntax tree of every Python block, and of every cell of a notebook without its magic lines."""
     for name, text in pages():
-        for language, code in FENCE.findall(text):
-            for call in ast.walk(ast.parse(code)) if language == "python" else ():
-                if not isinstance(call, ast.Call) or not ast.unparse(call.func).startswith("hsd_jax."):
-                    continue
-                shown = ast.unparse(call.func)
-                if shown.removeprefix("hsd_jax.") not in hsd_jax.__all__:
-                    found.append(f"{name}: {shown} is not public")
-                    continue
-                function = getattr(hsd_jax, shown.removeprefix("hsd_jax."))
-                try:
-                    inspect.signature(function).bind(*call.args, **{k.arg: k.value for k in call.keywords if k.arg})
-                except TypeError as error:
-                    found.append(f"{name}: {shown}: {error}")
+        yield from ((name, ast.parse(code)) for language, code in FENCE.findall(text) if language == "python")
+    for path in sorted(REPO.glob("notebooks/*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            lines = [] if cell["cell_type"] != "code" else "".join(cell["source"]).splitlines()
+            if not lines or not lines[0].startswith("%%"):
+                yield path.name, ast.parse("\n".join(line for line in lines if not line.lstrip().startswith("%")))
+
+
+def refused_calls() -> list[str]:
+    """What Python code imports from the package in vain, and calls `hsd_jax.f(...)` that f does not take."""
+    found = []
+    for name, code in python_code():
+        for node in ast.walk(code):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hsd_jax"):
+                dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+                found += [f"{name}: {one}: no such name" for one in dotted if not is_there(one)]
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("hsd_jax."):
+                continue
+            shown = ast.unparse(node.func)
+            if shown.removeprefix("hsd_jax.") not in hsd_jax.__all__:
+                found.append(f"{name}: {shown} is not public")
+                continue
+            try:
+                keywords = {k.arg: k.value for k in node.keywords if k.arg}
+                inspect.signature(getattr(hsd_jax, shown.removeprefix("hsd_jax."))).bind(*node.args, **keywords)
+            except TypeError as error:
+                found.append(f"{name}: {shown}: {error}")
     return found
 
 

@@ -70,9 +70,8 @@ def run(args: argparse.Namespace) -> int:
             modes = [dataclasses.replace(mode, eos=()) for mode in modes]
             tasks = prompts.at_contexts(params, tasks, work.contexts, work.max_new_tokens)
         path = None if args.out is None else args.out / "bench.json"
-        settings = tasks, work.temperatures, work.batch
-        record = experiment.run_experiment(work, modes, *settings, named, args.stages, path)
-        tables, foot = report.tables_of(record), report.footer(record, report.NOTE)
+        record = experiment.run_experiment(work, modes, tasks, named, args.stages, path)
+        tables, foot = report.tables_of(record), report.footer(record)
         report.show(tables, foot, args.out and args.out / "bench.md")
         if args.out is not None:
             report.plot(record, args.out / "bench.png")

@@ -1,12 +1,11 @@
-"""`hsd demo`, which `make demo` runs: a pair of models answers a few prompts.
-
-The work is done in `lab/bench/demo.py`.
-"""
+"""`hsd demo`, which `make demo` runs: a pair of models answers a few prompts, plainly and speculatively."""
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from typing import Any
 
 from hsd_jax.asked import Length, SamplingSettings
 from hsd_jax.cli import options
@@ -44,8 +43,9 @@ hsd demo --precision exact --temperature 0.8
 
 def run(args: argparse.Namespace) -> int:
     """Answers all prompts with plain and with speculative decoding, and prints the table."""
-    from hsd_jax.lab.bench import demo
+    import hsd_jax
     from hsd_jax.lab.bench.facts import model_record
+    from hsd_jax.lab.bench.tables import Table, print_pieces, print_tables
 
     start = time.perf_counter()
     args.target = getattr(args, "target", None) or _default_target()
@@ -61,10 +61,30 @@ def run(args: argparse.Namespace) -> int:
         f"target {sizes[0]:.1f}M parameters, drafter {sizes[1]:.1f}M, {params.arithmetic},"
         f" {shape}; compiling (the first time takes a while)"
     )
-    settings = options.given(args, Length, SamplingSettings) | {"tree": tree}
-    rows = [demo.answer_prompt(params, prompt, settings, prompt is found[0]) for prompt in found]
+    settings: dict[str, Any] = options.given(args, Length, SamplingSettings) | {"tree": tree, "race": False}
+    ids = [prompt.tokens(params.tokenizer) for prompt in found]
+    for speculate in (False, True):  # to compile
+        list(hsd_jax.stream(params, ids[0], speculate=speculate, **settings))
+    rows = []
+    for prompt, tokens in zip(found, ids, strict=True):
+        print(f"\n== {prompt.name}\n{prompt.question or prompt.text}")
+        texts, speeds, tau = [], [], 0.0
+        for name, speculate in (("plain", False), ("speculative", True)):
+            pieces, _, stats = print_pieces(hsd_jax.stream(params, tokens, speculate=speculate, **settings))
+            texts.append([token for piece in pieces for token in piece.tokens.tolist()])
+            speeds.append(len(texts[-1]) / stats.decode_seconds)  # without prefill
+            tau = stats.tau
+            print(f"\n[{name}: {len(texts[-1])} tokens, {speeds[-1]:.0f} tokens/s, tau {tau:.2f}]")
+        rows.append((prompt.name, texts[0] == texts[1], tau, *speeds, speeds[1] / speeds[0]))
+    medians = map(statistics.median, list(zip(*rows, strict=True))[2:])
+    rows.append(("all (medians)", all(row[1] for row in rows), *medians))
+    cells = [
+        (name, "yes" if is_same else "NO", f"{tau:.2f}", f"{plain:.0f}", f"{drafted:.0f}", f"{gain:.2f}x")
+        for name, is_same, tau, plain, drafted, gain in rows
+    ]
+    heads = "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
     print()
-    demo.print_demo(rows)
+    print_tables([Table("Plain and speculative decoding", heads, cells, left=2, bold=[cells[-1][0]])])
     options.say(f"done in {time.perf_counter() - start:.0f} s")
     return 0
 

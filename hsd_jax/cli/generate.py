@@ -6,12 +6,12 @@ import argparse
 import codecs
 import json
 import sys
-import time
 from typing import Any
 
 from hsd_jax.asked import Length, SamplingSettings, SpeculationSettings
 from hsd_jax.cli import options
 from hsd_jax.host.files import decoded, with_unix_lines
+from hsd_jax.lab.bench.tables import print_pieces
 
 
 def add_parser(commands) -> None:
@@ -67,32 +67,18 @@ def run(args: argparse.Namespace) -> int:
         else:
             for row in range(len(prompts)):
                 print(f"--- prompt {row}")
-                print(out.text[row] if out.text else _ids(out.tokens[row, : out.num_tokens[row]]))
+                ids = out.tokens[row, : out.num_tokens[row]]
+                print(out.text[row] if out.text else " ".join(map(str, ids.tolist())))
         _summary(int(out.num_tokens.sum()), out.stats, out.stats.decode_seconds, "compilation included")
         return 0
-    _stream(hsd_jax.stream(params, prompts, **settings))
-    return 0
-
-
-def _stream(pieces) -> None:
-    """Prints each piece at once. The speed leaves out the first piece, which waits for compilation and prefill."""
-    counts, times = [], []
-    while True:
-        try:
-            piece = next(pieces)
-        except StopIteration as end:
-            stats = end.value
-            break
-        times.append(time.perf_counter())
-        counts.append(len(piece.tokens))
-        sys.stdout.write(f"{_ids(piece.tokens)} " if piece.text is None else piece.text)
-        sys.stdout.flush()
+    pieces, times, stats = print_pieces(hsd_jax.stream(params, prompts, **settings))
     print()
-    timed = sum(counts[1:])
-    if timed:
+    counts = [len(piece.tokens) for piece in pieces]
+    if timed := sum(counts[1:]):  # the first piece waits for compilation and prefill
         _summary(sum(counts), stats, times[-1] - times[0], "first piece excluded", timed)
     else:
         _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
+    return 0
 
 
 def read_prompt(prompt: str, args: argparse.Namespace) -> str | bytes:
@@ -119,10 +105,6 @@ def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
         return text
     messages = [{"role": "system", "content": args.system}] if args.system else []
     return [*messages, {"role": "user", "content": text}]
-
-
-def _ids(tokens) -> str:
-    return " ".join(str(int(t)) for t in tokens)
 
 
 def _summary(num_tokens: int, stats, seconds: float, note: str, timed: int | None = None) -> None:

@@ -47,18 +47,16 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.lab.bench.facts import hardware
 
     params = options.load_pair(args, "identity")
-    tree = options.tree_asked(args, params)
-    found = options.prompts_of(args, params)
-    texts = [(p.name, p.tokens(params.tokenizer)) for p in found]
-    isas = identity.isas_here(params) if args.levels else []
-    asked, work = options.record_of(args, Speculation), options.record_of(args, Workload)
-    rule = {"accept": asked.accept, "draw": asked.draw, "lossy": asked.lossy}
+    work = options.record_of(args, Workload)
+    how = options.record_of(args, Speculation, tree=options.tree_asked(args, params))
+    texts = [(p.name, p.tokens(params.tokenizer)) for p in work.read(params, work.prompts)]
     size = work.max_new_tokens, args.batch, work.seed
-    record = identity.compare(params, texts, tree, *size, asked.reuse, rule)
+    levels = identity.compare_isas(params, texts, *size) if args.levels else None
+    record = identity.compare(params, texts, how, *size)
     record |= {"command": args.command_line, "hardware": hardware()}
     identity.print_identity(record)
-    if isas:
-        record["levels"] = identity.compare_isas(params, texts, isas, *size)
-        identity.print_isas(record["levels"])
+    if levels is not None:
+        record["levels"] = levels
+        identity.print_isas(levels)
     options.write_record(args.json, record)
     return 0 if record["ok"] else 1

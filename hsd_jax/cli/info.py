@@ -35,17 +35,13 @@ def run(args: argparse.Namespace) -> int:
     """Prints the facts of one model, or of this processor, one per line."""
     if (args.target is None) == (not args.rates):
         raise ValueError("hsd info takes one of NAME and --rates")
-    facts = _rates() if args.rates else _facts(args)
+    from hsd_jax.lab.bench.facts import facts_of
+
+    facts = _rates() if args.rates else facts_of(options.source_of(args))
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
     return 0
-
-
-def _facts(args: argparse.Namespace) -> dict[str, str]:
-    from hsd_jax.lab.bench.facts import facts_of
-
-    return facts_of(options.source_of(args))
 
 
 def _rates() -> dict[str, str]:

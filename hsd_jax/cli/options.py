@@ -120,9 +120,9 @@ def _flat(value: Any) -> Any:
     return tuple(item for part in value for item in (part if isinstance(part, tuple) else (part,)))
 
 
-def record_of(args: argparse.Namespace, record: Any) -> Any:
-    """A record from the options of `add_record`."""
-    return record(**given(args, record))
+def record_of(args: argparse.Namespace, record: Any, **more: Any) -> Any:
+    """A record from the options of `add_record`, and from `more` values."""
+    return record(**given(args, record) | more)
 
 
 def add_value(

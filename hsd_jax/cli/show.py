@@ -44,13 +44,11 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.prompt is None else generate.read_prompt(args.prompt, args)
     from hsd_jax.lab.bench.prompts import demo_prompts
     from hsd_jax.lab.viz.page import make_page, render
-    from hsd_jax.request import rule_and_scheme
 
     params = options.load_pair(args, "show")
     prompt = demo_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
-    settings = vars(options.record_of(args, Sampling)) | vars(options.record_of(args, Speculation))
-    settings |= {"tree": options.tree_of(args, params)}
-    settings["accept"], _ = rule_and_scheme(settings["accept"], settings["draw"])
-    write_text(args.out, render(make_page(params, prompt, settings, args.command_line, args.max_rounds)))
+    how = options.record_of(args, Speculation, tree=options.tree_of(args, params))
+    page = make_page(params, prompt, options.record_of(args, Sampling), how, args.command_line, args.max_rounds)
+    write_text(args.out, render(page))
     options.say(f"wrote {args.out}")
     return 0

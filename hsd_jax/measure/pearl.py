@@ -70,9 +70,10 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
 
 def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
     """A mesh of the target's devices and one of the drafter's."""
-    if jax.process_count() > 1:
-        raise ValueError(f"devices={shown(devices)}: allowed in one process only; there are {jax.process_count()}")
     there = jax.devices()
+    wrong = f"devices={shown(devices)}: expected {SPELLED}; each model has its own of the {len(there)} devices there"
+    if jax.process_count() > 1:
+        raise ValueError(f"{wrong}, in one process")
     try:
         first, second = typing.cast(Any, _parsed(devices) if isinstance(devices, str) else devices)
         if type(first) is type(second) is int:
@@ -80,9 +81,9 @@ def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
         found = [list(first), list(second)]
         own = set(found[0]) | set(found[1])
     except (TypeError, ValueError, LookupError):
-        raise ValueError(f"devices={shown(devices)}: expected {SPELLED}, of {len(there)} devices") from None
+        raise ValueError(wrong) from None
     if not all(found) or len(own) < len(found[0]) + len(found[1]) or not own <= set(there):
-        raise ValueError(f"devices={shown(devices)}: each model needs devices of its own, of the {len(there)} there")
+        raise ValueError(wrong)
     # No axis "data": XLA may name an axis of one device or leave it out, and the two would be different programs.
     target, drafter = (sharding.make_mesh(Mesh(np.array(x), ("model",))) for x in found)
     assert target is not None and drafter is not None

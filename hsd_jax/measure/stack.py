@@ -67,8 +67,6 @@ class Model:
 
 def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Params]) -> list[Model]:
     """The models in some folders, in their order. Arguments and errors are those of `measure_stacks`."""
-    if len(set(folders)) < len(folders):
-        raise ValueError(f"--models {' '.join(folders)}: each once")
     found, hashes = {}, {params.fingerprints()[0]: TARGET}
     drafters = [folder for folder in folders if is_stored(folder, drafter_files.DRAFTER)]
     for folder in folders:
@@ -88,7 +86,7 @@ def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Pa
                 f"--models {folder}: a drafter for none of these models; add the model that it was trained for"
             )
         found[folder] = Model(folder, None, owner)
-    return [found[folder] for folder in folders]
+    return [found[folder] for folder in dict.fromkeys(folders)]
 
 
 def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
@@ -211,11 +209,22 @@ def mode_of(name: str, way: Stack, folders: Sequence[str], load: Callable[[str],
     if way.tree is None:
         return Mode(name, params)
     own = dataclasses.replace(load(folders[way.chain[-2]]), target=params.target)
-    for level in reversed(range(len(way.chain) - 2)):
-        own = stack(own, folders[way.chain[level]], way.most(level))
-    mode = Mode(name, own, Speculation(way.tree))
+    mode = Mode(name, stacked(own, levels_of(way, folders)), Speculation(way.tree))
     mode.check()
     return mode
+
+
+def levels_of(way: Stack, folders: Sequence[str]) -> list[str]:
+    """The models below the one that drafts for the target, as --stack takes them."""
+    return [f"{folders[way.chain[i]]}@{way.most(i)}" for i in reversed(range(len(way.chain) - 2))]
+
+
+def use_of(way: Stack, folders: Sequence[str]) -> str:
+    """The options that decode in this way."""
+    if way.tree is None:
+        return "decode without a drafter: none of these pays here"
+    models = " --stack ".join([folders[way.chain[-2]], *levels_of(way, folders)])
+    return f"decode with --drafter {models} --nodes {way.tree.nodes} --depth {way.tree.depth} --width 1"
 
 
 def measure_stacks(
@@ -265,6 +274,7 @@ def measure_stacks(
                 "predicted_tau": mean(way.adds),
                 "tau": record["tau"],
                 "same_text_as_plain": record["same_text_as_plain"],
+                "use": use_of(way, names),
             }
         )
     return {

@@ -63,14 +63,9 @@ def copy_of(folder: str, to: Path, **changes) -> Path:
 @pytest.mark.parametrize(
     ("key", "bad"),
     [
-        ("hidden_size", None),
         ("hidden_size", True),
         ("hidden_size", 10**400),
-        ("num_hidden_layers", 10**12),
-        ("num_attention_heads", [2]),
-        ("vocab_size", 1.5),
         ("rms_norm_eps", float("nan")),
-        ("layer_types", ["full"]),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -102,7 +97,7 @@ def test_tensors_that_do_not_fit_are_named_in_a_line(folders, tmp_path, capsys, 
         assert error.count("\n") == 1 and [w for w in [str(wrong), *words] if w not in error] == []
 
 
-@pytest.mark.parametrize("num_layers", [5_000, 10**5, 10**12])
+@pytest.mark.parametrize("num_layers", [5_000, 10**12])
 def test_layers_that_are_not_stored_are_not_traced(folders, tmp_path, num_layers):
     """Less than a second each; to trace as many layers takes minutes."""
     start = time.monotonic()
@@ -160,7 +155,6 @@ def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["bench", "--demo", "--out", "file"],
         ["show", "--demo", "--out", "no/x.html"],
         ["train", "tokenizer", "--data", "file", "--out", "file"],
     ],
@@ -201,8 +195,6 @@ def holder(tmp_path):
 
 def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, capsys):
     process, path = holder
-    with pytest.raises(ValueError, match="another process"), lock.held(path):
-        pass
     with pytest.raises(ValueError, match="another process"):
         run.train("nowhere", ["nothing"], tmp_path / "out", DrafterRecipe())
     assert hsd("bench", "--demo", "--out", tmp_path / "out") == 2
@@ -212,16 +204,6 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, ca
     with lock.held(path), pytest.raises(ValueError, match="another process"), lock.held(path):
         pass
     assert not (path / lock.NAME).exists()
-
-
-def test_a_file_that_is_being_written(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(options, "load_params", None)
-    out = tmp_path / "own.jsonl"
-    arguments = ["--target", folders.target, "--prompts", folders.data, "--out", out]
-    with lock.held(tmp_path, f".own.jsonl{lock.NAME}"):
-        assert hsd("generate-data", *arguments) == 2
-        assert "another process" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- the streams of a program -----------------------------------------------------------------------------------------
@@ -241,18 +223,17 @@ def test_streams_that_are_closed_or_full(folders, redirect, code, error):
     assert (found.returncode, found.stderr) == (code, error)
 
 
-@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "caf? ?")])
-def test_a_terminal_that_lacks_characters(folders, monkeypatch, encoding, shown):
+def test_a_terminal_that_lacks_characters(folders, monkeypatch):
     """An answer is printed with question marks for them, at once or as a stream. JSON loses no character."""
     said = "caf\xe9 \u2022"
     monkeypatch.setattr(tokenizer_lib.IncrementalDecoder, "push", lambda *_, is_last=False: said if is_last else "")
     one = ["generate", "--target", folders.target, "--max-new-tokens", "2", "the"]
     for argv in (one, [*one, "--json"]):
-        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
         monkeypatch.setattr(sys, "stdout", out)
         assert hsd(*argv) == 0
         found = out.buffer.getvalue()
         if "--json" in argv:
             assert json.loads(found.decode("ascii"))["text"] == [said]
         else:
-            assert found.decode(encoding) == f"{shown}\n"
+            assert found == b"caf? ?\n"

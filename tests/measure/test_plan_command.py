@@ -139,16 +139,3 @@ def test_stacks_by_name(folders, models, prompts, capsys):
     assert texts[0] == texts[1]
     assert hsd("generate", "--target", folders.target, "--stack", "lookup", "the cat") == 2
     assert "small language model" in capsys.readouterr().err
-
-
-def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
-    shutil.copytree(folders.drafter, tmp_path / "strange")
-    config = json.loads((tmp_path / "strange/drafter_config.json").read_text())
-    (tmp_path / "strange/drafter_config.json").write_text(json.dumps(config | {"target_hash": "0" * 64}))
-    for names, said in (
-        ([models[0], "--max-length", "200"], "1 to 127"),
-        ([models[0], models[0]], models[0]),
-        ([models[0], str(tmp_path / "strange")], "strange"),
-    ):
-        assert hsd("plan", "--target", folders.target, "--models", *names) == 2
-        assert said in capsys.readouterr().err

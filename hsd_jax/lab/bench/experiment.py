@@ -7,9 +7,6 @@ range over the repeats; the range of five repeats holds the median with probabil
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
-import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,19 +18,17 @@ from hsd_jax.lab.bench.facts import hardware, model_record
 from hsd_jax.lab.bench.identity import first_difference, is_promised
 from hsd_jax.lab.bench.methods import PLAIN, MethodOptions
 from hsd_jax.lab.bench.profile import profile_mode
-from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
+from hsd_jax.lab.bench.prompts import BenchPrompt, RunOptions
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.measure.speeds import Mode, mode_record, speedup, time_modes
+from hsd_jax.measure.speeds import Mode, mode_record, speedup, spread, time_modes
 from hsd_jax.request import keeps_text
 
 
 def run_experiment(
-    work: Workload,
+    work: RunOptions,
     modes: Sequence[Mode],
     tasks: Mapping[str, Sequence[BenchPrompt]],
-    temperatures: Sequence[float],
-    batches: Sequence[int] = (1,),
-    methods: Mapping[str, MethodOptions] = types.MappingProxyType({}),
+    methods: Mapping[str, MethodOptions],
     with_stages: bool = False,
     path: Path | None = None,
 ) -> dict[str, Any]:
@@ -46,19 +41,29 @@ def run_experiment(
       path: the record is written there after each setting, so that an interrupted run keeps its figures.
     """
     fewest = min(map(len, tasks.values()))
-    if max(batches) > fewest:
-        raise ValueError(f"--batch {max(batches)}: a task has {fewest} prompts, which must fill a batch")
-    record = _head(work, modes, tasks, methods)
+    if max(work.batch) > fewest:
+        raise ValueError(f"--batch {max(work.batch)}: a task has {fewest} prompts, which must fill a batch")
+    params = modes[0].params
+    record = {
+        "command": work.command_line,
+        "hardware": hardware(),
+        "target": model_record(params.target),
+        "drafters": {mode.name: model_record(mode.params.drafter) for mode in modes[1:]},
+        "dtype": params.dtype,
+        "precision": params.precision,
+        "is_promised": is_promised(params),
+        "arithmetic": params.arithmetic,
+        "run": vars(work),
+        "num_prompts": {task: len(found) for task, found in tasks.items()},
+        "prompt_tokens": {task: spread([len(p.tokens(params.tokenizer)) for p in own]) for task, own in tasks.items()},
+        "methods": {name: method.changes for name, method in methods.items()},
+        "rows": [],
+    }
     reference = next((name for name, method in methods.items() if method.reference), None)
-    settings = list(itertools.product(temperatures, batches, tasks))
-    sizes = [len(tasks[task]) // batch * work.repeats for _, batch, task in settings]
-    start = time.perf_counter()
+    settings = list(itertools.product(dict.fromkeys(work.temperatures), dict.fromkeys(work.batch), tasks))
     for number, (temperature, batch, task) in enumerate(settings):
-        done = sum(sizes[:number])
-        left = (time.perf_counter() - start) / done * (sum(sizes) - done) / 60 if done else 0
-        about = f", about {left:.0f} min left" if left >= 1 else ""
         title = f"{task}, temperature {temperature:g}, batch {batch}"
-        say(f"setting {number + 1} of {len(settings)}: {title}{about}")
+        say(f"setting {number + 1} of {len(settings)}: {title}")
         prompts = tasks[task][: len(tasks[task]) // batch * batch]
         found = _rows(work, modes, prompts, temperature, batch, reference, with_stages)
         record["rows"] += [{"method": row["method"], "task": task} | row for row in found]
@@ -68,43 +73,8 @@ def run_experiment(
     return record
 
 
-def _head(
-    work: Workload,
-    modes: Sequence[Mode],
-    tasks: Mapping[str, Sequence[BenchPrompt]],
-    methods: Mapping[str, MethodOptions],
-) -> dict[str, Any]:
-    """The record before the first setting is measured."""
-    params = modes[0].params
-    lengths = {task: sorted(len(p.tokens(params.tokenizer)) for p in found) for task, found in tasks.items()}
-    return {
-        "command": work.command_line,
-        "hardware": hardware(),
-        "target": model_record(params.target),
-        "drafters": {mode.name: model_record(mode.params.drafter) for mode in modes[1:]},
-        "dtype": params.dtype,
-        "precision": params.precision,
-        "is_promised": is_promised(params),
-        "arithmetic": params.arithmetic,
-        "max_new_tokens": work.max_new_tokens,
-        "repeats": work.repeats,
-        "seed": work.seed,
-        "num_prompts": {task: len(found) for task, found in tasks.items()},
-        "prompt_tokens": {
-            task: {"min": found[0], "median": statistics.median(found), "max": found[-1]}
-            for task, found in lengths.items()
-        },
-        "prompt_files": work.prompt_files,
-        "half": work.half,
-        "methods": {name: method.changes for name, method in methods.items()},
-        "kind_of_figures": "measured; prefill excluded, except from figures of whole calls; end tokens "
-        + ("honoured" if modes[0].eos is None else "ignored"),
-        "rows": [],
-    }
-
-
 def _rows(
-    work: Workload,
+    work: RunOptions,
     modes: Sequence[Mode],
     prompts: Sequence[BenchPrompt],
     temperature: float,
@@ -130,13 +100,17 @@ def _rows(
     plain, rows = runs.texts(PLAIN), []
     for mode in modes:
         row = {"method": mode.name, "temperature": temperature, "batch": batch, **mode_record(mode, runs, PLAIN)}
-        row["num_texts"] = len(plain)
-        row["over_plain"] = None if mode.is_plain else speedup(mode.name, PLAIN, runs)
-        row["over_plain_whole"] = None if mode.is_plain else speedup(mode.name, PLAIN, runs, whole=True)
-        row["over_reference"] = None
+        parted = zip(prompts, map(first_difference, runs.texts(mode.name), plain), strict=True)
+        row |= {
+            "num_texts": len(plain),
+            "differences": [{"name": prompt.name, "index": index} for prompt, index in parted if index is not None],
+            "repeated_4gram_share": repeated_ngram_share(plain),
+            "over_plain": None if mode.is_plain else speedup(mode.name, PLAIN, runs),
+            "over_plain_whole": None if mode.is_plain else speedup(mode.name, PLAIN, runs, whole=True),
+            "over_reference": None,
+        }
         if reference is not None and mode.name not in (PLAIN, reference):
             row["over_reference"] = speedup(mode.name, reference, runs)
-        row["repeated_4gram_share"] = repeated_ngram_share(plain)
         if batch == 1:
             row["prompts"] = [
                 {
@@ -148,8 +122,6 @@ def _rows(
                 }
                 for i, (prompt, result) in enumerate(zip(prompts, runs.results[mode.name], strict=True))
             ]
-        parted = zip(prompts, map(first_difference, runs.texts(mode.name), plain), strict=True)
-        row["differences"] = [{"name": prompt.name, "index": index} for prompt, index in parted if index is not None]
         # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
         how = mode.how
         if with_stages and how.tree is not None and how.reuse == NO_REUSE_FORM and how.lossy is None:
@@ -164,19 +136,22 @@ def is_plain_text(row: dict[str, Any]) -> bool:
     return not row["temperature"] or (keeps_text(row.get("accept", "match")) and not row.get("lossy"))
 
 
+def wrong_texts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The differences of a row from plain decoding, if there should be none."""
+    return row["differences"] if is_plain_text(row) else []
+
+
 def status(record: dict[str, Any]) -> int:
     """The exit status: 1 if a text differs from that of plain decoding although the same text is promised."""
-    speculative = [row for row in record["rows"] if "accept" in row]
-    differs = any(row["differing_prompts"] and is_plain_text(row) for row in speculative)
-    return 1 if differs and record["is_promised"] else 0
+    return 1 if record["is_promised"] and any(map(wrong_texts, record["rows"])) else 0
 
 
 def _in_short(row: dict[str, Any]) -> str:
     """A row for the line of progress."""
     if row["over_plain"] is None:
         return f"{row['method']} {row['tokens_per_second']['median']:.0f} tokens/s"
-    differing = len(row["differing_prompts"]) if is_plain_text(row) else 0
-    return f"{row['method']} {row['over_plain']['value']:.2f}" + (f" ({differing} texts differ)" if differing else "")
+    num_wrong = len(wrong_texts(row))
+    return f"{row['method']} {row['over_plain']['value']:.2f}" + (f" ({num_wrong} texts differ)" if num_wrong else "")
 
 
 def repeated_ngram_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:

@@ -3,15 +3,14 @@
 Only the first difference of a row counts, because the texts have different prefixes after it. Each difference is
 replayed with passes of plain decoding. If the library promises the same text (`is_promised`), no difference is excused.
 Otherwise one is excused if the arithmetic cannot separate the two tokens. Rules other than `match` draw other sampled
-text, so its distribution is tested (`goodness_of_fit`).
+text, so its distribution is tested (`quantiles`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,12 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax import api
 from hsd_jax.arguments import sampling_of_row
+from hsd_jax.asked import Speculation
 from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import program_for
 from hsd_jax.infer.sampling import perturb, round_noise, row_keys, target_distribution
-from hsd_jax.kernels import native, program
+from hsd_jax.kernels import native
 from hsd_jax.lab.bench.tables import Table, print_tables, say
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
@@ -41,7 +41,7 @@ FAST_PER_THOUSAND = 2.0
 """In fast precision on meshes, on accelerators and on CPUs without the kernels, the most differences per 1,000 tokens.
 All must be within the noise."""
 FALSE_ALARM = 1e-6
-"""The share of correct settings that `goodness_of_fit` rejects by chance."""
+"""The share of correct settings that the test of a distribution rejects by chance."""
 NOISE_ROWS = 8
 BINS = 20
 SHORTEST = 128
@@ -54,34 +54,24 @@ SETTINGS = {
 
 
 def compare(
-    params,
-    prompts: list[tuple[str, list[int]]],
-    tree,
-    max_new_tokens: int,
-    batch: int,
-    seed: int,
-    reuse: str,
-    rule: Mapping[str, Any],
-) -> dict:
+    params, prompts: list[tuple[str, list[int]]], how: Speculation, max_new_tokens: int, batch: int, seed: int
+) -> dict[str, Any]:
     """Runs all settings. `ok` is False if a difference is not excused, or if a distribution is not the target's.
 
     Args:
-      tree: the draft tree; None: `decode` chooses.
-      rule: the arguments accept, draw and lossy of `decode`.
+      prompts: name and tokens of each.
     """
-    promised, noise = is_promised(params), None
-    num_nodes = (tree or default_tree(params.drafter_config)).nodes
-    settings = []
+    noise, size, settings = None, (max_new_tokens, batch, seed), []
+    num_nodes = (how.tree or default_tree(params.drafter_config)).nodes
     for name, sampling in SETTINGS.items():
         say(f"{name}: {len(prompts)} prompts")
-        size = max_new_tokens, batch, seed
-        texts, tau, share = decode_all(params, prompts, *size, sampling | {"reuse": reuse, "tree": tree, **rule})
+        texts, tau, share = decode_all(params, prompts, *size, sampling | vars(how))
         setting: dict[str, Any] = {"name": name, **sampling, "tau": tau, "drafted_share": share, "differences": []}
         settings.append(setting)
-        if sampling["temperature"] and not keeps_text(rule["accept"]):
-            found = goodness_of_fit(params, [ids for _, ids in prompts], texts, sampling, seed)
-            setting |= {"tokens_compared": found.tokens, "chi_square": found.chi_square, "p_value": found.p_value}
-            setting["ok"] = found.p_value >= FALSE_ALARM
+        if sampling["temperature"] and not keeps_text(how.accept):
+            found = quantiles(params, [ids for _, ids in prompts], texts, sampling, seed)
+            setting |= {"tokens_compared": len(found), "p_value": p_value_of(found)}
+            setting["ok"] = setting["p_value"] >= FALSE_ALARM
             continue
         plain, _, _ = decode_all(params, prompts, *size, sampling | {"speculate": False})
         if noise is None and params.precision != "exact":
@@ -91,70 +81,45 @@ def compare(
             index = first_difference(a, b)
             compared += len(a) if index is None else index + 1
             if index is not None:
-                differences.append(_explain(params, prompts[row], row, index, a, b, seed + row, sampling, noise))
+                differences.append(_explain(params, prompts[row], index, a, b, seed + row, sampling, noise))
         per_thousand = 1000 * len(differences) / max(compared, 1)
-        is_rare = promised or params.precision == "exact" or per_thousand <= FAST_PER_THOUSAND
+        is_rare = is_promised(params) or params.precision == "exact" or per_thousand <= FAST_PER_THOUSAND
         setting |= {"tokens_compared": compared, "per_thousand": per_thousand}
         setting["ok"] = is_rare and all(d["excused"] for d in differences)
         setting["differences"] = differences
     return {
         "ok": all(s["ok"] for s in settings),
-        "promised": promised,
         "precision": params.precision,
         "dtype": params.dtype,
         "num_prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
-        "batch": batch,
-        "seed": seed,
-        "tree": None if tree is None else dataclasses.asdict(tree),
         "num_nodes": num_nodes,
-        "reuse": reuse,
-        **rule,
         "logit_noise": noise,
         "settings": settings,
     }
 
 
-def isas_here(params) -> list[str]:
-    """The available instruction sets of the CPU kernels, the most capable first, and OFF."""
-    isas = [isa for isa in reversed(native.cpu_isas()) if _runs(isa)]
-    if params.mesh is not None or not isas:
-        where = f"{program.here().platform}, mesh {params.mesh and dict(params.mesh.shape)}"
-        raise ValueError(
-            f"--levels: no CPU kernels run here ({where}); needed are one CPU with avx2 or more, a C++ compiler"
-            " and no mesh"
-        )
-    return [*isas, native.OFF]
-
-
-def _runs(isa: str) -> bool:
-    """Whether the kernels run on this instruction set."""
-    with native.at_isa(isa):
-        return native.selected_isa() == isa and native.available()
-
-
-def compare_isas(
-    params, prompts: list[tuple[str, list[int]]], isas: list[str], max_new_tokens: int, batch: int, seed: int
-) -> dict:
-    """Compares plain text on each instruction set of the CPU kernels with that on the first.
+def compare_isas(params, prompts: list[tuple[str, list[int]]], max_new_tokens: int, batch: int, seed: int) -> dict:
+    """Compares plain text on each instruction set of the CPU kernels, and without them, with that on the most capable.
 
     Instruction sets add in different orders, so two tokens that nearly tie may change places. This function counts the
     rows in which that happens. `compare` checks whether speculation changes a token on one instruction set.
     """
-    settings: list[dict[str, Any]] = []
+    isas = [isa for isa in reversed(native.cpu_isas()) if native.available(isa)]
+    if params.mesh is not None or not isas:
+        needed = "one CPU with avx2 or more, a C++ compiler and no mesh"
+        raise ValueError(f"--levels: no CPU kernels run here; needed are {needed}")
+    isas.append(native.OFF)
+    settings = []
     for name, sampling in SETTINGS.items():
-        texts = {}
+        texts = []
         for isa in isas:
             say(f"{name}, {isa}: {len(prompts)} prompts")
             with native.at_isa(isa):
                 how = sampling | {"speculate": False}
-                texts[isa], _, _ = decode_all(params, prompts, max_new_tokens, batch, seed, how)
-        first = texts[isas[0]]
-        differing = {
-            isa: sum(first_difference(a, b) is not None for a, b in zip(first, texts[isa], strict=True))
-            for isa in isas[1:]
-        }
-        settings.append({"name": name, **sampling, "rows_differing": differing})
+                texts.append(decode_all(params, prompts, max_new_tokens, batch, seed, how)[0])
+        counts = [sum(a != b for a, b in zip(texts[0], own, strict=True)) for own in texts[1:]]
+        settings.append({"name": name, **sampling, "rows_differing": dict(zip(isas[1:], counts, strict=True))})
     return {"level": isas[0], "num_prompts": len(prompts), "precision": params.precision, "settings": settings}
 
 
@@ -216,7 +181,7 @@ def logit_noise(params, prompts, texts, num_nodes: int) -> float:
     )
 
 
-def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) -> dict[str, Any]:
+def _explain(params, prompt, index, plain, drafted, seed, sampling, noise) -> dict[str, Any]:
     """The first difference of a row: both tokens, None after the end of a text, and the gap between the candidates.
 
     `gap` is that of the two best perturbed logits (after temperature and noise) in the pass of plain decoding.
@@ -234,7 +199,6 @@ def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) 
     is_near = gap < limit or (boundary is not None and boundary < limit)
     return {
         "name": name,
-        "row": row,
         "index": index,
         "plain_token": tokens[0],
         "speculative_token": tokens[1],
@@ -326,16 +290,6 @@ def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num
     return logits.reshape(num_chunks * num_nodes, -1)
 
 
-class GoodnessOfFit(NamedTuple):
-    """The result of the test for a number of tokens."""
-
-    tokens: int
-    chi_square: float
-    """The chi-square, which has BINS - 1 degrees of freedom."""
-    p_value: float
-    """The probability that texts of the target have at least this chi-square."""
-
-
 @jax.jit
 def places(
     logits: Float[Array, "B V"], tokens: Int[Array, "B"], coins: Float[Array, "B"], sampling: SamplingParams
@@ -348,10 +302,10 @@ def places(
     return jnp.where(own[:, 0] > -jnp.inf, jnp.minimum(likelier + coins * tied, 1.0), 2.0)
 
 
-def goodness_of_fit(
+def quantiles(
     params, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], settings: dict, seed: int = 0
-) -> GoodnessOfFit:
-    """The chi-square of the quantiles of all tokens of `texts`, each decoded after its prompt with `settings`.
+) -> Float[np.ndarray, "tokens"]:
+    """The `places` of all tokens of `texts`, each decoded after its prompt with `settings`.
 
     Args:
       settings: the arguments temperature, top_k and top_p of `decode`.
@@ -369,16 +323,17 @@ def goodness_of_fit(
         # One pass over the text. With the CPU kernels it has the bits of the decode, which matters at a filter's edge.
         own = places(_replayed(params, [first], row, num), np.array(row, np.int32), coins, sampling)
         found.append(np.asarray(own)[len(prompt) - 1 :][: len(text)])
-    return chi_square_test(np.concatenate(found))
+    return np.concatenate(found)
 
 
-def chi_square_test(found: np.ndarray) -> GoodnessOfFit:
-    """The test of quantiles in BINS bins of equal mass. A token that the target cannot emit gives a p-value of 0."""
-    counts = np.histogram(found, BINS, (0.0, 1.0))[0]
-    wanted = len(found) / BINS
+def p_value_of(found: np.ndarray) -> float:
+    """The probability that the target's own quantiles are spread over BINS bins of equal mass at least as unevenly.
+
+    It is that of the chi-square, which has BINS - 1 degrees of freedom; 0 if the target cannot emit one of the tokens.
+    """
+    counts, wanted = np.histogram(found, BINS, (0.0, 1.0))[0], len(found) / BINS
     chi_square = float(((counts - wanted) ** 2 / wanted).sum())
-    p_value = 0.0 if (found > 1.0).any() else float(chi2.sf(chi_square, BINS - 1))
-    return GoodnessOfFit(len(found), chi_square, p_value)
+    return 0.0 if (found > 1.0).any() else float(chi2.sf(chi_square, BINS - 1))
 
 
 def print_identity(record: dict[str, Any]) -> None:

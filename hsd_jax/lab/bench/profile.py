@@ -26,18 +26,13 @@ from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
 from hsd_jax.types import RoundInputs
 
-STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify", "commit", "rest")}
-"""The stages of a round: their names in records and in tables.
+STAGES = ("draft", "head", "tree", "verify", "commit", "rest")
+"""The stages of a round.
 
-`trunk` is all of drafting if that cannot be divided; then `head` and `tree` are 0. `commit` has judging, cutting the
+`draft` is all of drafting if that cannot be divided; then `head` and `tree` are 0. `commit` has judging, cutting the
 text, and the commit of both caches. `rest` is the round minus the stages. They are timed alone, so it has the effect of
 what XLA overlaps or fuses across stages, and may be negative.
 """
-
-
-def drafting(stages: dict[str, float]) -> float:
-    """What drafting takes of the seconds, or of the shares, of STAGES."""
-    return stages["trunk"] + stages["head"] + stages["tree"]
 
 
 def profile_mode(
@@ -97,7 +92,7 @@ def profile_mode(
         return (time.perf_counter() - start) / max(int(np.max(np.asarray(end.stats.num_target_passes))), 1)
 
     drafted, output = one_round(models, state)
-    stages: dict[str, tuple[Callable, Any]] = {"trunk": (draft, state.drafter)}
+    stages: dict[str, tuple[Callable, Any]] = {"draft": (draft, state.drafter)}
     parts = method_of(params.drafter_config).parts
     if parts is not None:
         trunk, head, grow = parts(config, params.drafter_config, tree, scheme)
@@ -105,7 +100,7 @@ def profile_mode(
         states, _ = jax.jit(trunk)(models, state.drafter)
         logits = jax.jit(head)(models, states)
         stages = {
-            "trunk": (trunk, state.drafter),
+            "draft": (trunk, state.drafter),
             "head": (lambda models, states: (head(models, states), states), states),
             "tree": (lambda models, logits: (grow(models, logits, round_inputs), logits), logits),
         }

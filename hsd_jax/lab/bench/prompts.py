@@ -7,7 +7,6 @@ training data.
 from __future__ import annotations
 
 import dataclasses
-import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.settings import Count, OneOf, Seed, Temperature, dataclass, take
+from hsd_jax.settings import Count, OneOf, Seed, Temperature, dataclass
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train.documents import Turns, chat_template_of, content_of, question_prompt, render_turns, speaker_of
 from hsd_jax.train.records import CONVERSATIONS, LINES, Record, naming, read_file, read_records
@@ -83,25 +82,19 @@ class Workload:
     spec_bench: Annotated[str, Field(title="FILE")] | None = None
     """question.jsonl of Spec-Bench: six tasks; MT-bench with its eight categories is one."""
 
-    @property
-    def prompt_files(self) -> list[str]:
-        """The files, for records."""
-        own = [] if self.spec_bench is None else [self.spec_bench]
-        return [str(path) for path in (*self.prompts, *own)] or ["the demo's own"]
-
     def read(self, params, files: Sequence[str | Path] = ()) -> list[BenchPrompt]:
-        """The prompts of some files, or of the demo, that are short enough for `max_new_tokens`."""
+        """The prompts of some files that are short enough for `max_new_tokens`.
+
+        Without files they are the dozen of the demo, which were written by hand and are in no training file. For a chat
+        model they are questions: chat, maths, code, a summary, a list, a letter and six more. For other models they are
+        those of `demo_prompts`.
+        """
         tokenizer = params.tokenizer
         if tokenizer is None:
             raise ValueError("this checkpoint has no tokenizer: this command needs text prompts")
-        if files:
-            chat = tokenizer if self.chat_template and is_chat(tokenizer) else None
-            how = {"chat": chat, "skip_bad_lines": self.skip_bad_lines}
-            found = read_prompts(files, lambda text: len(tokenizer.encode(text)), self.half, self.limit, **how)
-        elif self.half is not None:
-            raise ValueError(f"--half {self.half}: needs prompts of files; give --prompts")
-        else:
-            found = demo_prompts(tokenizer if self.chat_template else None)[: self.limit]
+        chat = tokenizer if self.chat_template and is_chat(tokenizer) else None
+        files, count = files or [DEMO if chat is None else QUESTIONS], lambda text: len(tokenizer.encode(text))
+        found = read_prompts(files, count, self.half, self.limit, chat, self.skip_bad_lines)
         return short_enough(found, tokenizer, params.max_len - self.max_new_tokens)
 
 
@@ -118,26 +111,18 @@ class RunOptions(Workload):
     contexts: tuple[Count, ...] = ()
     """Cut or join the prompts to so many tokens, a task each; end tokens are then ignored."""
 
-    def __post_init__(self):
-        for name in ("temperatures", "batch", "contexts"):
-            values = getattr(self, name)
-            if len(set(values)) < len(values):
-                raise ValueError(f"--{name} {' '.join(map(str, values))}: each once")
-
 
 def at_contexts(
     params, tasks: Mapping[str, Sequence[BenchPrompt]], contexts: Sequence[int], max_new_tokens: int
 ) -> dict[str, list[BenchPrompt]]:
     """The prompts of each task, cut or joined to each number of tokens."""
-    if max(contexts) + max_new_tokens > params.max_len:
-        given = f"--contexts {max(contexts)} and --max-new-tokens {max_new_tokens}"
-        raise ValueError(f"{given}: together more than max_len={params.max_len}")
     found = {}
     for task, own in tasks.items():
         for length in contexts:
             rows = joined_contexts(params, own, length, len(own))
             name = f"{task}, " * (len(tasks) > 1) + f"context {length}"
-            found[name] = [BenchPrompt(str(i), "", ids=tuple(ids)) for i, ids in enumerate(rows)]
+            made = [BenchPrompt(str(i), "", ids=tuple(ids)) for i, ids in enumerate(rows)]
+            found[name] = short_enough(made, params.tokenizer, params.max_len - max_new_tokens)
     return found
 
 
@@ -170,19 +155,10 @@ def is_chat(tokenizer: Tokenizer) -> bool:
     return asked != tokenizer.encode(render_turns([("User", "Now?")], True))
 
 
-def demo_prompts(tokenizer: Tokenizer | None = None) -> list[BenchPrompt]:
-    """The dozen prompts of the demo. They were written by hand and are in no training file.
-
-    For a chat model they are questions: chat, maths, code, a summary, a list, a letter and six more. For the bundled
-    pair, or None, they have the style of its data: eight dialogues that end before a turn of the assistant, and four
-    maths problems that end before the answer.
-    """
-    chat = tokenizer if tokenizer is not None and is_chat(tokenizer) else None
-    path = DEMO if chat is None else QUESTIONS
-    if chat is not None:
-        return read_prompts([path], lambda text, chat=chat: len(chat.encode(text)), chat=chat)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [BenchPrompt(**json.loads(line)) for line in lines if line.strip()]
+def demo_prompts() -> list[BenchPrompt]:
+    """The demo's prompts for the bundled pair, in the style of its data: eight dialogues that end before a turn of the
+    assistant, and four maths problems that end before the answer."""
+    return read_prompts([DEMO], len)
 
 
 def short_enough(found: Sequence[BenchPrompt], tokenizer: Tokenizer, room: int) -> list[BenchPrompt]:
@@ -211,7 +187,6 @@ def read_prompts(
       chat: the tokenizer whose chat template renders conversations and questions; None: lines, as in `render_turns`.
       skip_bad_lines: leave out and report records that cannot be used.
     """
-    take(Half | None, half, "half")
 
     def make(record: Record) -> list[BenchPrompt]:
         name = name_of(record)
@@ -307,18 +282,22 @@ def spec_bench(path: str | Path, limit: int | None, tokenizer: Tokenizer | None)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError("--spec-bench asks an assistant, and this target has no chat template; see --tokenizer NAME")
     task_of = {category: task for task, names in SPEC_BENCH.items() for category in names}
-    tasks: dict[str, list[BenchPrompt]] = {task: [] for task in SPEC_BENCH}
+    tasks: dict[str, list[Record]] = {task: [] for task in SPEC_BENCH}
     for record in read_records(path, text=None):
+        if (category := record.fields.get("category")) not in task_of:
+            raise ValueError(f"{record.where}: category {category!r}: allowed are {', '.join(task_of)}")
+        tasks[task_of[category]].append(record)
+    if not any(tasks.values()):
+        raise ValueError(f"{path}: holds no prompt")
+
+    def first_turn(record: Record) -> BenchPrompt:
         with naming(record):
-            if (category := record.fields.get("category")) not in task_of:
-                raise ValueError(f"category {category!r}: allowed are {', '.join(task_of)}")
             _, question, turns = content_of(record.fields, ("turns",))
             if turns:
                 raise ValueError(f"turns is {record.fields['turns']!r:.60}: expected the user's texts")
-            tasks[task_of[category]].append(asked(tokenizer, [("User", question)], name_of(record)))
-    if not any(tasks.values()):
-        raise ValueError(f"{path}: holds no prompt")
-    return {task: spread_evenly(found, limit) for task, found in tasks.items() if found}
+            return asked(tokenizer, [("User", question)], name_of(record))
+
+    return {task: [first_turn(record) for record in spread_evenly(own, limit)] for task, own in tasks.items() if own}
 
 
 def spread_evenly(found: Sequence[Any], num: int | None) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -27,7 +28,6 @@ class Round:
     """[N], the root first."""
     parents: np.ndarray
     """[N]; NO_PARENT for the root."""
-    depth: np.ndarray
     valid: np.ndarray
     logp: np.ndarray | None
     """[N]: log of the drafter's estimate that each node is accepted given its parent, from the score of the tree, or
@@ -90,20 +90,10 @@ def replay(session: Session, config: ModelConfig, rule: AcceptRule) -> list[Roun
     session.setup = dataclasses.replace(session.setup, decoder=watching)
     while not is_done:
         session.run(1)
-        taken, (tree, verdict, logp) = session.take(0), seen.pop()
-        num_accepted, is_done = int(np.asarray(verdict.num_accepted)[0]), taken.finish_reason is not None
-        rounds.append(
-            Round(
-                tokens=np.asarray(tree.tokens)[0],
-                parents=np.asarray(tree.parents)[0],
-                depth=np.asarray(tree.depth)[0],
-                valid=np.asarray(tree.valid)[0],
-                logp=None if logp is None else np.asarray(logp)[0],
-                path=np.asarray(verdict.path)[0, : num_accepted + 1].tolist(),
-                next_token=int(np.asarray(verdict.next_token)[0]),
-                emitted=taken.tokens.tolist(),
-            )
-        )
+        taken, (tree, verdict, logp) = session.take(0), jax.tree.map(lambda x: np.asarray(x)[0], seen.pop())
+        num, is_done = int(verdict.num_accepted), taken.finish_reason is not None
+        path, next_token = verdict.path[: num + 1].tolist(), int(verdict.emitted[num])
+        rounds.append(Round(tree.tokens, tree.parents, tree.valid, logp, path, next_token, taken.tokens.tolist()))
     return rounds
 
 

@@ -10,16 +10,14 @@ from typing import Any
 from hsd_jax import settings
 from hsd_jax.config import TreeConfig
 from hsd_jax.host.files import replacing, write_text
-from hsd_jax.lab.bench.experiment import is_plain_text
-from hsd_jax.lab.bench.profile import STAGES, drafting
+from hsd_jax.lab.bench.experiment import is_plain_text, wrong_texts
 from hsd_jax.lab.bench.prompts import SPEC_BENCH
 from hsd_jax.lab.bench.tables import Table, markdown, print_tables, range_of, say
 
 NOTE = (
     "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts] with 8 batches or more,"
-    " else (range of the repeats); whole call: ratio to plain decoding, prefill included; drafting: time and share of a"
-    " round, its stages timed alone after the first prompt; mean: over the tasks of Spec-Bench if all are there, else"
-    " over all"
+    " else (range of the repeats); whole call: ratio to plain decoding, prefill included; share of a round: its stages"
+    " timed alone after the first prompt; mean: over the tasks of Spec-Bench if all are there, else over all"
 )
 MEAN = "mean"
 
@@ -58,13 +56,6 @@ def _rule(row: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _drafting(row: dict[str, Any]) -> str:
-    """The time of drafting in a round and its share, where stages were timed."""
-    if "stages" not in row:
-        return ""
-    return f"{1e3 * drafting(row['stages']['seconds']):.2f} ms, {drafting(row['stages']['shares']):.0%}"
-
-
 COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "task": lambda row: row["task"],
     "method": lambda row: row["method"],
@@ -76,7 +67,6 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "whole call": lambda row: ratio(row["over_plain_whole"]),
     "over reference": lambda row: ratio(row["over_reference"]),
     "same text": same_text,
-    "drafting": _drafting,
 }
 """The columns: each maps a row to the text of its cell. A column without any text is left out of a table."""
 
@@ -118,33 +108,29 @@ def means(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 def details(row: dict[str, Any]) -> list[str]:
     """Lines about one row: texts that differ though they must not, and the stages of a round."""
     who = f"{row['method']}, {row['task']}"
-    wrong = row.get("differences", ()) if row["kind"] == "speculative" and is_plain_text(row) else ()
     lines = [
-        f"{who}, prompt {one['name']}: another text than plain decoding from token {one['index']} on" for one in wrong
+        f"{who}, prompt {one['name']}: another text than plain decoding from token {one['index']} on"
+        for one in wrong_texts(row)
     ]
     if "stages" in row:
-        shares = ", ".join(f"{STAGES[name]} {share:.0%}" for name, share in row["stages"]["shares"].items())
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in row["stages"]["shares"].items())
         lines.append(f"{who}, share of a round: {shares} of {row['stages']['seconds']['whole'] * 1e3:.2f} ms")
     return lines
 
 
-def footer(record: dict[str, Any], *notes: str) -> list[str]:
-    """The footer of a page: models, machine, sizes of the run, repetition in the texts, `notes` and the command."""
-    machine, sizes, repeats = record["hardware"], {}, {}
-    for name, size in record["drafters"].items():
-        sizes.setdefault(f"{size['parameters'] / 1e6:.2f}M ({size['bytes'] / 1e6:.1f} MB)", []).append(name)
-    named = {size: ", ".join(names) if len(sizes) > 1 else "all" for size, names in sizes.items()}
-    target = record["target"]
-    for row in record["rows"]:
-        repeats.setdefault(row["task"], f"{row['task']} {row.get('repeated_4gram_share', 0):.1%}")
+def footer(record: dict[str, Any]) -> list[str]:
+    """The footer of a page: models, machine, sizes of the run, repetition in the texts, NOTE and the command."""
+    machine, run = record["hardware"], record["run"]
+    models = record["target"], *record["drafters"].values()
+    target, *drafters = (f"{one['parameters'] / 1e6:.2f}M ({one['bytes'] / 1e6:.1f} MB)" for one in models)
+    repeats = {row["task"]: f"{row['task']} {row['repeated_4gram_share']:.1%}" for row in reversed(record["rows"])}
     return [
-        f"target {target['parameters'] / 1e6:.2f}M ({target['bytes'] / 1e6:.1f} MB), {record['dtype']}; drafters: "
-        + "; ".join(f"{names} {size}" for size, names in named.items()),
+        f"target {target}, {record['dtype']}; drafters: {', '.join(dict.fromkeys(drafters))}",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['backend']}, jax {machine['jax']},"
         f" {'native' if machine['native_kernel'] else 'no native'} kernel, load {machine['load_average']:.1f};"
-        f" {record['max_new_tokens']} new tokens, {record['repeats']} repeats, prompts {record['num_prompts']}",
-        f"repeated 4-grams in plain text, at the first temperature: {', '.join(repeats.values())}",
-        *notes,
+        f" {run['max_new_tokens']} new tokens, {run['repeats']} repeats, prompts {record['num_prompts']}",
+        f"repeated 4-grams in plain text, at the first temperature: {', '.join(reversed(repeats.values()))}",
+        NOTE,
         record["command"],
     ]
 
@@ -187,9 +173,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         axis.set_xticks(range(len(tasks)), tasks, rotation=30, ha="right", fontsize=8)
         axis.set(title=title, ylabel="tokens/s over plain decoding")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    try:
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format=path.suffix[1:], dpi=140)
-    finally:
-        plt.close(figure)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:], dpi=140)
+    plt.close(figure)
     say(f"wrote {path}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hsd_jax.host.files import is_writer
@@ -28,6 +28,22 @@ def say(text: str) -> None:
     """Prints one line of progress on stderr, because stdout carries only results. Only one process of a run prints."""
     if is_writer():
         print(text, file=sys.stderr, flush=True)
+
+
+def print_pieces(pieces: Iterator[Any]) -> tuple[list[Any], list[float], Any]:
+    """Prints each piece of `hsd_jax.stream` at once: its text, or its ids without a tokenizer.
+
+    Returns the pieces, the seconds at which they came, by `time.perf_counter`, and the statistics.
+    """
+    found, times = [], []
+    while True:
+        try:
+            found.append(next(pieces))
+        except StopIteration as end:
+            return found, times, end.value
+        times.append(time.perf_counter())
+        text = found[-1].text
+        print("".join(f"{token} " for token in found[-1].tokens) if text is None else text, end="", flush=True)
 
 
 def print_tables(tables: Iterable[Table], lines: Iterable[str] = ()) -> None:
@@ -77,28 +93,14 @@ def print_stacks(record: dict[str, Any]) -> None:
     heads = "model", "drafts for", "first draft accepted", "drafts", "ms a round"
     title = f"{record['num_prompts']} prompts, temperature {record['temperature']:g}"
     pairs = Table(title, heads, rows, left=2)
-    heads = "way", "models", "lengths", "tau", "predicted", "ms per token", "predicted", "times plain", "predicted"
-    rows = []
+    heads = "way", "models", "lengths", "tau", "ms per token", "times plain", "predicted", "same text"
+    rows, keys = [], ("measured_seconds", "predicted_seconds")
     for row in ways:
-        guess, seconds = row["predicted_seconds"], row["measured_seconds"]
-        chain, lengths = (" ".join(map(str, row[key])) for key in ("chain", "lengths"))
-        gain, promised = ways[0]["measured_seconds"] / seconds, ways[0]["predicted_seconds"] / guess
-        cells = f"{row['tau']:.2f}", f"{row['predicted_tau']:.2f}", f"{1e3 * seconds:.3f}", f"{1e3 * guess:.3f}"
-        cells = *cells, f"{gain:.2f}", f"{promised:.2f}", f"{row['same_text_as_plain']}/{record['num_prompts']}"
-        rows.append((row["way"], chain, lengths, *cells))
-    title = "measured, and predicted from the rounds of pairs"
-    measured = Table(title, (*heads, "same text"), rows, left=3)
-    guessed, best = (min(ways, key=lambda row: row[f"{key}_seconds"]) for key in ("predicted", "measured"))
-    lines = [f"fastest by prediction: {guessed['way']}; measured: {best['way']}", use_of(best, record["models"])]
-    print_tables([pairs, measured], [*lines, record["command"]])
-
-
-def use_of(row: dict[str, Any], models: list[str]) -> str:
-    """The options that decode in this way."""
-    if not row["lengths"]:
-        return "decode without a drafter: none of these pays here"
-    below = [models[i] for i in row["chain"][:-1]]
-    most = list(itertools.accumulate(row["lengths"]))  # `Stack.most`
-    levels = [f" --stack {where}@{t}" for where, t in zip(below[-2::-1], most[-2::-1], strict=True)]
-    depth = int(row["tree"].split("x")[1])
-    return f"decode with --drafter {below[-1]}{''.join(levels)} --nodes {depth + 1} --depth {depth} --width 1"
+        named = (" ".join(map(str, row[key])) for key in ("chain", "lengths"))
+        gains = (f"{ways[0][key] / row[key]:.2f}" for key in keys)
+        same = f"{row['same_text_as_plain']}/{record['num_prompts']}"
+        rows.append((row["way"], *named, f"{row['tau']:.2f}", f"{1e3 * row['measured_seconds']:.3f}", *gains, same))
+    measured = Table("measured, and predicted from the rounds of pairs", heads, rows, left=3)
+    best, guessed = (min(ways, key=lambda row: row[key]) for key in keys)
+    lines = f"fastest by prediction: {guessed['way']}; measured: {best['way']}", best["use"], record["command"]
+    print_tables([pairs, measured], lines)

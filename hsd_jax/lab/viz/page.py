@@ -1,7 +1,7 @@
 """The page of `hsd show`: every draft tree of one decode, the accepted paths, and the tokens of each pass.
 
-The prompt is decoded twice: with `decode`, and round by round with `replay`, whose trees are drawn. The page is one
-file that loads nothing. It is also well-formed XML, so that a test can read it.
+The prompt is decoded round by round with `replay`, whose trees are drawn. The page is one file that loads nothing. It
+is also well-formed XML, so that a test can read it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 import jinja2
 import numpy as np
 
-from hsd_jax import api
 from hsd_jax.arguments import encode
-from hsd_jax.asked import records
+from hsd_jax.asked import Sampling, Speculation
 from hsd_jax.lab.bench.replay import Round, replay
-from hsd_jax.lab.bench.tables import say
 from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
@@ -75,38 +73,32 @@ class Page:
         return {count: counts.count(count) for count in range(1, max(counts, default=0) + 1)}
 
 
-def make_page(params, prompt, settings: dict, command: str, max_rounds: int | None = None) -> Page:
-    """Decodes `prompt` with the settings of `decode`, once at full speed and once round by round."""
-    out = api.decode(params, prompt, **settings)
-    with prepare(params, prompt, *records(settings)) as session:
+def make_page(params, prompt, asked: Sampling, how: Speculation, command: str, max_rounds: int | None = None) -> Page:
+    """Decodes `prompt` round by round. `how` has a tree."""
+    with prepare(params, prompt, asked, how) as session:
         assert session.setup.drafting is not None, "a tree is drawn"
         rounds = replay(session, params.target_config, session.setup.drafting.accept_rule)
     ids, tokenizer = encode(params, prompt)[0], params.tokenizer
-    if [token for drafted in rounds for token in drafted.emitted] != out.tokens[0].tolist():
-        say(
-            "the picture shows another text than decode gave, because two logits nearly tie on this device;"
-            " use --precision exact to avoid this"
-        )
     trees, text = [], list(ids)
     for drafted in rounds[:max_rounds]:
         trees.append(tree_of(drafted, text, functools.partial(label_of, tokenizer)))
         text += drafted.emitted
     written = "".join(f"{token} " for token in ids) if tokenizer is None else tokenizer.decode(ids)
-    return Page(_facts(rounds, settings), written, _pieces(tokenizer, ids, rounds), trees, command)
+    return Page(_facts(rounds, asked, how), written, _pieces(tokenizer, ids, rounds), trees, command)
 
 
-def _facts(rounds: Sequence[Round], settings: dict) -> dict[str, str]:
+def _facts(rounds: Sequence[Round], asked: Sampling, how: Speculation) -> dict[str, str]:
     num_tokens = sum(len(drafted.emitted) for drafted in rounds)
-    scheme = rule_and_scheme(settings["accept"], settings["draw"])[1].value.replace("_", " ")
-    of_text = [f"{name} {settings[name]:g}" for name in ("temperature", "top_k", "top_p", "seed") if settings[name]]
+    rule, scheme = rule_and_scheme(how.accept, how.draw)
+    values = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p", "seed")}
     return {
         "tokens": str(num_tokens),
         "target passes": str(len(rounds)),
         "tau": f"{num_tokens / max(len(rounds), 1):.2f}",
-        "tree": settings["tree"].description,
-        "rule": f"{settings['accept']}, drafts {scheme}",
-        **{name: settings[name] for name in ("reuse", "lossy") if settings.get(name) not in (None, "none")},
-        "text": ", ".join(of_text) if settings["temperature"] else "greedy",
+        "tree": how.tree.description,
+        "rule": f"{rule}, drafts {scheme.value.replace('_', ' ')}",
+        **{name: getattr(how, name) for name in ("reuse", "lossy") if getattr(how, name) not in (None, "none")},
+        "text": ", ".join(f"{name} {x:g}" for name, x in values.items() if x) if asked.temperature else "greedy",
     }
 
 

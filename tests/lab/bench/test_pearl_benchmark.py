@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-import numpy as np
 import pytest
 from support import setups
 from support.meshes import needs_devices
@@ -75,24 +74,3 @@ def test_pearl_is_compared_with_the_best_chain(pair, devices):
     rounds = sum(result.stats.num_target_passes for result in runs.results["pearl of 2"])
     assert int(found[1]) + int(found[2]) == rounds
     assert float(found[3]) == pytest.approx(1 - (int(found[1]) - 2) / 24, abs=0.005)
-
-
-# --- how fast it should be --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("a", "gamma"), [(0.5, 2), (0.8, 5), (0.95, 8), (1.0, 4), (0.0, 3)])
-def test_speeds_against_a_simulation(a, gamma):
-    """A round takes as long as a pass of the target; standard rounds take two. Within 1 %, 200 texts at once."""
-    rng = np.random.default_rng(0)
-    tokens, pending, rounds = 0, np.zeros(200, int), 1500
-    for _ in range(rounds):
-        drafts = pending + 1
-        is_kept = np.arange(gamma) < drafts[:, None]
-        accepted = np.cumprod((rng.random((200, gamma)) < a) & is_kept, 1).sum(1)
-        tokens += int((accepted + (accepted < drafts)).sum())
-        pending = np.where(accepted == drafts, gamma - 1, 0)
-    assert benchmark.pearl_speedup(a, gamma) == pytest.approx(tokens / rounds / 200, rel=0.01)
-    right = rng.random((300_000, gamma)) < a
-    accepted = np.cumprod(right, 1).sum(1)
-    assert benchmark.standard_speedup(a, gamma) == pytest.approx((accepted + 1).mean() / 2, rel=0.01)
-    assert benchmark.standard_speedup(a, gamma, 4.0) == pytest.approx((accepted + 1).mean() / (1 + gamma / 4), rel=0.01)

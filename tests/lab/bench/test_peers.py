@@ -17,10 +17,6 @@ folders = command_line.folders
 FOUND = [BenchPrompt("one", "a"), BenchPrompt("two", "b")]
 
 
-def names(methods: list[dict]) -> list[str]:
-    return [m["name"] for m in methods]
-
-
 def answer(tokens: list[int], seconds: float, decode_seconds: float, skipped: int = 0, passes: int = 2) -> dict:
     return {
         "tokens": tokens,
