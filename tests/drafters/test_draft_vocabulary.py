@@ -35,7 +35,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.infer.tree import Grower
+from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.kernels.attention import MASKED
 from hsd_jax.models import draft_vocab
 from hsd_jax.models.trunk import base_logits
@@ -171,8 +171,8 @@ def test_a_drawn_tree_is_that_of_a_full_distribution_without_the_cold_tokens():
             base = base if name == "hot" else base.at[..., COLD].set(-jnp.inf)  # the full one may not either
             bias = functools.partial(toy.token_info, weights, one.drafter_config)
             inputs = toy.round_inputs(root, jnp.full(len(root), 7), keys, sampling)
-            grower = Grower(TreeConfig(6, 2, 3), DrawScheme.WITHOUT_REPLACEMENT, toy.VOCAB)
-            return grower.grow_token_free(base, toy.of_tokens(bias), inputs, weights.get("draft_to_target"))
+            expand = token_free(base, toy.of_tokens(bias), weights.get("draft_to_target"))
+            return grow_tree(expand, None, inputs, TreeConfig(6, 2, 3), DrawScheme.WITHOUT_REPLACEMENT)[0]
 
         found[name] = grown(one.models["drafter"], one.models["target"])
     for field in ("tokens", "parents", "depth", "valid"):

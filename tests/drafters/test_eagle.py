@@ -17,9 +17,9 @@ from support import calls, setups, toy
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.draw import inverse_temperature
 from hsd_jax.infer.rules.accept import recursive_rule
 from hsd_jax.infer.step import make_step, root_of
-from hsd_jax.infer.tree import sharpness
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.types import DrawScheme
@@ -93,7 +93,7 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
         pending = pending[pending > 0]
     sampling = call.arrays()[-1]
     root, _ = root_of(state)
-    scale = np.asarray(sharpness(sampling.temperature))
+    scale = np.asarray(inverse_temperature(sampling.temperature, DrawScheme.ARBITRARY))
     drafted, _ = setups.draft(setup, state, sampling, models=models)
     for row in np.flatnonzero(np.asarray(state.drafter.num_pending))[:3]:
         text = np.asarray(state.tokens)[row, : int(state.length[row])]

@@ -22,9 +22,8 @@ from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.infer.step import root_of
-from hsd_jax.infer.tree import Grower
 from hsd_jax.models.trunk import base_logits
-from hsd_jax.types import DrawScheme, SamplingParams
+from hsd_jax.types import DrawScheme
 
 NUM_STATES, COLUMNS = 5, 3
 
@@ -119,15 +118,9 @@ def test_drawn_trees_lose_whole_levels():
     """What is left has the tokens and the distributions of the whole tree: no token decides whether a node stays."""
     config = TreeConfig(nodes=7, depth=3, width=2)
     base = jnp.asarray(np.random.default_rng(0).normal(0, 1, (4, 3, VOCAB)), jnp.float32)
-    keys, zero, one = jax.vmap(jax.random.key)(jnp.arange(4)), jnp.zeros(4, jnp.int32), jnp.ones(4)
-    grower = Grower(config, DrawScheme.WITHOUT_REPLACEMENT, VOCAB)
-    sampling = SamplingParams(one, zero, one)
-
-    @jax.jit
-    def grow(num_levels):
-        bias = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
-        inputs = toy.round_inputs(zero, zero, keys, sampling)
-        return grower.grow_token_free(base, bias, inputs, None, num_levels)
+    zero, sampling = jnp.zeros(4, jnp.int32), toy.sampling_of([(1.0, None, None)] * 4)
+    given = base, jnp.zeros((VOCAB, VOCAB)), zero, toy.keys_of(range(4)), zero, sampling
+    grow = functools.partial(toy.grow_tree, config, DrawScheme.WITHOUT_REPLACEMENT, *given)
 
     whole, cut = grow(jnp.full(4, 3)), grow(jnp.arange(4))
     np.testing.assert_array_equal(cut.valid, whole.valid & (whole.depth <= jnp.arange(4)[:, None]))

@@ -106,8 +106,8 @@ def test_drafting_really_stops():
     greedy = toy.sampling_of([(0.0, None, None)])
     for price, wanted in ((0.0, 6), (0.2, 2), (0.25, 2), (0.26, 1), (jnp.nan, 1)):
         inputs = toy.round_inputs(jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), toy.keys_of([0]), greedy, 6, 4)
-        args = inputs, Stop(jnp.zeros(1), jnp.asarray(price)), 6, pick, DrawScheme.ARBITRARY
-        tree, count = chains.grow_chain(expand, jnp.zeros((), jnp.int32), *args)
+        inputs = dataclasses.replace(inputs, stop=Stop(jnp.zeros(1), jnp.asarray(price)))
+        tree, count = chains.grow_chain(expand, jnp.zeros((), jnp.int32), inputs, 6, pick, DrawScheme.ARBITRARY)
         assert int(count) == int(tree.valid.sum()) - 1 == wanted
 
 

@@ -141,22 +141,19 @@ def merged(
 
     Args:
       nodes: `shared_nodes` of the two.
-      of_tree, of_copied: scores that fall along paths; -inf where there is no node. The root's score is not read.
+      of_tree, of_copied: scores that fall along paths, 0 for the root; -inf where there is no node.
     """
     num, depth = tree.tokens.shape[1], found.tokens.shape[1]
     is_node = nodes[:, :, None] == jnp.arange(num)
     scores = jnp.maximum(of_tree, jnp.max(jnp.where(is_node, of_copied[:, :, None], -jnp.inf), 1))
     of_rest = jnp.where(nodes < num, -jnp.inf, of_copied)
 
-    # Candidates are the nodes of the tree except the root, then the tokens of the chain. Index = node - 1, so a child
-    # of the root has NO_PARENT = -1.
-    def joined(of_nodes: Array, of_chain: Array) -> Array:
-        return jnp.concatenate([of_nodes[:, 1:], of_chain], 1)
-
-    parents = joined(jnp.where(tree.valid, tree.parents, 0), _above(nodes, 0)) - 1
-    depths = joined(tree.depth, jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape))
-    candidates = joined(tree.tokens, found.tokens), parents, depths, joined(scores, of_rest)
-    return best_tree(tree.tokens[:, 0], *candidates, num_nodes, tree.scheme, may_lack=True)
+    depths = jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape)
+    # Candidates are the nodes of the tree, then the tokens of the chain.
+    of_tree = tree.tokens, jnp.where(tree.valid, tree.parents, 0), tree.depth, scores
+    of_chain = found.tokens, _above(nodes, 0), depths, of_rest
+    tokens, parents, depths, scores = (jnp.concatenate(pair, 1) for pair in zip(of_tree, of_chain, strict=True))
+    return best_tree(tokens, parents, depths, scores, num_nodes, tree.scheme, may_lack=True)
 
 
 def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"]) -> DraftTree:

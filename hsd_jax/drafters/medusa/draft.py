@@ -24,7 +24,7 @@ from hsd_jax.drafters.reading import last_feature
 from hsd_jax.drafters.shared import check_tree
 from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.tree import Grower
+from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
@@ -121,7 +121,7 @@ def medusa_drafter(
         logits, _, _ = levels(models, state)
         draft_to_target = models["drafter"].get("draft_to_target")
         if scheme in DRAWN_SCHEMES:
-            return Grower(tree, scheme, config.vocab_size).grow_token_free(logits, None, inputs, draft_to_target), state
+            return grow_tree(token_free(logits, None, draft_to_target), None, inputs, tree, scheme)[0], state
         if scheme is DrawScheme.COUPLED:
             own = lambda: draft_columns(draft_to_target, inputs.noise[:, : tree.depth])  # noqa: E731
             logits = sampling_lib.perturb(own, logits, inputs.sampling)

@@ -21,7 +21,7 @@ from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.scorers import Scorer, make_scorer
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.tree import Grower, token_free
+from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
 from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict, Weights
@@ -69,8 +69,8 @@ def expand_arcs(
     whole = token_free(base_logits, inject)
 
     def expand(level: Any, tokens: Array, parents: Array, carry: Any):
-        logits, carry = whole(level, tokens, parents, carry)
-        return arcs(logits, inputs.noise[:, level, None]), carry
+        said, carry = whole(level, tokens, parents, carry)
+        return arcs(said.logits, inputs.noise[:, level, None]), carry
 
     return expand
 
@@ -84,7 +84,7 @@ def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
     def expand_weighed(level: Any, tokens: Array, parents: Array, carry: Any):
         own, others = carry
         arcs, own = expand(level, tokens, parents, own)
-        assert isinstance(arcs, Candidates) and arcs.tokens is not None, "a scorer scores tokens"
+        assert arcs.tokens is not None, "a scorer scores tokens"
         scores, others = scorer.score(weights, level, tokens, parents, arcs.tokens, others)
         return arcs._replace(logits=arcs.logits + weights["alpha"] * scores), (own, others)
 
@@ -101,7 +101,7 @@ def rescored_drafter(
     assert method.lattice is not None, "drafters without it were refused"
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
     levels = method.lattice(target_config, config.base, tree)
-    scorer, grower = make_scorer(config.scorer, tree.depth, cache_dtype), Grower(tree, scheme, config.base.vocab_size)
+    scorer = make_scorer(config.scorer, tree.depth, cache_dtype)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return RescoredState(base.init(tokens, length, capacity), scorer.init(tokens, length, capacity))
@@ -117,7 +117,7 @@ def rescored_drafter(
             begun, remembered = scorer.root_carry(weights, state.scorer)
             is_coupled = scheme is DrawScheme.COUPLED
             expand = expand_arcs(config.arcs, draft_to_target, logits, inject, inputs, is_coupled)
-            drafted, _ = grower.grow(weighed(expand, scorer, weights), (None, begun), inputs)
+            drafted, _ = grow_tree(weighed(expand, scorer, weights), (None, begun), inputs, tree, scheme)
         return drafted, RescoredState(own, remembered)
 
     def commit(models, state: RescoredState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):

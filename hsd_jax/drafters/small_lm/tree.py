@@ -15,14 +15,14 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import ModelConfig
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.reading import Ancestry, at_root, logits_after, unread
-from hsd_jax.infer.tree import Grower
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.steering import Steer
 from hsd_jax.models.target import forward, read_chunk
-from hsd_jax.types import KVCache, ModelOutput, NewKV, RoundInputs, Verdict, Weights
+from hsd_jax.types import Candidates, DrawScheme, KVCache, ModelOutput, NewKV, RoundInputs, Verdict, Weights
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -173,7 +173,9 @@ def all_pending(
     return SmallLMState(state.cache, verdict.emitted, num_pending, state.num_drafted, features)
 
 
-def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> tuple[Callable, Callable]:
+def tree_round(
+    config: ModelConfig, tree: TreeConfig, scheme: DrawScheme, steered: Steered | None
+) -> tuple[Callable, Callable]:
     """`draft` and `commit` of a `Drafter` whose trees have siblings."""
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
@@ -182,11 +184,12 @@ def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> 
         first, state = read_pending_tokens(models["drafter"], config, state, of_pending)
 
         def expand(level: int, tokens: Array, parents: Array, above: Ancestry):
-            if level == 0:
-                return first, above
-            return read_level(models["drafter"], config, state.cache, level, tokens, parents, above, bias)
+            logits = first
+            if level > 0:
+                logits, above = read_level(models["drafter"], config, state.cache, level, tokens, parents, above, bias)
+            return Candidates(logits), above
 
-        drafted, _ = grower.grow(expand, at_root(len(inputs.root)), inputs)
+        drafted, _ = grow_tree(expand, at_root(len(inputs.root)), inputs, tree, scheme)
         return drafted, state
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
