@@ -150,9 +150,9 @@ def merged(
 
     depths = jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape)
     # Candidates are the nodes of the tree, then the tokens of the chain.
-    of_tree = tree.tokens, jnp.where(tree.valid, tree.parents, 0), tree.depth, scores
-    of_chain = found.tokens, _above(nodes, 0), depths, of_rest
-    tokens, parents, depths, scores = (jnp.concatenate(pair, 1) for pair in zip(of_tree, of_chain, strict=True))
+    one = tree.tokens, jnp.where(tree.valid, tree.parents, 0), tree.depth, scores
+    other = found.tokens, _above(nodes, 0), depths, of_rest
+    tokens, parents, depths, scores = (jnp.concatenate(pair, 1) for pair in zip(one, other, strict=True))
     return best_tree(tokens, parents, depths, scores, num_nodes, tree.scheme, may_lack=True)
 
 

@@ -53,7 +53,9 @@ class Seen(NamedTuple):
 
 
 Own = tuple[SmallLMState, RoundOutcome]
-"""The state of the small model's half, which is on its devices. The drafter's state of the target's half is `Phase`."""
+"""The state of the small model's half, which is on its devices."""
+Apart = tuple[DecodeState, Own]
+"""The states of both halves. The drafter's state in that of the target's half is the `Phase`."""
 
 
 class Overlapped(Decoder):
@@ -162,8 +164,8 @@ class Overlapped(Decoder):
     def insert(self, into: Rows, new: Rows, slot: Any) -> Rows:
         (here, own), (new_here, new_own) = _apart(into[0]), _apart(new[0])
         own = self._insert_ahead(own, slot, new_own)
-        state, *settings = self.here.insert((here, *into[1:]), (new_here, *new[1:]), slot)
-        return _joined(state, own), *settings
+        state, sampling, limits = self.here.insert((here, *into[1:]), (new_here, *new[1:]), slot)
+        return _joined(state, own), sampling, limits
 
     def clear(self, state: DecodeState, slot: Any) -> DecodeState:
         here, own = _apart(state)
@@ -177,7 +179,7 @@ class Overlapped(Decoder):
         """Each program takes one of the two models, so they stay a dict."""
         return models
 
-    def dispatch(self, models, there, sampling, limits, state: DecodeState, own: Own) -> tuple[tuple, jax.Array]:
+    def dispatch(self, models, there, sampling, limits, state: DecodeState, own: Own) -> tuple[Apart, jax.Array]:
         """Dispatches a round of both halves without waiting for it.
 
         Returns their states, the future lengths, and whether rows are done.
@@ -225,7 +227,7 @@ def _joined(state: DecodeState, own: Own) -> DecodeState:
     return dataclasses.replace(state, drafter=PearlState(*own, state.drafter, is_overlapped=True))
 
 
-def _apart(state: DecodeState) -> tuple[DecodeState, Own]:
+def _apart(state: DecodeState) -> Apart:
     """The two states that `_joined` joins."""
     both: PearlState = state.drafter
     return dataclasses.replace(state, drafter=both.phase), (both.base, both.outcome)
