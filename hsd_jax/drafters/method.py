@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hsd_jax.config import NO_REUSE_FORM, DrafterConfig, TreeConfig
@@ -131,3 +132,32 @@ DRAFTING_METHODS: dict[str, DraftingMethod] = {}
 def method_of(config: Any) -> DraftingMethod:
     """The entry for a drafter's configuration."""
     return DRAFTING_METHODS[config.kind]
+
+
+class Based:
+    """The properties of every trained drafter, for the configuration of a drafter that extends another, its `base`."""
+
+    num_steps = property(attrgetter("base.num_steps"))
+    draft_vocab_size = property(attrgetter("base.draft_vocab_size"))
+    vocab_size = property(attrgetter("base.vocab_size"))
+    profile = property(attrgetter("base.profile"))  # we assume that the extension does not lower it
+    sampled_profile = property(attrgetter("base.sampled_profile"))
+
+
+def planning_on_base(more_seconds: Callable[..., float], chains_nest: bool = True) -> Planning:
+    """The planning of a drafter with a base. `more_seconds` are seconds of drafting in addition to the base."""
+
+    def of(config: Any) -> Planning:
+        return method_of(config.base).planning
+
+    def drafting_seconds(model: Any, config: Any, rows: int, tree: TreeConfig) -> float:
+        own = of(config).drafting_seconds(model, config.base, rows, tree)
+        return own + more_seconds(model, config, rows, tree)
+
+    return Planning(
+        drafting_seconds,
+        lambda config: of(config).default_tree(config.base),
+        lambda config: of(config).max_depth(config.base),
+        grows_wide=True,
+        chains_nest=chains_nest,
+    )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
-from hsd_jax.drafters.reading import last_feature, unread
+from hsd_jax.drafters.reading import newest_feature, unread
 from hsd_jax.drafters.shared import check_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
@@ -81,7 +81,7 @@ def trunk_drafter(
         states, kv = trunk_pass(models["drafter"], config, features, embeddings, *seen, active=active)
         cache = cache_lib.commit(before, kv, None, length * 0, after=_reading_cache(config, states), start=start)
         cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
-        feature = last_feature(features, start, length, state.pending[:, 0])
+        feature = newest_feature(features, start, length, state.pending[:, 0])
         return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):

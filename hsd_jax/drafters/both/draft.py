@@ -71,8 +71,7 @@ class BothState:
 
 def first_record(batch: int) -> Record:
     """The record before the first round."""
-    shape = batch, *FIRST_SHARE.shape
-    return Record(jnp.zeros(batch), jnp.zeros(batch), jnp.zeros(shape), jnp.zeros(shape))
+    return Record(*(jnp.zeros((batch, *shape)) for shape in ((), (), FIRST_SHARE.shape, FIRST_SHARE.shape)))
 
 
 def with_scores(tree: DraftTree) -> DraftTree:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.medusa.weights import MedusaConfig, head_states
-from hsd_jax.drafters.reading import last_feature
+from hsd_jax.drafters.reading import newest_feature
 from hsd_jax.drafters.shared import check_tree
 from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
@@ -115,7 +115,7 @@ def medusa_drafter(
     def read(models, state: MedusaState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
         """Keeps the prompt's last feature. A prompt of a single token has none."""
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
-        return MedusaState(last_feature(features, start, length, state.feature))
+        return MedusaState(newest_feature(features, start, length, state.feature))
 
     def draft(models, state: MedusaState, inputs: RoundInputs):
         logits, _, _ = levels(models, state)

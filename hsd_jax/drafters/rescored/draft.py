@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.rescored.config import RescoredConfig
-from hsd_jax.drafters.rescored.scorers import Scorer, make_scorer
+from hsd_jax.drafters.rescored.scorers import make_scorer
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
-from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict, Weights
+from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -75,22 +75,6 @@ def expand_arcs(
     return expand
 
 
-def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
-    """An `Expand` that gives log p_head + alpha * log p_scorer of the arcs, up to a constant for each node.
-
-    alpha is `weights["alpha"]`. The carry is a pair: that of `expand`, which must return arcs, and that of the scorer.
-    """
-
-    def expand_weighed(level: Any, tokens: Array, parents: Array, carry: Any):
-        own, others = carry
-        arcs, own = expand(level, tokens, parents, own)
-        assert arcs.tokens is not None, "a scorer scores tokens"
-        scores, others = scorer.score(weights, level, tokens, parents, arcs.tokens, others)
-        return arcs._replace(logits=arcs.logits + weights["alpha"] * scores), (own, others)
-
-    return expand_weighed
-
-
 def rescored_drafter(
     target_config: ModelConfig, config: RescoredConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
@@ -117,7 +101,14 @@ def rescored_drafter(
             begun, remembered = scorer.root_carry(weights, state.scorer)
             is_coupled = scheme is DrawScheme.COUPLED
             expand = expand_arcs(config.arcs, draft_to_target, logits, inject, inputs, is_coupled)
-            drafted, _ = grow_tree(weighed(expand, scorer, weights), (None, begun), inputs, tree, scheme)
+
+            def weighed(level: Any, tokens: Array, parents: Array, carry: tuple):
+                """log p_head + alpha * log p_scorer of the arcs, up to a constant for each node."""
+                arcs, own = expand(level, tokens, parents, carry[0])
+                scores, others = scorer.score(weights, level, tokens, parents, arcs.tokens, carry[1])
+                return arcs._replace(logits=arcs.logits + weights["alpha"] * scores), (own, others)
+
+            drafted, _ = grow_tree(weighed, (None, begun), inputs, tree, scheme)
         return drafted, RescoredState(own, remembered)
 
     def commit(models, state: RescoredState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):

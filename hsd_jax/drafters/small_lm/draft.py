@@ -101,7 +101,6 @@ def small_lm_drafter(
         num_read = jnp.where(num_committed > 0, state.num_pending + num_committed - 1, 0)
         active, bias, features = jnp.arange(nodes.shape[1]) < num_read[:, None], None, None
         if steered is not None:
-            assert state.features is not None, "the state of a steered model"
             of_text = features_of_text(state, verdict, output)
             with native.only(active):
                 of_nodes = joined(state.features, state.num_pending, of_text[:, 1:])

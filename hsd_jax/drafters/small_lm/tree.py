@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.reading import Ancestry, at_root, logits_after, unread
+from hsd_jax.drafters.reading import Ancestry, at_root, logits_after, newest_feature, unread
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
@@ -40,8 +40,8 @@ class SmallLMState:
     num_pending: Int[Array, "B"]
     num_drafted: Int[Array, "B"]
     """The number of drafts in the round that is judged, if it is a chain."""
-    features: Float[Array, "B M X"] | None = None
-    """The states that steer each pending token: the target's states of the token before it. None: no steering."""
+    features: Any = None
+    """The states that steer each pending token, [B, M, X]: the target's of the token before it. None: no steering."""
 
 
 class Steered(NamedTuple):
@@ -100,15 +100,12 @@ def steered_prompt(
 
     The state has the features of the newest token so far. After the last chunk that is the token before the root.
     """
-    assert state.features is not None, "the state of a steered model"
     features, before = joined_features(output.features), state.features[:, :1]
-    num = features.shape[1]
     shifted = jnp.concatenate([before, features[:, :-1]], 1)
-    with native.only(start + jnp.arange(num) < length[:, None] - 1):
+    with native.only(start + jnp.arange(features.shape[1]) < length[:, None] - 1):
         steer = steered.steer(weights, shifted)
-    last = jnp.minimum(length - 2 - start, num - 1)[:, None]
-    newest = jnp.where(last[..., None] >= 0, cache_lib.take_nodes(features, jnp.maximum(last, 0), axis=1), before)
-    return steer, dataclasses.replace(state, features=state.features.at[:, :1].set(newest))
+    newest = newest_feature(features, start, length, before[:, 0])
+    return steer, dataclasses.replace(state, features=state.features.at[:, 0].set(newest))
 
 
 def biases(
@@ -124,7 +121,6 @@ def biases(
 
 def features_of_text(state: SmallLMState, verdict: Verdict, output: ModelOutput) -> Array:
     """The features that steer the root and each emitted token, [B, D + 2, X]: those of the token before it."""
-    assert state.features is not None, "the state of a steered model"
     root = cache_lib.take_nodes(state.features, state.num_pending[:, None] - 1, axis=1)
     return jnp.concatenate([root, cache_lib.take_nodes(joined_features(output.features), verdict.path, axis=1)], 1)
 

@@ -112,15 +112,6 @@ class Stack(NamedTuple):
         return self.most + self.inner.max_depth + 1
 
 
-def stack_of(config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme) -> Stack:
-    """The levels below the target. Raises as the inner drafter."""
-    length = min(config.length, max(tree.depth - 1, 1))
-    inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
-    method, chain = method_of(config.inner), TreeConfig.chain(length)
-    inner = method.make(config.middle, config.inner, chain, cache_dtype, inner_scheme)
-    return Stack(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
-
-
 def stack_drafter(
     target_config: ModelConfig, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
@@ -130,8 +121,11 @@ def stack_drafter(
     """
     check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
-    stack = stack_of(config, tree, cache_dtype, scheme)
-    middle, inner = stack.middle, stack.inner
+    middle, length = config.middle, min(config.length, max(tree.depth - 1, 1))
+    inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
+    make = method_of(config.inner).make
+    inner = make(middle, config.inner, TreeConfig.chain(length), cache_dtype, inner_scheme)
+    stack = Stack(middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         none = jnp.zeros(len(length), jnp.int32)
