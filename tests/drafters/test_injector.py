@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import injector as oracle
-from oracles.tree import grow_paths, log_softmax
+from oracles.tree import grow_paths, log_softmax, paths_of
 from support import calls, setups, toy
 
 from hsd_jax.config import DrafterConfig, TreeConfig
@@ -39,14 +39,6 @@ def random_injector(seed: int = 0):
     rng = np.random.default_rng(seed)
     values = {name: rng.normal(1.0 * (x.ndim == 1), 0.5, x.shape) for name, x in shapes.items()}
     return config, {"injector": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)}
-
-
-def paths_of(tokens, parents) -> list[list[int]]:
-    """The path from the root to each node of one row's tree."""
-    paths: list[list[int]] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else []), int(token)])
-    return paths
 
 
 def biases(injector, paths, eps: float) -> np.ndarray:

@@ -164,10 +164,8 @@ def test_drafts_are_made_while_the_target_reads(apart, monkeypatch):
 @pytest.mark.parametrize(
     "devices",
     [
-        *((8, 1), "8,1", "1", "1:", "0:9", "0,1:1-3", (0, 1), (True, 1), 2, (1, 1, 1), "ab"),
-        lambda: (jax.devices()[:2], jax.devices()[1:3]),
+        *((8, 1), "1:", "0:9", "0,1:1-3", (0, 1), (True, 1), 2, "ab"),
         lambda: (jax.devices()[:1] * 2, jax.devices()[1:2]),
-        lambda: (jax.devices()[:1], []),
     ],
 )
 def test_illegal_devices(pair, devices):

@@ -39,20 +39,12 @@ from hsd_jax.types import DrawScheme
 VOCAB, ROOT = 3, 0
 
 
-@functools.cache
-def tables(seed: int, levels: int = 3) -> list[list[list[Fraction]]]:
-    """Markov tables of the levels, the smallest model first."""
-    numbers = np.random.default_rng(seed).integers(1, 9, (levels, VOCAB * VOCAB))
-    return [distribution_oracle.random_table(row.tolist(), VOCAB) for row in numbers]
-
-
 def distance(seed: int, lengths: tuple[int, ...], judged_as: int = -2, num: int = 2) -> Fraction:
     """Total variation of `num` tokens from the largest model, in rational arithmetic."""
-    models = tables(seed, len(lengths) + 1)
-    emitted = oracle.emitted(models, lengths, ROOT, judged_as)
+    models = [distribution_oracle.markov_table(VOCAB, 10 * seed + level) for level in range(len(lengths) + 1)]
+    emitted = oracle.emitted(models, lengths, ROOT, judged_as)  # by tables of the levels, the smallest model first
     assert sum(emitted.values()) == 1
-    found = distribution_oracle.completed_distribution(models[-1], emitted, num)
-    return distribution_oracle.total_variation(found, distribution_oracle.text_distribution(models[-1], ROOT, num))
+    return distribution_oracle.distance(models[-1], ROOT, num, emitted)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 2), (2, 2), (2, 1, 1)])
@@ -73,16 +65,11 @@ by 0.07 here."""
 ROWS, CHAIN = 4096, TreeConfig.chain(4)
 
 
-def rolled(distribution: tuple[float, ...]) -> np.ndarray:
-    """A Markov table whose row a is the distribution moved by a."""
-    return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
-
-
 @functools.cache
 def three_models(inner: str):
     """Markov models over three tokens: the target, and a stack with `inner` at its bottom."""
     (config, target), (_, middle), (_, bottom) = (
-        toy.markov_target(np.log(rolled(x))) for x in (TARGET, MIDDLE, BOTTOM)
+        toy.markov_target(np.log(toy.rolled(x))) for x in (TARGET, MIDDLE, BOTTOM)
     )
     own = SmallLMConfig(**vars(config))
     found, weights = {
@@ -99,7 +86,7 @@ def least_p_value(inner: str) -> float:
     state = many_rows(rows=ROWS, new_tokens=8, first=0).run(decoder, models, FEW_SLOTS)
     assert (np.asarray(state.stats.accepted_histogram).sum(0) > 0).all()
     assert (np.asarray(state.drafter.stats.accepted_histogram).sum(0) > 0).all()
-    found, table = np.asarray(state.tokens), rolled(TARGET)
+    found, table = np.asarray(state.tokens), toy.rolled(TARGET)
     p_values = []
     for first in (1, 7):
         before = np.linalg.matrix_power(table, first - 1)[0]

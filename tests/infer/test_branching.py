@@ -121,11 +121,6 @@ def test_the_layout_is_fixed_before_anything_is_drawn(scheme, branching):
         assert (np.take_along_axis(tree.score, np.maximum(tree.parents, 0), 1) >= tree.score)[:, 1:].all()
 
 
-def test_an_arbitrary_tree_has_the_likeliest_children_of_every_node():
-    tree, base, table = grown((3, 2, 2), DrawScheme.ARBITRARY, rows=1)
-    assert tree.tokens[0].tolist() == likeliest(base, table, (3, 2, 2))
-
-
 def last_first(base: np.ndarray, table: np.ndarray, count: int) -> list[int]:
     """The root of the tables of `grown`, the likeliest child but count - 1, and these."""
     best = np.argsort(-(base[0] + table[2]))[:count].tolist()
@@ -171,8 +166,15 @@ def test_places_without_mass_stay_empty(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_levels_without_logits_are_left_out(scheme):
-    tree, _, _ = grown((3, 2), scheme, rows=3, levels=[0, 1, 2])
-    assert tree.valid.sum(1).tolist() == [1, 4, 10]
+    """What is left has the tokens and the distributions of the whole tree: no token decides whether a node stays."""
+    for branching in [(3, 2), *([None] if scheme in DRAWN_SCHEMES else [])]:
+        whole, cut = (
+            grown(branching, scheme, rows=3, levels=levels, nodes=7, depth=2, width=3)[0]
+            for levels in ([2, 2, 2], [0, 1, 2])
+        )
+        assert whole.valid.all()
+        np.testing.assert_array_equal(cut.valid, whole.depth <= np.arange(3)[:, None])
+        jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(cut, valid=whole.valid), whole)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

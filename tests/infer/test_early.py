@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from oracles import distribution as distribution_oracle
 from oracles import recursive as oracle
+from oracles.optimal import tree_draws
 from support import calls, setups, toy
 
 import hsd_jax
@@ -114,11 +115,6 @@ def test_drafting_really_stops():
 # --- drawn chains -----------------------------------------------------------------------------------------------------
 
 
-def table(seed: int, vocab: int = 3) -> list[list[Fraction]]:
-    numbers = np.random.default_rng(seed).integers(1, 12, vocab * vocab)
-    return distribution_oracle.random_table(numbers.tolist(), vocab)
-
-
 def is_sure(draft, tokens, num: int) -> bool:
     """Whether the drafter is sure of the first `num` drafts behind `tokens[0]`."""
     confidence = Fraction(1)
@@ -140,17 +136,16 @@ def ends_after_likely(draft, tokens) -> int:
 
 def text_of(seed: int, ends) -> Fraction:
     """Total variation of four tokens of a round whose chain of up to 3 ends where `ends` says, from the target's."""
-    target, draft, parents = table(seed), table(seed + 50), [-1, 0, 1, 2]
+    target, draft, parents = *(distribution_oracle.markov_table(3, at) for at in (seed, seed + 50)), [-1, 0, 1, 2]
     found, lengths = defaultdict(Fraction), set()
-    for tokens, mass in oracle.tree_draws(draft, 0, parents, oracle.INDEPENDENT):
+    for tokens, _, mass in tree_draws(draft, 0, parents, oracle.INDEPENDENT):
         num = ends(draft, tokens)
         lengths.add(num)
         valid = [node <= num for node in range(4)]
 
         def judged(node, tokens=tokens, valid=valid):
             children = [tokens[n] for n in oracle.children_of(parents, valid, node)]
-            odds, residual = oracle.judge_node(target[tokens[node]], draft[tokens[node]], children, oracle.INDEPENDENT)
-            return odds, residual
+            return oracle.judge_node(target[tokens[node]], draft[tokens[node]], children, oracle.INDEPENDENT)
 
         emitted = oracle.verdict_distribution(tokens, parents, valid, judged)
         for text, p in distribution_oracle.completed_distribution(target, emitted, 4).items():

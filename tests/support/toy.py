@@ -150,6 +150,11 @@ def markov_target(logits: np.ndarray) -> tuple[ModelConfig, dict[str, Any]]:
     return config, weights
 
 
+def rolled(distribution) -> np.ndarray:
+    """A Markov table whose row a is the distribution moved by a: every node has these probabilities."""
+    return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
+
+
 def token_info(weights, config: DrafterConfig, previous):
     """The bias of the previous token alone."""
     return inject(weights, config, previous, None)[0]
