@@ -115,7 +115,7 @@ def test_noise_trees_and_verdicts_are_those_of_the_library(tree):
     @jax.jit
     def toy(base_logits, root, logits, temperature, positions):
         noise = one.position_noise(jax.random.fold_in(jax.random.key(3), 0), positions)
-        grown = one.grow(toy_models()[1], base_logits, root, noise, temperature)
+        grown = one.grow_tree(toy_models()[1], base_logits, root, noise, temperature)
         return noise, *one.match(grown, logits, noise, temperature), *grown, one.ancestor_mask(grown)
 
     @jax.jit

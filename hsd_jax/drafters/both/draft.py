@@ -165,25 +165,22 @@ def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_co
     return chain_of(tree.tokens[:, 0], tokens, num, scheme=tree.scheme, score=jnp.where(is_copied, of_copied, of_tree))
 
 
-def learned_of_tree(
-    record: Record, tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int
+def learned(
+    record: Record,
+    tree: DraftTree,
+    found: Copied,
+    is_shared: Bool[Array, "B D"],
+    text: Int[Array, "B M"],
+    num_known: Int[Array, "B"],
 ) -> Record:
-    """The record after the base's tree was compared with a text. Nodes beyond the end of the text do not count."""
-    on_path = on_text(tree, text, jnp.zeros_like(num_known), num_known, max_depth)
+    """The record after both drafts were compared with a text. Nodes beyond the end of the text do not count.
+
+    Of a copied chain, tokens up to the first wrong one count.
+    """
+    depth = found.tokens.shape[1]
+    on_path = on_text(tree, text, jnp.zeros_like(num_known), num_known, depth)
     known = dataclasses.replace(tree, valid=tree.valid & (tree.depth <= num_known[:, None]))
     accepted = jnp.sum(on_path & (tree.depth > 0), 1).astype(jnp.float32)
-    return dataclasses.replace(
-        record,
-        accepted=worth.DECAY * record.accepted + accepted,
-        predicted=worth.DECAY * record.predicted + worth.expected_drafts(known, on_path),
-    )
-
-
-def learned_of_copied(
-    record: Record, found: Copied, is_shared: Bool[Array, "B D"], text: Int[Array, "B M"], num_known: Int[Array, "B"]
-) -> Record:
-    """The record after a copied chain was compared with a text. Tokens up to the first wrong one count."""
-    depth = found.tokens.shape[1]
     is_known = (jnp.arange(depth) < num_known[:, None]) & (found.run[:, None] > 0)
     right = jnp.cumprod((is_known & (found.tokens == text[:, :depth])).astype(jnp.int32), 1) > 0
     was_tried = is_known & _above(right, True)
@@ -192,11 +189,8 @@ def learned_of_copied(
     def counted(those: Bool[Array, "B D"]) -> Array:
         return jnp.sum(those[:, :, None] & is_cell, 1).astype(jnp.float32).reshape(record.tried.shape)
 
-    return dataclasses.replace(
-        record,
-        copied=worth.DECAY * record.copied + counted(right),
-        tried=worth.DECAY * record.tried + counted(was_tried),
-    )
+    seen = Record(accepted, worth.expected_drafts(known, on_path), counted(right), counted(was_tried))
+    return jax.tree.map(lambda old, new: worth.DECAY * old + new, record, seen)
 
 
 def both_drafter(
@@ -238,11 +232,10 @@ def both_drafter(
     def commit(models, state: BothState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         own = base.commit(models, state.base, verdict, output, num_committed)
         with jax.named_scope("both"):
-            drafted, text = state.drafted, verdict.emitted
+            drafted = state.drafted
             found = copied(state.lookup, config.lookup, depth)  # the same call as in `draft`; XLA computes it once
             is_shared = shared_nodes(drafted, found.tokens) < tree.nodes
-            record = learned_of_copied(state.record, found, is_shared, text, num_committed)
-            record = learned_of_tree(record, drafted, text, num_committed, depth)
+            record = learned(state.record, drafted, found, is_shared, verdict.emitted, num_committed)
             other = lookup.commit(models, state.lookup, verdict, output, num_committed)
         return BothState(own, other, record, drafted)
 
