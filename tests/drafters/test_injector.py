@@ -16,7 +16,7 @@ from oracles import injector as oracle
 from oracles.tree import grow_paths, log_softmax, paths_of
 from support import calls, setups, toy
 
-from hsd_jax.config import DrafterConfig, TreeConfig
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
@@ -24,7 +24,6 @@ from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.step import root_of
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
-from hsd_jax.types import DrawScheme
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -74,34 +73,18 @@ def mid_state(proposer: str = "path"):
     return setup, state, root, position, np.asarray(logits(setup.models, state.drafter), np.float64)
 
 
-def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=None):
-    """The trees that these drafters draw at temperature 1, one greedily so, and the logs of their nodes' scores."""
-    setup, state, root, position, _ = mid_state()
-    drafter = make_drafter(setup.config, config, tree, scheme=scheme)
-    models = setup.models
-    if injector is not None:
-        models = models | {"drafter": models["drafter"] | {"injector": injector}}
-    _, _, keys, _, sampling = calls.mixed_call().arrays()
-    sampling = sampling.replace(temperature=jnp.ones(6), top_k=jnp.zeros(6, jnp.int32), top_p=jnp.ones(6))
-
-    @jax.jit
-    def grown(models, state):
-        tree, _ = drafter.draft(models, state, toy.round_inputs(root, position, keys, sampling))
-        above = jnp.take_along_axis(tree.score, jnp.maximum(tree.parents, 0), 1) if tree.score is not None else 0.0
-        return tree, None if tree.score is None else tree.score - above
-
-    return jax.tree.map(np.asarray, grown(models, state.drafter))
-
-
 BEAM = TreeConfig(nodes=12, depth=4, width=3)
-DRAWN = TreeConfig(nodes=9, depth=4, width=2)
 
 
 def test_a_beam_knows_its_paths():
     """Against the oracle's beam, whose logits are those of whole paths; rows without a feature are left out."""
-    setup, state, root, _, base = mid_state()
+    setup, state, root, position, base = mid_state()
     config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    found, logp = drawn(DrawScheme.ARBITRARY, BEAM, config)
+    drafter = make_drafter(setup.config, config, BEAM)
+    _, _, keys, _, sampling = calls.mixed_call().replace(temperature=[1.0] * 6).arrays()
+    inputs = toy.round_inputs(root, position, keys, sampling)
+    found = jax.tree.map(np.asarray, jax.jit(drafter.draft)(setup.models, state.drafter, inputs)[0])
+    logp = found.score - np.take_along_axis(found.score, np.maximum(found.parents, 0), 1)
     differs = False
     for row in np.flatnonzero(state.drafter.num_pending):
 
@@ -117,18 +100,6 @@ def test_a_beam_knows_its_paths():
             distribution = log_softmax(logits(path[:-1]))
             np.testing.assert_allclose(logp[row, node], distribution[path[-1]], **TOLERANCE)
     assert differs
-
-
-def test_drawn_trees_carry_the_distribution_of_their_paths():
-    """What the recursive rule judges by is what the children were drawn from."""
-    setup, state, _, _, base = mid_state()
-    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    found, _ = drawn(DrawScheme.WITHOUT_REPLACEMENT, DRAWN, config)
-    for row in np.flatnonzero(state.drafter.num_pending):
-        for node, path in enumerate(paths_of(found.tokens[row], found.parents[row])):
-            if found.depth[row, node] < DRAWN.depth and found.valid[row, node]:
-                logits = base[row, len(path) - 1] + oracle.bias(injector, path, config.norm_eps)
-                np.testing.assert_allclose(found.draft_logp[row, node], log_softmax(logits), rtol=1e-3, atol=1e-3)
 
 
 def test_token_information_begins_with_the_targets_embeddings():

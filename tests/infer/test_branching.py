@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 
 import jax
@@ -12,13 +11,11 @@ import numpy as np
 import pytest
 from oracles import branching as oracle
 from oracles import tree as tree_oracle
-from scipy import stats
 from support import toy
 
 from hsd_jax import settings
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.draft import static_tree
-from hsd_jax.infer import draw
 from hsd_jax.measure.speeds import parse_tree, parse_trees
 from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, SamplingParams
 
@@ -185,30 +182,3 @@ def test_one_child_a_node_is_the_chain_to_the_bit(scheme, temperature):
         grown(branching, scheme, temperature, nodes=4, depth=3, width=1)[0] for branching in ((1, 1, 1), None)
     )
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
-FEW = 5
-
-
-def test_gumbel_top_k_draws_without_replacement():
-    """Ordered triples, of two nodes at once, against draws one after the other; false alarm 10^-6 each."""
-    rows = 60_000
-    q = np.random.default_rng(0).dirichlet(np.ones(FEW), 2)
-    zero = jnp.zeros((rows, 2))
-    above = draw.Level(zero.astype(jnp.int32), zero.astype(jnp.int32), zero, zero)
-    keys = jax.vmap(jax.random.key)(jnp.arange(rows, dtype=jnp.uint32))
-    noise = draw.level_noise(keys, (2,), jnp.zeros(rows, jnp.int32), FEW, jnp.ones(rows, bool))
-    logp = jnp.broadcast_to(jnp.log(jnp.asarray(q, jnp.float32)), noise.shape)
-    level = draw.gumbel_top_k(noise, logp, above, 3)
-    np.testing.assert_array_equal(level.parents[0], [0, 0, 0, 1, 1, 1])
-    for node in range(2):
-        tokens = np.asarray(level.tokens)[:, 3 * node : 3 * node + 3]
-        wanted = np.zeros((FEW,) * 3)
-        for a, b, c in itertools.permutations(range(FEW), 3):
-            p = q[node]
-            wanted[a, b, c] = p[a] * p[b] / (1 - p[a]) * p[c] / (1 - p[a] - p[b])
-        counts = np.bincount(np.ravel_multi_index(tuple(tokens.T), wanted.shape), minlength=wanted.size)
-        is_possible = wanted.ravel() > 0
-        assert not counts[~is_possible].any()
-        expected = wanted.ravel()[is_possible] * rows
-        assert stats.chisquare(counts[is_possible], expected * rows / expected.sum()).pvalue > 1e-6
