@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hsd_jax.config import NO_REUSE_FORM, DrafterConfig, TreeConfig
+from hsd_jax.config import NO_REUSE_FORM, TreeConfig
 from hsd_jax.types import Drafter, Weights
 
 CHEAP_OPERATIONS = 20
@@ -118,10 +118,7 @@ class DraftingMethod(NamedTuple):
 
 def planning_of_trained(drafting_seconds: Callable[..., float], has_score: bool = True) -> Planning:
     """The planning of a drafter that is trained for a number of steps. By default it drafts at most 7 tokens."""
-
-    def default_tree(config: DrafterConfig) -> TreeConfig:
-        return TreeConfig.chain(min(7, config.num_steps))
-
+    default_tree = lambda config: TreeConfig.chain(min(7, config.num_steps))  # noqa: E731
     return Planning(drafting_seconds, default_tree, lambda config: config.num_steps, True, has_score)
 
 

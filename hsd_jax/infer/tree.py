@@ -20,17 +20,8 @@ from hsd_jax.infer.chains import Draft, Pick, chain_of, grow_chain
 from hsd_jax.infer.levels import NumLevels
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.draft_vocab import draft_columns, to_tokens
-from hsd_jax.types import (
-    DRAWN_SCHEMES,
-    NO_PARENT,
-    Candidates,
-    DraftTree,
-    DrawScheme,
-    Expand,
-    Inject,
-    RoundInputs,
-)
+from hsd_jax.models.draft_vocab import TokensOfColumns, draft_columns, to_tokens
+from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Candidates, DraftTree, DrawScheme, Expand, Inject, RoundInputs
 
 
 def token_free(
@@ -51,17 +42,22 @@ def token_free(
     return expand
 
 
-def coupled(expand: Expand, inputs: RoundInputs) -> Expand:
-    """An `Expand` that gives log q + g up to a constant per node, with q of the drafter and g the target's noise.
+def coupled(logits: Array, column_tokens: TokensOfColumns, inputs: RoundInputs, *places: Any) -> Array:
+    """log q + g up to a constant per node, with q of the drafter and g the target's noise at `places`, an index.
 
     The noise is one number per token for all nodes of a level, because they predict the same position. Greedy rows use
     none. A filtered or cold token has q = 0 for any noise.
     """
+    noise = lambda: draft_columns(column_tokens, inputs.noise[:, *places])  # noqa: E731
+    return sampling_lib.perturb(noise, logits, inputs.sampling)
+
+
+def coupled_expand(expand: Expand, inputs: RoundInputs) -> Expand:
+    """`expand` with the logits of `coupled`."""
 
     def expand_coupled(level: Any, tokens: Array, parents: Array, carry: Any):
-        (logits, column_tokens), carry = expand(level, tokens, parents, carry)
-        noise = lambda: draft_columns(column_tokens, inputs.noise[:, level, None])  # noqa: E731
-        return Candidates(sampling_lib.perturb(noise, logits, inputs.sampling), column_tokens), carry
+        said, carry = expand(level, tokens, parents, carry)
+        return said._replace(logits=coupled(*said, inputs, level, None)), carry
 
     return expand_coupled
 
@@ -83,7 +79,7 @@ def grow_tree(
     """
     is_drawn, is_chain = scheme in DRAWN_SCHEMES, config.width == 1
     if scheme is DrawScheme.COUPLED:
-        expand = coupled(expand, inputs)
+        expand = coupled_expand(expand, inputs)
     if is_chain and inputs.stop is not None:
         pick = levels.drawn_draft(inputs, config, scheme) if is_drawn else likeliest_draft(inputs, scheme)
         return grow_chain(expand, carry, inputs, config.depth, pick, scheme)

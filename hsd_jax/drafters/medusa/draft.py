@@ -23,11 +23,10 @@ from hsd_jax.drafters.medusa.weights import MedusaConfig, head_states
 from hsd_jax.drafters.reading import newest_feature
 from hsd_jax.drafters.shared import check_tree
 from hsd_jax.infer import levels
-from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.tree import grow_tree, token_free
+from hsd_jax.infer.tree import coupled, grow_tree, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.draft_vocab import draft_columns, to_tokens
+from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.models.trunk import base_logits, trunk_features
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
@@ -123,8 +122,7 @@ def medusa_drafter(
         if scheme in DRAWN_SCHEMES:
             return grow_tree(token_free(logits, None, draft_to_target), None, inputs, tree, scheme)[0], state
         if scheme is DrawScheme.COUPLED:
-            own = lambda: draft_columns(draft_to_target, inputs.noise[:, : tree.depth])  # noqa: E731
-            logits = sampling_lib.perturb(own, logits, inputs.sampling)
+            logits = coupled(logits, draft_to_target, inputs, slice(tree.depth))
         guesses = to_tokens(draft_to_target, ops.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
         nodes = (len(inputs.root), tree.nodes)

@@ -20,10 +20,9 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.scorers import make_scorer
-from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.tree import grow_tree, token_free
+from hsd_jax.infer.tree import coupled, grow_tree, token_free
 from hsd_jax.kernels import ops
-from hsd_jax.models.draft_vocab import draft_columns, to_tokens
+from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict
 
 
@@ -50,16 +49,14 @@ def expand_arcs(
     the token that the target draws.
     """
 
-    def arcs(logits: Float[Array, "B M C"], noise: Float[Array, "B M2 V"]) -> Candidates:
-        ranked = logits
-        if is_coupled:
-            ranked = sampling_lib.perturb(lambda: draft_columns(draft_to_target, noise), logits, inputs.sampling)
+    def arcs(logits: Float[Array, "B M C"], *places: Any) -> Candidates:
+        ranked = coupled(logits, draft_to_target, inputs, *places) if is_coupled else logits
         _, columns, _ = ops.top_k(ranked, min(num_arcs, logits.shape[-1]))
         columns = jnp.sort(columns, -1)
         return Candidates(jnp.take_along_axis(logits, columns, -1), to_tokens(draft_to_target, columns))
 
     if inject is None:
-        chosen = arcs(base_logits, inputs.noise[:, : base_logits.shape[1]])
+        chosen = arcs(base_logits, slice(base_logits.shape[1]))
 
         def expand_chosen(level: Any, tokens: Array, parents: Array, carry: Any):
             shape = *tokens.shape, chosen.logits.shape[-1]
@@ -70,7 +67,7 @@ def expand_arcs(
 
     def expand(level: Any, tokens: Array, parents: Array, carry: Any):
         said, carry = whole(level, tokens, parents, carry)
-        return arcs(said.logits, inputs.noise[:, level, None]), carry
+        return arcs(said.logits, level, None), carry
 
     return expand
 
