@@ -16,7 +16,7 @@ import pytest
 from support import calls, setups, toy
 
 from hsd_jax.config import RECURRENT
-from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.trunk_state import trunk_states
 from hsd_jax.kernels.ops import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence
 from hsd_jax.models.trunk import trunk_features, trunk_pass

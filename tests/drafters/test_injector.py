@@ -18,9 +18,9 @@ from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
-from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
 from hsd_jax.drafters.table import init_drafter, make_drafter
+from hsd_jax.drafters.trunk_state import trunk_states
 from hsd_jax.infer.step import root_of
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from

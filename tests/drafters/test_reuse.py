@@ -20,7 +20,7 @@ import hsd_jax
 from hsd_jax.config import SKIP, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
-from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.trunk_state import trunk_states
 from hsd_jax.infer.step import root_of
 from hsd_jax.models.trunk import base_logits
 

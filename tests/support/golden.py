@@ -20,9 +20,9 @@ import numpy as np
 import hsd_jax
 from hsd_jax.asked import Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.table import make_drafter
+from hsd_jax.drafters.trunk_state import trunk_states
 from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.lab.bench import prompts
 from hsd_jax.models.checkpoint import DEMO

@@ -11,13 +11,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.reading import Ancestry, at_root
-from hsd_jax.drafters.trunk_state import TrunkState, read_pending_features, trunk_drafter
+from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.trunk import base_logits, embed_committed, init_fusion, init_trunk, trunk_pass
@@ -47,8 +46,7 @@ def eagle_drafter(
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
         with jax.named_scope("trunk"):
-            last = jnp.maximum(state.num_pending - 1, 0)[:, None]
-            first, cache = read_pending_features(models, target_config, config, state, last)
+            first, cache = trunk_states(models, target_config, config, 1, state)
 
         def expand(level: int, tokens: Array, parents: Array, above: tuple[Array, Ancestry]):
             """Computes the state after a node from its token and its parent's state. The root's state is `first`."""
@@ -65,7 +63,7 @@ def eagle_drafter(
             return Candidates(logits, models["drafter"].get("draft_to_target")), (states, ancestry)
 
         with jax.named_scope("tree"):
-            drafted, _ = grow_tree(expand, (first, at_root(len(last))), inputs, tree, scheme)
+            drafted, _ = grow_tree(expand, (first, at_root(len(first))), inputs, tree, scheme)
         return drafted, dataclasses.replace(state, cache=cache)
 
     return trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme)

@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import fresh_logits, logits_of_round, trunk_states
+from hsd_jax.drafters.hidden.schedule import fresh_logits, logits_of_round
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.reading import joined
-from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
+from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
 from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict, Weights

@@ -12,27 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
-from hsd_jax.drafters.trunk_state import TrunkState
+from hsd_jax.drafters.trunk_state import TrunkState, run_trunk, trunk_states
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.trunk import STATES, base_logits, embed_committed
-from hsd_jax.types import KVCache, NewKV
-
-
-def run_trunk(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
-) -> tuple[Float[Array, "B K H"], NewKV]:
-    """K = `num_states` token-free states, and the keys and values of the pending features."""
-    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
-    read = STATES[config.trunk]
-    return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
-
-
-def trunk_states(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
-) -> tuple[Float[Array, "B K H"], KVCache]:
-    """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
-    states, kv = run_trunk(models, target_config, config, num_states, state)
-    return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
+from hsd_jax.models.trunk import base_logits
 
 
 def fresh_logits(
