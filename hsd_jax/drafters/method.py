@@ -108,9 +108,9 @@ class DraftingMethod(NamedTuple):
     reuses: tuple[str, ...] = (NO_REUSE_FORM,)
     """The forms of reuse of spare states that it allows (`config.REUSES`)."""
     lattice: Callable[..., Any] | None = None
-    """`lattice(target_config, config, tree) -> levels`, for drafters whose states read no drafted token.
-    `levels(models, state) -> (logits [B, D, C], inject, state)` gives the arguments of `tree.token_free`; `inject` is
-    None if drafted tokens add nothing to the logits. `lattice` is None if the drafter's states read drafted tokens."""
+    """`lattice(target_config, config, tree, models, state) -> (logits [B, D, C], inject, state)`, for drafters whose
+    states read no drafted token: the arguments of `tree.token_free`. `inject` is None if drafted tokens add nothing to
+    the logits. `lattice` is None if the drafter's states read drafted tokens."""
     overlapped: Callable[..., Any] | None = None
     """`overlapped(target_config, config, tree, scheme, rule, mesh, drafter_mesh, cache_dtype, precision)`: a `Decoder`
     in which both models run at the same time, each on its own devices. None: one program runs both."""

@@ -113,11 +113,7 @@ def parts(
     return trunk, head, tree_of
 
 
-def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) -> Callable[..., Any]:
+def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, models, state: TrunkState):
     """As `DraftingMethod.lattice`: the base logits of fresh states, and the injector if there is one."""
-
-    def levels(models, state: TrunkState):
-        logits, state = fresh_logits(models, target_config, config, tree.depth, state)
-        return logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state
-
-    return levels
+    logits, state = fresh_logits(models, target_config, config, tree.depth, state)
+    return logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state

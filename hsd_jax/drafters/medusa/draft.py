@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -79,7 +78,7 @@ def static_tree(tree: TreeConfig) -> StaticTree:
 
 
 def branching_tree(tree: TreeConfig) -> StaticTree:
-    """The layout of `levels.grow`: level by level, with the children of a node together, the likeliest first."""
+    """The layout of `levels.likeliest_tree`: level by level, the children of a node together, the likeliest first."""
     parents, depths, ranks, first = [NO_PARENT], [0], [0], 0
     for depth, count in enumerate(tree.branching or ()):
         above = first + levels.parents_of_level(tree, depth)
@@ -90,15 +89,11 @@ def branching_tree(tree: TreeConfig) -> StaticTree:
     return StaticTree(*(np.array(x, np.int32) for x in (parents, depths, ranks)))
 
 
-def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig) -> Callable[..., Any]:
+def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig, models, state: MedusaState):
     """As `DraftingMethod.lattice`: the logits of the heads. Drafted tokens add nothing to them."""
-
-    def levels(models, state: MedusaState):
-        with jax.named_scope("head"):
-            states = head_states(models["drafter"], config, state.feature, tree.depth)
-            return base_logits(models["drafter"], config, models["target"], target_config, states), None, state
-
-    return levels
+    with jax.named_scope("head"):
+        states = head_states(models["drafter"], config, state.feature, tree.depth)
+        return base_logits(models["drafter"], config, models["target"], target_config, states), None, state
 
 
 def medusa_drafter(
@@ -106,7 +101,7 @@ def medusa_drafter(
 ) -> Drafter:
     """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads."""
     check_tree(target_config, config, tree, scheme)
-    shape, levels = static_tree(tree), lattice(target_config, config, tree)
+    shape = static_tree(tree)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return MedusaState(jnp.zeros((len(length), target_config.hidden_size)))
@@ -117,7 +112,7 @@ def medusa_drafter(
         return MedusaState(newest_feature(features, start, length, state.feature))
 
     def draft(models, state: MedusaState, inputs: RoundInputs):
-        logits, _, _ = levels(models, state)
+        logits, _, _ = lattice(target_config, config, tree, models, state)
         draft_to_target = models["drafter"].get("draft_to_target")
         if scheme in DRAWN_SCHEMES:
             return grow_tree(token_free(logits, None, draft_to_target), None, inputs, tree, scheme)[0], state

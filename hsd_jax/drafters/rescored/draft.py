@@ -8,6 +8,7 @@ tree.
 
 from __future__ import annotations
 
+import functools
 import typing
 from typing import Any
 
@@ -81,7 +82,7 @@ def rescored_drafter(
         raise ValueError(f"TreeConfig.width={tree.width}: a lattice of {config.arcs} arcs allows 1 to {config.arcs}")
     assert method.lattice is not None, "drafters without it were refused"
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
-    levels = method.lattice(target_config, config.base, tree)
+    levels = functools.partial(method.lattice, target_config, config.base, tree)
     scorer = make_scorer(config.scorer, tree.depth, cache_dtype)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
