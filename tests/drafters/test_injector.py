@@ -18,11 +18,10 @@ from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
+from hsd_jax.drafters.hidden.draft import lattice
 from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
 from hsd_jax.drafters.table import init_drafter, make_drafter
-from hsd_jax.drafters.trunk_state import trunk_states
 from hsd_jax.infer.step import root_of
-from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -57,30 +56,16 @@ def test_the_recurrence_is_that_of_plain_loops():
     assert np.abs(wanted[0] - wanted[1]).max() > 0.1
 
 
-@functools.cache
-def mid_state(proposer: str = "path"):
-    """Models and the decode state of six rows after three rounds, the roots, and base logits of four depths."""
-    setup = setups.setup("llama", proposer)
-    state = setup.after(3)
-    root, position = root_of(state)
-    config = setup.drafter_config
-
-    @jax.jit
-    def logits(models, state):
-        states, _ = trunk_states(models, setup.config, config, 4, state)
-        return base_logits(models["drafter"], config, models["target"], setup.config, states)
-
-    return setup, state, root, position, np.asarray(logits(setup.models, state.drafter), np.float64)
-
-
 BEAM = TreeConfig(nodes=12, depth=4, width=3)
 
 
 def test_a_beam_knows_its_paths():
     """Against the oracle's beam, whose logits are those of whole paths; rows without a feature are left out."""
-    setup, state, root, position, base = mid_state()
-    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    drafter = make_drafter(setup.config, config, BEAM)
+    setup = setups.setup("llama", "path")
+    config, injector, state = setup.drafter_config, setup.models["drafter"]["injector"], setup.after(3)
+    (root, position), drafter = root_of(state), make_drafter(setup.config, config, BEAM)
+    logits_of = jax.jit(lambda models, state: lattice(setup.config, config, BEAM, models, state)[0])
+    base = np.asarray(logits_of(setup.models, state.drafter), np.float64)
     _, _, keys, _, sampling = calls.mixed_call().replace(temperature=[1.0] * 6).arrays()
     inputs = toy.round_inputs(root, position, keys, sampling)
     found = jax.tree.map(np.asarray, jax.jit(drafter.draft)(setup.models, state.drafter, inputs)[0])

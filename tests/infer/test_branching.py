@@ -118,12 +118,6 @@ def test_the_layout_is_fixed_before_anything_is_drawn(scheme, branching):
         assert (np.take_along_axis(tree.score, np.maximum(tree.parents, 0), 1) >= tree.score)[:, 1:].all()
 
 
-def last_first(base: np.ndarray, table: np.ndarray, count: int) -> list[int]:
-    """The root of the tables of `grown`, the likeliest child but count - 1, and these."""
-    best = np.argsort(-(base[0] + table[2]))[:count].tolist()
-    return [2, best[-1], *best[:-1]]
-
-
 def test_rows_without_noise_have_the_likeliest_children():
     """Greedy rows of a drawn tree, beside rows that draw."""
     temperature = np.array([0.0, 1.0, 0.0, 0.7])
@@ -134,7 +128,8 @@ def test_rows_without_noise_have_the_likeliest_children():
             first = int(np.argmax(base[0] + table[2]))
             wanted = [2, *[first] * 3, *[int(np.argmax(base[1] + table[first]))] * 6]
         if scheme is DrawScheme.TOP_THEN_RANDOM:  # the place of the random child, with the last of them, comes first
-            wanted = last_first(base, table, 3)[:4]
+            best = np.argsort(-(base[0] + table[2]))[:3].tolist()
+            wanted = [2, best[-1], *best[:-1]]
             assert tree.tokens[0, :4].tolist() == tree.tokens[2, :4].tolist() == wanted
             assert tree.tokens[1, :4].tolist() != wanted and (tree.tokens[1, 2:4] == wanted[2:]).all()
             continue

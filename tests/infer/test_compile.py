@@ -73,14 +73,9 @@ def test_the_state_is_donated():
 def test_a_prefill_computes_no_logits():
     """A pass always has logits; those of a prompt, its largest array, are dropped with the product that makes them."""
     config, batch, vocab = toy.target_config(vocab_size=97), 2, 97
-    decoder = Decoder(config, make_plain_step(config), None)
-    tokens, ints = jnp.zeros((batch, calls.PROMPT_BUCKET), jnp.int32), jnp.ones(batch, jnp.int32)
-    limits = Limits(ints, jnp.zeros((batch, 4), jnp.int32))
-    keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
-    models = {"target": toy.make_target(config), "drafter": None}
-    sizes = {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
-    prefill = decoder.prefill.lower(models, tokens, ints, keys, limits, **sizes).compile().as_text()
-    whole = jax.jit(forward_sequence, static_argnums=1).lower(models["target"], config, tokens).compile().as_text()
+    weights, tokens = toy.make_target(config), jnp.zeros((batch, calls.PROMPT_BUCKET), jnp.int32)
+    prefill = lowered_programs(config, None, batch, calls.CAPACITY)["prefill"].compile().as_text()
+    whole = jax.jit(forward_sequence, static_argnums=1).lower(weights, config, tokens).compile().as_text()
     logits = re.compile(rf"f32\[({batch},{calls.PROMPT_BUCKET}|{batch * calls.PROMPT_BUCKET}),{vocab}\]")
     assert logits.search(whole) and not logits.search(prefill)
 

@@ -136,11 +136,6 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 # --- targets without a distribution -----------------------------------------------------------------------------------
 
 
-def output_of(logits: np.ndarray, hidden: np.ndarray | None = None) -> ModelOutput:
-    states = np.zeros((*logits.shape[:2], 2), np.float32) if hidden is None else hidden
-    return ModelOutput(jnp.asarray(logits), jnp.asarray(states), (), NewKV((), ()))
-
-
 def test_tokens_without_a_distribution_are_found():
     """A node whose state is NaN, a token that is NaN everywhere, logits that are all -inf, and rows in order."""
     logits = np.random.default_rng(0).normal(0, 1, (4, 3, 5)).astype(np.float32)
@@ -150,7 +145,8 @@ def test_tokens_without_a_distribution_are_found():
     logits[2, 1] = -np.inf
     logits[3, :, 2] = -np.inf  # one token of no mass is a distribution
     emitted, path = jnp.full((4, 3), 1, jnp.int32), jnp.array([[0, 1, 2]] * 4, jnp.int32)
-    found = jax.jit(or_invalid, static_argnums=3)(emitted, path, output_of(logits, hidden), False)
+    output = ModelOutput(jnp.asarray(logits), jnp.asarray(hidden), (), NewKV((), ()))
+    found = jax.jit(or_invalid, static_argnums=3)(emitted, path, output, False)
     wrong = INVALID_TOKEN
     assert found.tolist() == [[1, 1, wrong], [wrong] * 3, [1, wrong, 1], [1, 1, 1]]
 

@@ -124,10 +124,10 @@ def test_a_rule_emits_exactly_the_distribution_of_the_target(rule, scheme, layou
         )
 
 
-def our_distance(rule: str, layout: str, drawn: DrawScheme, judged_as: DrawScheme, change=lambda trees: trees) -> float:
+def our_distance(rule: str, layout: str, drawn: DrawScheme, judged_as: DrawScheme) -> float:
     vocab, parents = LAYOUTS[layout]
     target, draft = tables(vocab, (1, 51))
-    trees = change(trees_of(draft, parents, drawn))
+    trees = trees_of(draft, parents, drawn)
     ours = judged_by_ours(OURS[rule], target, draft, parents, trees, judged_as)
     return float(distance(target, parents, emitted_one_by_one(parents, trees, ours)))
 
