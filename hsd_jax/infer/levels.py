@@ -31,10 +31,7 @@ def likeliest_tree(
     """The tree of the `config.branching[depth]` likeliest children of every node."""
     assert config.branching is not None, "a beam grows the others"
     branching, scale = config.branching, draw.inverse_temperature(inputs.sampling.temperature, scheme)
-
-    def below(depth: int, said: Candidates, above: draw.Level) -> draw.Level:
-        return draw.likeliest(said, scale, above, branching[depth])
-
+    below = lambda depth, said, above: draw.likeliest(said, scale, above, branching[depth])  # noqa: E731
     return _grow(expand, carry, inputs.root, config, scheme, num_levels, below)
 
 
@@ -46,10 +43,7 @@ def drawn_tree(
     # Each independent child has its own row of noise. In other schemes the children of a node share one row.
     num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
     noise = jnp.split(_noise_of(inputs, num_rows), np.cumsum(num_rows)[:-1], axis=1)
-
-    def below(depth: int, said: Candidates, above: draw.Level) -> draw.Level:
-        return _drawn(config, scheme, depth, noise[depth], said, above, inputs.sampling)
-
+    below = lambda depth, *level: _drawn(config, scheme, depth, noise[depth], *level, inputs.sampling)  # noqa: E731
     return _grow(expand, carry, inputs.root, config, scheme, num_levels, below)
 
 

@@ -51,10 +51,6 @@ SOME = (0, 3, 4, 5, 8, 11, 12, 17, 20, 21, 28)
 
 def test_ids_map_both_ways():
     draft_to_target = jnp.asarray(HOT)
-    columns = jnp.arange(len(HOT), dtype=jnp.int32)
-    found, is_hot = draft_vocab.to_columns(draft_to_target, draft_vocab.to_tokens(draft_to_target, columns))
-    np.testing.assert_array_equal(found, columns)
-    assert is_hot.all()
     every = jnp.arange(toy.VOCAB, dtype=jnp.int32).reshape(4, 6)
     columns, is_hot = jax.jit(draft_vocab.to_columns)(draft_to_target, every)
     np.testing.assert_array_equal(is_hot, np.isin(every, HOT))

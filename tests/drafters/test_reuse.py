@@ -20,9 +20,8 @@ import hsd_jax
 from hsd_jax.config import SKIP, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
-from hsd_jax.drafters.trunk_state import trunk_states
+from hsd_jax.drafters.hidden.schedule import fresh_logits
 from hsd_jax.infer.step import root_of
-from hsd_jax.models.trunk import base_logits
 
 NUM_STATES, COLUMNS = 5, 3
 
@@ -111,21 +110,15 @@ def test_beams_of_fewer_levels_are_the_oracles():
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def copied(tree):
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
-
-
 @functools.cache
 def own_logits(proposer: str):
     """`logits(drafter_state)`: those of a trunk run from this state, of as many states as the drafter keeps."""
     setup = setups.setup("llama", proposer)
-    models, config = setup.models, setup.drafter_config
 
     @setup.decoder.compile
-    def logits(drafter_state):
-        num_states = drafter_state.spares.logits.shape[1]
-        states, _ = trunk_states(models, setup.config, config, num_states, drafter_state)
-        return base_logits(models["drafter"], config, models["target"], setup.config, states)
+    def logits(state):
+        num_states = state.spares.logits.shape[1]
+        return fresh_logits(setup.models, setup.config, setup.drafter_config, num_states, state)[0]
 
     return lambda drafter_state: np.asarray(logits(drafter_state))
 
@@ -138,7 +131,7 @@ def test_spares_are_the_states_of_earlier_trunk_runs(proposer):
     forecasts: list[dict[int, np.ndarray]] = [{} for _ in call.prompts]  # of each row, by absolute position
     seen = 0
     for _ in range(6):
-        before = copied(state.drafter)
+        before = jax.tree.map(lambda x: jnp.array(x, copy=True), state.drafter)
         root = np.asarray(state.length) - 1
         needs = np.asarray(before.spares.num) < 1  # of SKIP; the other forms run the trunk for every row
         logits = own_logits(proposer)(before)

@@ -18,7 +18,6 @@ from oracles.optimal import tree_draws
 from support import calls, setups, toy
 
 import hsd_jax
-from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import chains
 from hsd_jax.infer.rules.table import make_rule
@@ -205,22 +204,15 @@ def test_no_drawn_draft_is_dropped_by_worth():
     ]
 
 
-def test_the_option_of_a_call(pair):
+def test_the_option_of_a_call():
     """Stops and counts where it is asked for; refused where nothing could be left out."""
-    small, call = pair[0], {"max_new_tokens": 12, "temperature": 0.8, "tree": setups.CHAIN_OF_4}
+    small, call = setups.params_of("small_lm"), {"max_new_tokens": 12, "temperature": 0.8, "tree": setups.CHAIN_OF_4}
     adaptive = hsd_jax.decode(small, [5, 6, 7], **call, adaptive=True)
     made, verified = adaptive.stats.drafts
     assert verified <= made <= 4 * adaptive.stats.num_target_passes
     for params, options, wrong in (
         (small, {"speculate": False}, "adaptive=True.*no drafts"),
-        (pair[1], {"accept": "recursive"}, "lookup"),
+        (setups.params_of("lookup"), {"accept": "recursive"}, "lookup"),
     ):
         with pytest.raises(ValueError, match=wrong):
             hsd_jax.decode(params, [5], **call | {"adaptive": True} | options)
-
-
-@pytest.fixture
-def pair():
-    """Params of the small language model of "llama", and of prompt lookup."""
-    small = setups.params_of("small_lm", max_len=64)
-    return small, dataclasses.replace(small, drafter={}, drafter_config=LookupConfig())
