@@ -43,7 +43,10 @@ def drawn_tree(
     # Each independent child has its own row of noise. In other schemes the children of a node share one row.
     num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
     noise = jnp.split(_noise_of(inputs, num_rows), np.cumsum(num_rows)[:-1], axis=1)
-    below = lambda depth, *level: _drawn(config, scheme, depth, noise[depth], *level, inputs.sampling)  # noqa: E731
+
+    def below(depth: int, said: Candidates, above: draw.Level) -> draw.Level:
+        return _drawn(config, scheme, depth, noise[depth], said, above, inputs.sampling)
+
     return _grow(expand, carry, inputs.root, config, scheme, num_levels, below)
 
 
