@@ -86,7 +86,7 @@ def test_verdicts_are_those_of_plain_loops(draws):
     coins = np.asarray(jax.jit(coins_of)(keys, tree, position))
     predicted = position[:, None] + jnp.arange(1, MAX_DEPTH + 2, dtype=jnp.int32)
     noise = np.asarray(sampling_lib.position_noise(keys, predicted, VOCAB))
-    seen, has_twins = set(), False
+    seen = set()
     for row, (tokens, parents, _, valid, _) in enumerate(rows):
 
         def judged(node, row=row, tokens=tokens, parents=parents, valid=valid):
@@ -101,9 +101,27 @@ def test_verdicts_are_those_of_plain_loops(draws):
         assert verdict.path[row, : found + 1].tolist() == path
         assert verdict.emitted[row, : found + 1].tolist() == [*(tokens[n] for n in path[1:]), next_token]
         seen.add((found, not oracle.children_of(parents, valid, path[-1])))
-        has_twins |= any((tokens[n], parents[n]) in [(tokens[m], parents[m]) for m in range(n)] for n in path[1:])
     assert {(0, False), (1, False), (2, False), (1, True), (2, True), (3, True)} <= seen
-    assert has_twins == (draws == oracle.INDEPENDENT)  # of siblings with one token the accepted one goes on
+
+
+def test_twins_keep_their_own_children():
+    """Of independent siblings with one token the accepted one goes on, not the one with the longer path."""
+    tokens = jnp.array([[0, 1, 1, 2]], jnp.int32)  # two children hold 1; the second has a child
+    parents, depth = jnp.array([[-1, 0, 0, 2]], jnp.int32), jnp.array([[0, 1, 1, 2]], jnp.int32)
+    even = jnp.log(jnp.full((1, 3, 3), 1 / 3))
+    tree = DraftTree(tokens, parents, depth, jnp.ones((1, 4), bool), even, DrawScheme.INDEPENDENT)
+    ones = jnp.ones(1)
+    sampling = SamplingParams(ones, jnp.zeros(1, jnp.int32), ones)
+    rule = recursive_rule(2, 2)
+    keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
+
+    @jax.jit
+    def judge(tree):
+        position, unread = jnp.zeros(1, jnp.int32), jnp.zeros((1, 3, 3))
+        return rule.judge(keys, tree, jnp.zeros((1, 4, 3)), sampling, position, unread)
+
+    verdict = judge(tree)
+    assert verdict.path[0, :2].tolist() == [0, 1] and int(verdict.num_accepted[0]) == 1
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
