@@ -76,14 +76,14 @@ class DraftTree(NamedTuple):
     depth: jax.Array  # [N]
 
 
-def grow(drafter, logits, root, noise, temperature):
+def grow_tree(drafter, logits, root, noise, temperature):
     """The root and the likeliest drafts. They are COUPLED: the noise with which the target will draw is added."""
-    sharpness = jnp.where(temperature > 0, 2 * jnp.minimum(temperature, 1), 3)
+    inverse_temperature = jnp.where(temperature > 0, 2 * jnp.minimum(temperature, 1), 3)
     tokens, parents, depth, scores = root[None], jnp.array([NO_PARENT]), [0], jnp.zeros(1)  # of all candidates
     frontier = jnp.array([0])  # those of the last level that get children
     for level in range(DEPTH):
         perturbed = perturb(logits[level] + inject(drafter, tokens[frontier]), noise[level], temperature)
-        logp, children = jax.lax.top_k(jax.nn.log_softmax(sharpness * perturbed), WIDTH)
+        logp, children = jax.lax.top_k(jax.nn.log_softmax(inverse_temperature * perturbed), WIDTH)
         new_scores = (scores[frontier, None] + logp).ravel()
         parents = jnp.concatenate([parents, jnp.repeat(frontier, WIDTH)])
         frontier = len(tokens) + jax.lax.top_k(new_scores, WIDTH)[1]
@@ -132,7 +132,7 @@ def one_round(models, key, temperature, speculates, state):
     tree = DraftTree(state.tokens[root_position][None], jnp.array([NO_PARENT]), jnp.array([0]))  # plain decoding
     if speculates:
         logits = base_logits(target, drafter, state.features, state.length)
-        tree = grow(drafter, logits, tree.tokens[0], noise, temperature)
+        tree = grow_tree(drafter, logits, tree.tokens[0], noise, temperature)
     sees = jnp.concatenate([jnp.tile(root_position > POSITIONS, (len(tree.tokens), 1)), ancestor_mask(tree)], 1)
     logits, hidden, new_kv = forward(target, tree.tokens, root_position + tree.depth, sees, state.cache)
     path, num_accepted, emitted = match(tree, logits, noise, temperature)

@@ -284,7 +284,7 @@ class Candidates(NamedTuple):
     """The drafter's logits for the children of a level's nodes, and the tokens of their columns."""
 
     logits: Float[Array, "B w C"]
-    tokens: Int[Array, "C"] | Int[Array, "B w C"] | None
+    tokens: Int[Array, "C"] | Int[Array, "B w C"] | None = None
     """The token of each column, for all nodes or for each node. Tokens ascend, because trees take the first column on a
     tie. None: column c is token c."""
 
@@ -294,17 +294,14 @@ Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
 
 `read` [B, w, ...] belongs to the drafter. Each child gets its parent's entry as `above`. At the root `above` is None.
 """
-Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w C"] | Candidates, Any]]
-"""`expand(level, tokens, parents, carry) -> (logits, carry)`: the drafter's logits after the nodes of a level.
+Expand = Callable[[Any, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Candidates, Any]]
+"""`expand(level, tokens, parents, carry) -> (candidates, carry)`: the drafter's logits after the nodes of a level.
 
-It returns the logits of all tokens that may be drafted, or `Candidates`, which name the tokens of their columns. A tree
-then drafts only these tokens, and its cost depends on their number. `expand` is called once per level, from the root
-(level 0) down. `parents` are the indices of the nodes' parents among the nodes of the previous call, 0 for the root.
-`carry` belongs to the drafter, for example the keys and values of the nodes so far. If a chain may end early, `level`
-is traced from 1 on, and the shapes of the carry stay the same.
+A tree drafts only tokens of these columns, and its cost depends on their number. `expand` is called once per level,
+from the root (level 0) down. `parents` are the indices of the nodes' parents among the nodes of the previous call, 0
+for the root. `carry` belongs to the drafter, for example the keys and values of the nodes so far. If a chain may end
+early, `level` is traced from 1 on, and the shapes of the carry stay the same.
 """
-ExpandNamed = Callable[[Any, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Candidates, Any]]
-"""An `Expand` that always returns `Candidates`."""
 
 
 class Drafter(NamedTuple):

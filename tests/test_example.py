@@ -19,7 +19,7 @@ from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.sampling import position_noise, row_keys
-from hsd_jax.infer.tree import Grower, ancestor_mask
+from hsd_jax.infer.tree import ancestor_mask, grow_tree, token_free
 from hsd_jax.params import Params
 from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
 
@@ -110,12 +110,12 @@ def test_texts_and_rounds_are_those_of_the_library(tree, temperature):
 def test_noise_trees_and_verdicts_are_those_of_the_library(tree):
     one, keys, seen = example(tree), row_keys([(3, 0)]), set()
     added = functools.partial(inject, real_params().drafter, real_params().drafter_config)
-    grower, rule = Grower(tree, DrawScheme.COUPLED, one.VOCAB), match_rule(tree.depth)
+    rule = match_rule(tree.depth)
 
     @jax.jit
     def toy(base_logits, root, logits, temperature, positions):
         noise = one.position_noise(jax.random.fold_in(jax.random.key(3), 0), positions)
-        grown = one.grow(toy_models()[1], base_logits, root, noise, temperature)
+        grown = one.grow_tree(toy_models()[1], base_logits, root, noise, temperature)
         return noise, *one.match(grown, logits, noise, temperature), *grown, one.ancestor_mask(grown)
 
     @jax.jit
@@ -123,7 +123,7 @@ def test_noise_trees_and_verdicts_are_those_of_the_library(tree):
         sampling = SamplingParams(temperature[None], jnp.zeros(1, jnp.int32), jnp.ones(1))
         noise = position_noise(keys, positions[None], one.VOCAB)
         inputs = RoundInputs(root[None], positions[:1] - 1, keys, sampling, noise, jnp.ones(1, bool))
-        grown = grower.grow_token_free(base_logits[None], added, inputs)
+        grown, _ = grow_tree(token_free(base_logits[None], added), None, inputs, tree, DrawScheme.COUPLED)
         mask = ancestor_mask(grown, tree.depth)
         said = rule.judge(keys, grown, logits[None], sampling, inputs.position, noise)
         found = noise, said.path, said.num_accepted, said.emitted, grown.tokens, grown.parents, grown.depth, mask

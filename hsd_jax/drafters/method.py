@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hsd_jax.config import NO_REUSE_FORM, DrafterConfig, TreeConfig
+from hsd_jax.config import NO_REUSE_FORM, TreeConfig
 from hsd_jax.types import Drafter, Weights
 
 CHEAP_OPERATIONS = 20
@@ -107,9 +108,9 @@ class DraftingMethod(NamedTuple):
     reuses: tuple[str, ...] = (NO_REUSE_FORM,)
     """The forms of reuse of spare states that it allows (`config.REUSES`)."""
     lattice: Callable[..., Any] | None = None
-    """`lattice(target_config, config, tree) -> levels`, for drafters whose states read no drafted token.
-    `levels(models, state) -> (logits [B, D, C], inject, state)` gives the arguments of `tree.token_free`; `inject` is
-    None if drafted tokens add nothing to the logits. `lattice` is None if the drafter's states read drafted tokens."""
+    """`lattice(target_config, config, tree, models, state) -> (logits [B, D, C], inject, state)`, for drafters whose
+    states read no drafted token: the arguments of `tree.token_free`. `inject` is None if drafted tokens add nothing to
+    the logits. `lattice` is None if the drafter's states read drafted tokens."""
     overlapped: Callable[..., Any] | None = None
     """`overlapped(target_config, config, tree, scheme, rule, drafter_mesh, cache_dtype, program)`: a `Decoder`
     in which both models run at the same time, each on its own devices. None: one program runs both."""
@@ -117,10 +118,7 @@ class DraftingMethod(NamedTuple):
 
 def planning_of_trained(drafting_seconds: Callable[..., float], has_score: bool = True) -> Planning:
     """The planning of a drafter that is trained for a number of steps. By default it drafts at most 7 tokens."""
-
-    def default_tree(config: DrafterConfig) -> TreeConfig:
-        return TreeConfig.chain(min(7, config.num_steps))
-
+    default_tree = lambda config: TreeConfig.chain(min(7, config.num_steps))  # noqa: E731
     return Planning(drafting_seconds, default_tree, lambda config: config.num_steps, True, has_score)
 
 
@@ -131,3 +129,32 @@ DRAFTING_METHODS: dict[str, DraftingMethod] = {}
 def method_of(config: Any) -> DraftingMethod:
     """The entry for a drafter's configuration."""
     return DRAFTING_METHODS[config.kind]
+
+
+class Based:
+    """The properties of every trained drafter, for the configuration of a drafter that extends another, its `base`."""
+
+    num_steps = property(attrgetter("base.num_steps"))
+    draft_vocab_size = property(attrgetter("base.draft_vocab_size"))
+    vocab_size = property(attrgetter("base.vocab_size"))
+    profile = property(attrgetter("base.profile"))  # we assume that the extension does not lower it
+    sampled_profile = property(attrgetter("base.sampled_profile"))
+
+
+def planning_on_base(more_seconds: Callable[..., float], chains_nest: bool = True) -> Planning:
+    """The planning of a drafter with a base. `more_seconds` are seconds of drafting in addition to the base."""
+
+    def of(config: Any) -> Planning:
+        return method_of(config.base).planning
+
+    def drafting_seconds(model: Any, config: Any, rows: int, tree: TreeConfig) -> float:
+        own = of(config).drafting_seconds(model, config.base, rows, tree)
+        return own + more_seconds(model, config, rows, tree)
+
+    return Planning(
+        drafting_seconds,
+        lambda config: of(config).default_tree(config.base),
+        lambda config: of(config).max_depth(config.base),
+        grows_wide=True,
+        chains_nest=chains_nest,
+    )

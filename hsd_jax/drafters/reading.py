@@ -77,16 +77,19 @@ def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: 
     return take_nodes(jnp.concatenate([waiting, new], 1), index, axis=1)
 
 
-def last_feature(
+def newest_feature(
     features: Float[Array, "B chunk H"],
     start: Int[Array, ""] | int,
     length: Int[Array, "B"],
     before: Float[Array, "B H"],
 ) -> Float[Array, "B H"]:
-    """The feature of the second-to-last token of each prompt if it is in this chunk, else `before`."""
-    last, num = length - 2 - start, features.shape[1]
-    found = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
-    return jnp.where(((last >= 0) & (last < num))[:, None], found, before)
+    """The feature of the second-to-last token of each prompt, or of the last one of this chunk if it comes later.
+
+    `before` is the feature after the chunks before, for prompts that ended there.
+    """
+    last = jnp.minimum(length - 2 - start, features.shape[1] - 1)[:, None]
+    found = take_nodes(features, jnp.maximum(last, 0), axis=1)[:, 0]
+    return jnp.where(last >= 0, found, before)
 
 
 class Ancestry(NamedTuple):

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
-from hsd_jax.drafters.reading import last_feature, unread
+from hsd_jax.drafters.reading import newest_feature, unread
 from hsd_jax.drafters.shared import check_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
-from hsd_jax.models.trunk import embed_committed, trunk_features, trunk_pass
-from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, Verdict
+from hsd_jax.models.trunk import STATES, embed_committed, trunk_features, trunk_pass
+from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, NewKV, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -81,7 +81,7 @@ def trunk_drafter(
         states, kv = trunk_pass(models["drafter"], config, features, embeddings, *seen, active=active)
         cache = cache_lib.commit(before, kv, None, length * 0, after=_reading_cache(config, states), start=start)
         cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
-        feature = last_feature(features, start, length, state.pending[:, 0])
+        feature = newest_feature(features, start, length, state.pending[:, 0])
         return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
@@ -92,33 +92,35 @@ def trunk_drafter(
         return TrunkState(state.cache, pending, verdict.emitted, num_committed)
 
     def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        _, cache = read_pending_features(models, target_config, config, state)
+        """Reads the pending features. No state after them is needed."""
+        batch, num = state.pending.shape[:2]
+        embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+        seen = state.cache.length[:, None] + jnp.arange(num), causal_mask(batch, num), state.cache
+        active = jnp.arange(num) < state.num_pending[:, None]
+        states, kv = trunk_pass(models["drafter"], config, state.pending, embeddings, *seen, active=active)
+        after = _reading_cache(config, states)
+        cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
         return commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
 
     options = {"lookahead": most - 1, "follow": follow}
     return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, **options)
 
 
-def read_pending_features(
-    models,
-    target_config: ModelConfig,
-    config: TrunkConfig,
-    state: TrunkState,
-    asking: Int[Array, "B asked"] | None = None,
-) -> tuple[Float[Array, "B asked H"], KVCache]:
-    """One pass over the pending features: the states after those at the indices `asking`, and the trunk's cache with
-    all of them. None: no state is read."""
-    batch, num = state.pending.shape[:2]
+def run_trunk(
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+) -> tuple[Float[Array, "B K H"], NewKV]:
+    """K = `num_states` token-free states, and the keys and values of the pending features."""
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
-    positions = state.cache.length[:, None] + jnp.arange(num)
-    sees = causal_mask(batch, num)
-    active = jnp.arange(num) < state.num_pending[:, None] if asking is None else None
-    states, kv = trunk_pass(
-        models["drafter"], config, state.pending, embeddings, positions, sees, state.cache, asking=asking, active=active
-    )
-    after = _reading_cache(config, states) if asking is None else states
-    cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
-    return states, cache
+    read = STATES[config.trunk]
+    return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
+
+
+def trunk_states(
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+) -> tuple[Float[Array, "B K H"], KVCache]:
+    """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
+    states, kv = run_trunk(models, target_config, config, num_states, state)
+    return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 
 def _reading_cache(config: TrunkConfig, states: Float[Array, "B M H"]) -> Float[Array, "B M H"] | None:

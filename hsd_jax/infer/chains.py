@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.types import DraftTree, DrawScheme, Expand, RoundInputs, Stop
+from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, Expand, RoundInputs, Stop
 
 
 def chain_of(
@@ -68,20 +68,20 @@ def grow_chain(
     expand: Expand,
     carry: Any,
     inputs: RoundInputs,
-    stop: Stop,
     depth: int,
     pick: Pick,
     scheme: DrawScheme,
-    vocab_size: int | None = None,
 ) -> tuple[DraftTree, Any]:
-    """The chain that `pick` chooses, with 1 to `depth` drafts, and the last carry.
+    """The chain that `pick` chooses, with 1 to `depth` drafts, and the last carry. `inputs.stop` decides their number.
 
-    All rows have the same number of drafts, the first ones of a chain of the full depth. `vocab_size` is of drawn ones.
+    All rows have the same number of drafts, the first ones of a chain of the full depth.
     """
-    root = inputs.root
+    root, stop = inputs.root, inputs.stop
+    assert stop is not None
     shape = len(root), depth + 1
     tokens = jnp.zeros(shape, jnp.int32).at[:, 0].set(root)
-    draft_logp = None if vocab_size is None else jnp.zeros((shape[0], depth, vocab_size))
+    is_drawn = scheme in DRAWN_SCHEMES
+    draft_logp = jnp.zeros((shape[0], depth, inputs.noise.shape[-1])) if is_drawn else None
 
     def grown(level: Any, chain: Chain) -> Chain:
         token = lax.dynamic_slice_in_dim(chain.tokens, level, 1, 1)

@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.kernels import ops
-from hsd_jax.types import SamplingParams
+from hsd_jax.models.draft_vocab import to_tokens
+from hsd_jax.types import Candidates, DrawScheme, SamplingParams
 
 
 class Level(NamedTuple):
@@ -33,6 +34,14 @@ class Level(NamedTuple):
     """Log-probability of the path from the root, in nats."""
     score: Float[Array, "B w"]
     """Perturbed `logp`. -inf if the filters left too few tokens for this node, which is then not valid."""
+    draft_logp: Float[Array, "B v V"] | None = None
+    """The distributions from which the nodes were drawn, one for each node of the level above."""
+
+
+def root_level(root: Int[Array, "B"]) -> Level:
+    """The root, whose parent has no meaning."""
+    zero = jnp.zeros((len(root), 1))
+    return Level(root[:, None].astype(jnp.int32), zero.astype(jnp.int32), zero, zero)
 
 
 def draft_distribution(logits: Float[Array, "B w V"], sampling: SamplingParams) -> Float[Array, "B w V"]:
@@ -94,12 +103,37 @@ def top_then_random(
     )
 
 
-def likeliest(logits: Float[Array, "B v C"], above: Level, count: int) -> Level:
-    """The `count` likeliest children of every node above, likeliest first. Its `tokens` are columns of `logits`."""
-    top, columns, total = ops.top_k(logits, count)
+SHARPEST, COUPLED_SHARPEST = 3.0, 2.0
+"""The largest factors of the logits in a beam. Measured on the demo pair with 16 nodes (docs/history.md). On greedy
+text the factors 1, 1.5, 2, 3, 4 give tau 4.49, 4.96, 5.15, 5.18, 5.18. COUPLED (20 dialogues of the tuning half, 96
+tokens, seeds 0 to 19), the factors 1, 1.5, 2, 3 give tau 3.80, 3.89, 3.89, 3.74 at temperature 1; 4.40, 4.39, 4.41,
+4.31 at 0.8; 5.18, 5.15, 5.12, 5.05 at 0.5. Mixtures of two such softmaxes gave no higher tau."""
+
+
+def inverse_temperature(temperature: Float[Array, "B"], scheme: DrawScheme) -> Float[Array, "B"]:
+    """The factor of a row's logits in a beam: 1 / temperature, at most SHARPEST. COUPLED: 2 * temperature, at most 2.
+
+    A beam keeps the nodes that are most likely accepted. Under `match` a node is accepted if the target draws its
+    token, which at temperature 0 is the target's argmax. With the drafter's distribution at temperature 1 the beam
+    would spend nodes on siblings even if the chain is almost certain. The factor is bounded because the drafter only
+    estimates the target's logits.
+
+    In a COUPLED beam the logits are log q + g. The target draws argmax(log p + g), and log p equals log q apart from
+    the drafter's error. If this error is Gumbel noise of scale 1 / s, the probabilities of the tokens, given g, are the
+    softmax of s (log q + g). The temperature divides the logits, and with them the drafter's error, so s is smaller at
+    a lower temperature.
+    """
+    if scheme is DrawScheme.COUPLED:
+        return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
+    return 1.0 / jnp.maximum(temperature, 1.0 / SHARPEST)
+
+
+def likeliest(said: Candidates, scale: Float[Array, "B"], above: Level, count: int) -> Level:
+    """The `count` likeliest children of every node above under `scale` times the logits, likeliest first."""
+    top, columns, total = ops.top_k(said.logits * scale[:, None, None], count)
     # A NaN score, or one above the parent's, would separate a node from its parent, so no drafter is trusted.
     logp = jnp.fmin(top - total, 0.0)
-    return _children(columns, logp, logp, above)
+    return _children(to_tokens(said.tokens, columns), logp, logp, above)
 
 
 def _children(

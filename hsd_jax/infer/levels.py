@@ -7,6 +7,7 @@ the target nor acceptance rules.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,61 +17,57 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
-from hsd_jax.infer.chains import Draft, Pick, grow_chain
-from hsd_jax.models.draft_vocab import to_tokens, to_vocabulary
-from hsd_jax.types import (
-    DRAWN_SCHEMES,
-    NO_PARENT,
-    Candidates,
-    DraftTree,
-    DrawScheme,
-    ExpandNamed,
-    RoundInputs,
-    SamplingParams,
-)
+from hsd_jax.infer.chains import Draft, Pick
+from hsd_jax.models.draft_vocab import to_vocabulary
+from hsd_jax.types import NO_PARENT, Candidates, DraftTree, DrawScheme, Expand, RoundInputs, SamplingParams
+
+NumLevels = Int[Array, "B"] | None
+"""The number of levels of each row that have logits. Nodes below are not valid. None: all levels."""
 
 
-def grow(
-    expand: ExpandNamed,
+def likeliest_tree(
+    expand: Expand, carry: Any, inputs: RoundInputs, config: TreeConfig, scheme: DrawScheme, num_levels: NumLevels
+) -> tuple[DraftTree, Any]:
+    """The tree of the `config.branching[depth]` likeliest children of every node."""
+    assert config.branching is not None, "a beam grows the others"
+    branching, scale = config.branching, draw.inverse_temperature(inputs.sampling.temperature, scheme)
+    below = lambda depth, said, above: draw.likeliest(said, scale, above, branching[depth])  # noqa: E731
+    return _grow(expand, carry, inputs.root, config, scheme, num_levels, below)
+
+
+def drawn_tree(
+    expand: Expand, carry: Any, inputs: RoundInputs, config: TreeConfig, scheme: DrawScheme, num_levels: NumLevels
+) -> tuple[DraftTree, Any]:
+    """A tree that is drawn by the scheme. A token that is not among the candidates has no mass and is never drawn."""
+    widths = config.level_widths()
+    # Each independent child has its own row of noise. In other schemes the children of a node share one row.
+    num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
+    noise = jnp.split(_noise_of(inputs, num_rows), np.cumsum(num_rows)[:-1], axis=1)
+
+    def below(depth: int, said: Candidates, above: draw.Level) -> draw.Level:
+        return _drawn(config, scheme, depth, noise[depth], said, above, inputs.sampling)
+
+    return _grow(expand, carry, inputs.root, config, scheme, num_levels, below)
+
+
+def _grow(
+    expand: Expand,
     carry: Any,
-    inputs: RoundInputs,
+    root: Int[Array, "B"],
     config: TreeConfig,
     scheme: DrawScheme,
-    scale: Float[Array, "B"] | None,
-    num_levels: Int[Array, "B"] | None,
-    vocab_size: int,
+    num_levels: NumLevels,
+    below: Callable[[int, Candidates, draw.Level], draw.Level],
 ) -> tuple[DraftTree, Any]:
     """A tree with `config.level_widths()` nodes per level, in the order of levels, and the last carry.
 
-    Under COUPLED the logits of `expand` include the target's noise. A token that is not among its candidates has no
-    mass and is never drawn. `scale` is the factor of the logits in trees that are not drawn.
+    `below(depth, said, above)` chooses the children of the nodes `above` of that depth. `expand` gave `said` for them.
     """
-    batch, sampling, is_drawn = inputs.root.shape[0], inputs.sampling, scheme in DRAWN_SCHEMES
-    widths = config.level_widths()
-    is_sampled = jnp.zeros(batch, bool) if sampling.all_greedy else sampling.temperature > 0.0
-    noise: list[Any] = [None] * len(widths)
-    if is_drawn:
-        # Each independent child has its own row of noise. In other schemes the children of a node share one row.
-        num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
-        of_tree = draw.level_noise(inputs.keys, num_rows, inputs.position, vocab_size, is_sampled)
-        if inputs.stop is not None and config.width == 1:
-            pick = drawn_draft(config, scheme, of_tree, vocab_size, sampling)
-            return grow_chain(expand, carry, inputs, inputs.stop, config.depth, pick, scheme, vocab_size)
-        noise = jnp.split(of_tree, np.cumsum(num_rows)[:-1], axis=1)
-    zero = jnp.zeros((batch, 1))
-    level = draw.Level(inputs.root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
-    levels, parents, distributions, first_id = [level], [level.parents], [], 0
+    level = draw.root_level(root)
+    levels, parents, first_id = [level], [jnp.full_like(level.parents, NO_PARENT)], 0
     for depth in range(config.depth):
-        said, carry = expand(depth, level.tokens, jnp.maximum(level.parents, 0), carry)
-        if is_drawn:
-            draft_logp = draw.draft_distribution(to_vocabulary(said.tokens, said.logits, vocab_size), sampling)
-            distributions.append(draft_logp)
-            level = _drawn(config, scheme, depth, noise[depth], draft_logp, level, is_sampled)
-        else:
-            assert scale is not None and config.branching is not None, "a beam grows the others"
-            level = draw.likeliest(said.logits * scale[:, None, None], level, config.branching[depth])
-            columns = level.tokens.reshape(*said.logits.shape[:2], -1)
-            level = level._replace(tokens=to_tokens(said.tokens, columns).reshape(batch, -1))
+        said, carry = expand(depth, level.tokens, level.parents, carry)
+        level = below(depth, said, level)
         parents.append(first_id + level.parents)
         first_id += levels[-1].tokens.shape[1]
         levels.append(level)
@@ -79,36 +76,44 @@ def grow(
     if num_levels is not None:
         # Complete levels are removed, regardless of their tokens. The rest is as lossless as a shallower tree.
         valid &= depths <= num_levels[:, None]
+    distributions = [x.draft_logp for x in levels if x.draft_logp is not None]
     tree = DraftTree(
         tokens=jnp.concatenate([x.tokens for x in levels], 1).astype(jnp.int32),
         parents=jnp.concatenate(parents, 1),
-        depth=jnp.broadcast_to(depths, (batch, config.nodes)),
+        depth=jnp.broadcast_to(depths, (len(root), config.nodes)),
         valid=valid,
-        draft_logp=jnp.concatenate(distributions, 1) if is_drawn else None,
+        draft_logp=jnp.concatenate(distributions, 1) if distributions else None,
         scheme=scheme,
-        score=None if is_drawn else jnp.concatenate([x.logp for x in levels], 1),
+        score=None if distributions else jnp.concatenate([x.logp for x in levels], 1),
     )
     return tree, carry
 
 
-def drawn_draft(
-    config: TreeConfig, scheme: DrawScheme, noise: Float[Array, "B D V"], vocab_size: int, sampling: SamplingParams
-) -> Pick:
-    """The `Pick` that draws the next node of a chain, as `grow` does with this noise.
+def drawn_draft(inputs: RoundInputs, config: TreeConfig, scheme: DrawScheme) -> Pick:
+    """The `Pick` that draws the next node of a chain, as `drawn_tree` does.
 
     The confidence of a draft must not depend on its token. A drawn token is accepted far more often than its
     probability says, so the confidence is (1 + the largest probability) / 2. `Control` corrects it.
     """
+    noise = _noise_of(inputs, (1,) * config.depth)
 
     def pick(level: Any, said: Candidates) -> Draft:
-        draft_logp = draw.draft_distribution(to_vocabulary(said.tokens, said.logits, vocab_size), sampling)
-        zero = jnp.zeros(said.logits.shape[:2])
-        above = draw.Level(zero.astype(jnp.int32), zero.astype(jnp.int32), zero, zero)
         own = lax.dynamic_slice_in_dim(noise, level, 1, 1)
-        below = _drawn(config, scheme, 0, own, draft_logp, above, sampling.temperature > 0.0)
-        return Draft(below.tokens, jnp.log1p(jnp.exp(jnp.max(draft_logp, -1))) - jnp.log(2.0), draft_logp)
+        below = _drawn(config, scheme, 0, own, said, draw.root_level(inputs.root), inputs.sampling)
+        assert below.draft_logp is not None
+        likeliest = jnp.max(below.draft_logp, -1)
+        return Draft(below.tokens, jnp.log1p(jnp.exp(likeliest)) - jnp.log(2.0), below.draft_logp)
 
     return pick
+
+
+def _is_sampled(sampling: SamplingParams) -> Bool[Array, "B"]:
+    return jnp.zeros(sampling.temperature.shape, bool) if sampling.all_greedy else sampling.temperature > 0.0
+
+
+def _noise_of(inputs: RoundInputs, num_rows: Sequence[int]) -> Float[Array, "B num V"]:
+    vocab_size = inputs.noise.shape[-1]
+    return draw.level_noise(inputs.keys, num_rows, inputs.position, vocab_size, _is_sampled(inputs.sampling))
 
 
 def _drawn(
@@ -116,18 +121,22 @@ def _drawn(
     scheme: DrawScheme,
     depth: int,
     noise: Float[Array, "B M V"],
-    draft_logp: Float[Array, "B v V"],
+    said: Candidates,
     above: draw.Level,
-    is_sampled: Bool[Array, "B"],
+    sampling: SamplingParams,
 ) -> draw.Level:
-    """The level below `above`, whose depth is `depth`, drawn by the scheme."""
+    """The level below `above`, whose depth is `depth`, drawn by the scheme from the distribution of `said`."""
+    draft_logp = draw.draft_distribution(to_vocabulary(said.tokens, said.logits, noise.shape[-1]), sampling)
+    of_level = noise, draft_logp, above
     if scheme is DrawScheme.INDEPENDENT:
-        return draw.independent(noise, draft_logp, above, parents_of_level(config, depth))
-    if scheme is DrawScheme.TOP_THEN_RANDOM:
-        return draw.top_then_random(noise, draft_logp, above, parents_of_level(config, depth))
-    if config.branching is None:
-        return draw.stochastic_beam(noise, draft_logp, above, config.level_widths()[depth], is_sampled)
-    return draw.gumbel_top_k(noise, draft_logp, above, config.branching[depth])
+        level = draw.independent(*of_level, parents_of_level(config, depth))
+    elif scheme is DrawScheme.TOP_THEN_RANDOM:
+        level = draw.top_then_random(*of_level, parents_of_level(config, depth))
+    elif config.branching is None:
+        level = draw.stochastic_beam(*of_level, config.level_widths()[depth], _is_sampled(sampling))
+    else:
+        level = draw.gumbel_top_k(*of_level, config.branching[depth])
+    return level._replace(draft_logp=draft_logp)
 
 
 def parents_of_level(config: TreeConfig, depth: int) -> np.ndarray:

@@ -188,24 +188,16 @@ def of_rows(sampling: SamplingParams, rows: Bool[Array, "B"]) -> SamplingParams:
 
 
 def perturb(
-    noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
-) -> Float[Array, "B w V"]:
+    noise: Float[Array, "B M V"] | Callable[[], Array],
+    logits: Float[Array, "B w V"],
+    sampling: SamplingParams,
+    then: Callable[[Array], Array] = lambda x: x,
+) -> Array:
     """Warped logits plus noise; greedy rows are unchanged. The argmax is the draw of each node (Gumbel-max).
 
-    `noise` has one row per node, or one for all nodes; or it is a function without arguments that makes it.
+    `noise` has one row per node, or one for all nodes; or it is a function without arguments that makes it. `then` is
+    applied to the result. Each branch ends with it, so that no branch of an argmax copies the logits.
     """
-    return _perturbed(noise, logits, sampling, lambda x: x)
-
-
-def gumbel_max(
-    noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
-) -> Int[Array, "B w"]:
-    """The argmax of `perturb`, which is the draw. Each branch ends with it, so that no branch copies the logits."""
-    return _perturbed(noise, logits, sampling, argmax)
-
-
-def _perturbed(noise: Array | Callable[[], Array], logits: Array, sampling: SamplingParams, then: Callable) -> Array:
-    """Applies `then` to the warped logits plus noise, or to the logits if no row needs noise."""
 
     def noisy(logits: Array) -> Array:
         drawn = noise() if callable(noise) else noise
@@ -221,7 +213,7 @@ def draw(
     keys: jax.Array, logits: Float[Array, "B M V"], positions: Int[Array, "B M"], sampling: SamplingParams
 ) -> Int[Array, "B M"]:
     """The target's token at absolute position `positions[b, m]`, given the logits that predict it."""
-    return gumbel_max(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling)
+    return perturb(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling, argmax)
 
 
 def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:

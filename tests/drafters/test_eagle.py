@@ -14,12 +14,8 @@ import pytest
 from oracles import tree as oracle
 from support import calls, setups, toy
 
-from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.decode import Decoder, program_for
-from hsd_jax.infer.rules.accept import recursive_rule
-from hsd_jax.infer.step import make_step, root_of
-from hsd_jax.infer.tree import sharpness
+from hsd_jax.infer.draw import inverse_temperature
+from hsd_jax.infer.step import root_of
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.types import DrawScheme
@@ -93,7 +89,7 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
         pending = pending[pending > 0]
     sampling = call.arrays()[-1]
     root, _ = root_of(state)
-    scale = np.asarray(sharpness(sampling.temperature))
+    scale = np.asarray(inverse_temperature(sampling.temperature, DrawScheme.ARBITRARY))
     drafted, _ = setups.draft(setup, state, sampling, models=models)
     for row in np.flatnonzero(np.asarray(state.drafter.num_pending))[:3]:
         text = np.asarray(state.tokens)[row, : int(state.length[row])]
@@ -102,27 +98,3 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
         wanted = oracle.grow_paths(scaled, int(root[row]), tree.nodes, tree.depth, tree.width)
         found = [np.asarray(x)[row].tolist() for x in (drafted.tokens, drafted.parents, drafted.depth)]
         assert found == [list(x) for x in wanted]
-
-
-@pytest.mark.slow
-def test_drawn_trees():
-    """Greedy rows stay greedy under the recursive rule; the distributions of a sampled row are those of its paths."""
-    call, setup, tree = calls.mixed_call(), setups.setup("llama", "eagle"), TreeConfig(nodes=8, depth=3, width=3)
-    drafter = make_drafter(setup.config, setup.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
-    step = make_step(setup.config, drafter, recursive_rule(tree.depth, tree.width))
-    decoder = Decoder(setup.config, step, drafter, own=program_for("highest"))
-    state = call.run(decoder, setup.models)
-    assert calls.generated(call, state)[:2] == setups.expected("llama", call)[:2]
-    row = 3
-    assert call.temperature[row] == 1.0 and call.top_k[row] == 0 and call.top_p[row] == 1.0
-    state = call.resume(decoder, setup.models, call.start(decoder, setup.models), 2)
-    text = np.asarray(state.tokens)[row, : int(state.length[row])]
-    root, _ = root_of(state)
-    drawn, _ = setups.draft(setup, state, call.arrays()[-1], drafter)
-    paths, logits = [(int(root[row]),)], logits_of_paths(setup, setup.models, text)
-    for token, parent in zip(drawn.tokens[row, 1:].tolist(), drawn.parents[row, 1:].tolist(), strict=True):
-        paths.append((*paths[parent], token))
-    distributions = np.asarray(drawn.draft_logp[row])
-    assert len({len(path) for path in paths[: len(distributions)]}) == tree.depth
-    for path, distribution in zip(paths, distributions, strict=False):
-        np.testing.assert_allclose(distribution, oracle.log_softmax(logits(path)), atol=1e-3)

@@ -12,21 +12,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from oracles import injector as oracle
-from oracles.tree import grow_paths, log_softmax
+from oracles.tree import grow_paths, log_softmax, paths_of
 from support import calls, setups, toy
 
-from hsd_jax.config import DrafterConfig, TreeConfig
-from hsd_jax.drafters import files as drafter_files
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
-from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.hidden.draft import lattice
 from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
 from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.step import root_of
-from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
-from hsd_jax.types import DrawScheme
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -39,14 +35,6 @@ def random_injector(seed: int = 0):
     rng = np.random.default_rng(seed)
     values = {name: rng.normal(1.0 * (x.ndim == 1), 0.5, x.shape) for name, x in shapes.items()}
     return config, {"injector": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)}
-
-
-def paths_of(tokens, parents) -> list[list[int]]:
-    """The path from the root to each node of one row's tree."""
-    paths: list[list[int]] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else []), int(token)])
-    return paths
 
 
 def biases(injector, paths, eps: float) -> np.ndarray:
@@ -68,50 +56,20 @@ def test_the_recurrence_is_that_of_plain_loops():
     assert np.abs(wanted[0] - wanted[1]).max() > 0.1
 
 
-@functools.cache
-def mid_state(proposer: str = "path"):
-    """Models and the decode state of six rows after three rounds, the roots, and base logits of four depths."""
-    setup = setups.setup("llama", proposer)
-    state = setup.after(3)
-    root, position = root_of(state)
-    config = setup.drafter_config
-
-    @jax.jit
-    def logits(models, state):
-        states, _ = trunk_states(models, setup.config, config, 4, state)
-        return base_logits(models["drafter"], config, models["target"], setup.config, states)
-
-    return setup, state, root, position, np.asarray(logits(setup.models, state.drafter), np.float64)
-
-
-def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=None):
-    """The trees that these drafters draw at temperature 1, one greedily so, and the logs of their nodes' scores."""
-    setup, state, root, position, _ = mid_state()
-    drafter = make_drafter(setup.config, config, tree, scheme=scheme)
-    models = setup.models
-    if injector is not None:
-        models = models | {"drafter": models["drafter"] | {"injector": injector}}
-    _, _, keys, _, sampling = calls.mixed_call().arrays()
-    sampling = sampling.replace(temperature=jnp.ones(6), top_k=jnp.zeros(6, jnp.int32), top_p=jnp.ones(6))
-
-    @jax.jit
-    def grown(models, state):
-        tree, _ = drafter.draft(models, state, toy.round_inputs(root, position, keys, sampling))
-        above = jnp.take_along_axis(tree.score, jnp.maximum(tree.parents, 0), 1) if tree.score is not None else 0.0
-        return tree, None if tree.score is None else tree.score - above
-
-    return jax.tree.map(np.asarray, grown(models, state.drafter))
-
-
 BEAM = TreeConfig(nodes=12, depth=4, width=3)
-DRAWN = TreeConfig(nodes=9, depth=4, width=2)
 
 
 def test_a_beam_knows_its_paths():
     """Against the oracle's beam, whose logits are those of whole paths; rows without a feature are left out."""
-    setup, state, root, _, base = mid_state()
-    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    found, logp = drawn(DrawScheme.ARBITRARY, BEAM, config)
+    setup = setups.setup("llama", "path")
+    config, injector, state = setup.drafter_config, setup.models["drafter"]["injector"], setup.after(3)
+    (root, position), drafter = root_of(state), make_drafter(setup.config, config, BEAM)
+    logits_of = jax.jit(lambda models, state: lattice(setup.config, config, BEAM, models, state)[0])
+    base = np.asarray(logits_of(setup.models, state.drafter), np.float64)
+    _, _, keys, _, sampling = calls.mixed_call().replace(temperature=[1.0] * 6).arrays()
+    inputs = toy.round_inputs(root, position, keys, sampling)
+    found = jax.tree.map(np.asarray, jax.jit(drafter.draft)(setup.models, state.drafter, inputs)[0])
+    logp = found.score - np.take_along_axis(found.score, np.maximum(found.parents, 0), 1)
     differs = False
     for row in np.flatnonzero(state.drafter.num_pending):
 
@@ -127,18 +85,6 @@ def test_a_beam_knows_its_paths():
             distribution = log_softmax(logits(path[:-1]))
             np.testing.assert_allclose(logp[row, node], distribution[path[-1]], **TOLERANCE)
     assert differs
-
-
-def test_drawn_trees_carry_the_distribution_of_their_paths():
-    """What the recursive rule judges by is what the children were drawn from."""
-    setup, state, _, _, base = mid_state()
-    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    found, _ = drawn(DrawScheme.WITHOUT_REPLACEMENT, DRAWN, config)
-    for row in np.flatnonzero(state.drafter.num_pending):
-        for node, path in enumerate(paths_of(found.tokens[row], found.parents[row])):
-            if found.depth[row, node] < DRAWN.depth and found.valid[row, node]:
-                logits = base[row, len(path) - 1] + oracle.bias(injector, path, config.norm_eps)
-                np.testing.assert_allclose(found.draft_logp[row, node], log_softmax(logits), rtol=1e-3, atol=1e-3)
 
 
 def test_token_information_begins_with_the_targets_embeddings():
@@ -161,8 +107,8 @@ def test_token_information_begins_with_the_targets_embeddings():
         jax.tree.map(np.testing.assert_array_equal, begun, others)
 
 
-def test_a_drafter_begins_as_the_one_it_starts_from(tmp_path):
-    """Its recurrence is zero and fresh, everything else is taken over; files of old drafters name no injection."""
+def test_a_drafter_begins_as_the_one_it_starts_from():
+    """Its recurrence is zero and fresh, everything else is taken over."""
     config, weights = random_injector()
     old = dataclasses.replace(config, injection=PREVIOUS)
     trained = init_drafter(jax.random.key(1), old) | {
@@ -174,11 +120,3 @@ def test_a_drafter_begins_as_the_one_it_starts_from(tmp_path):
     full = begun | weights
     back = started_from(init_drafter(jax.random.key(0), old), full, None)
     assert back.dropped == ["['injector']['path']"] and not back.fresh
-    drafter_files.save_drafter(tmp_path, config, full)
-    found, read = drafter_files.read_drafter(tmp_path)
-    assert found == config
-    jax.tree.map(np.testing.assert_array_equal, read, full)
-    file = tmp_path / "drafter_config.json"
-    file.write_text(file.read_text().replace('"injection": "path"', '"injection": "previous"'))
-    with pytest.raises(ValueError, match=r"injector\.path"):
-        drafter_files.read_drafter(tmp_path)

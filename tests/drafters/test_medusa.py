@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from oracles import coupled as coupled_oracle
 from oracles import heads as oracle
+from oracles.tree import paths_of
 from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
@@ -17,19 +18,11 @@ from hsd_jax.infer.sampling import position_noise
 from hsd_jax.models.target import forward_sequence
 
 
-def paths_of(parents, labels) -> list[tuple[int, ...]]:
-    """The labels from below the root down to each node."""
-    paths = [()]
-    for parent, label in list(zip(parents, labels, strict=True))[1:]:
-        paths.append((*paths[parent], label))
-    return paths
-
-
 @pytest.mark.parametrize("shape", [(16, 3, 6), (5, 4, 1), (40, 4, 8)])
 def test_the_static_tree_is_the_likeliest(shape):
     config = TreeConfig(*shape)
     tree = static_tree(config)
-    paths = paths_of(tree.parents, tree.ranks)
+    paths = [path[1:] for path in paths_of(tree.ranks, tree.parents)]
     assert set(paths[1:]) == oracle.static_tree(*shape, FIRST_RANK, NEXT_RANK)
     assert [len(path) for path in paths] == tree.depths.tolist()
     assert (tree.parents[1:] < np.arange(1, config.nodes)).all()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from oracles import pearl as oracle
 from oracles import sampling as sampling_oracle
+from oracles.distribution import markov_table, text_distribution
 from support import calls, setups, toy
 from support.texts import first_difference
 
@@ -30,19 +29,13 @@ from hsd_jax.types import DraftTree, DrawScheme
 # --- the law ----------------------------------------------------------------------------------------------------------
 
 
-def table(rng: np.random.Generator, size: int) -> list[list[Fraction]]:
-    counts = rng.integers(1, 9, (size, size))
-    return [[Fraction(int(n), int(row.sum())) for n in row] for row in counts]
-
-
 @pytest.mark.parametrize(("size", "gamma"), [(2, 1), (2, 2), (3, 2)])
 def test_the_two_phases_emit_the_distribution_of_the_target(size, gamma):
     """Exactly, over four tokens, three of a larger vocabulary: through both phases and back. The mutants do not."""
-    rng, num = np.random.default_rng(size), 6 - size
-    p, q = table(rng, size), table(rng, size)
-    wanted = oracle.of_target(p, 0, num)
+    num, p, q = 6 - size, *(markov_table(size, seed) for seed in (1, 51))
+    wanted = text_distribution(p, 0, num)
     assert oracle.law(p, q, 0, gamma, num) == wanted
-    assert oracle.law(p, q, 0, gamma, num, "no test") != wanted
+    assert oracle.law(p, q, 0, gamma, num, is_tested=False) != wanted
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
@@ -142,25 +135,6 @@ def test_both_caches_hold_what_is_committed_and_pending():
     rounds = np.asarray(state.drafter.phase.rounds)
     np.testing.assert_array_equal(rounds.sum(1), state.stats.num_target_passes)
     assert rounds.min(0)[0] > 0 and rounds[:, 1].sum() > 0
-
-
-@pytest.mark.slow
-def test_the_comparison_finds_a_cache_that_was_not_rolled_back(monkeypatch):
-    one, call, rolled_back = setups.setup("llama", "pearl"), calls.mixed_call(), pearl_lib.kept
-
-    def kept(state, outcome):
-        own = rolled_back(state, outcome)
-        return dataclasses.replace(own, cache=dataclasses.replace(own.cache, length=state.cache.length))
-
-    monkeypatch.setattr(pearl_lib, "kept", kept)
-    drafter = make_drafter(one.config, one.drafter_config, TreeConfig.chain(3), scheme=DrawScheme.COUPLED)
-    broken = dataclasses.replace(one, drafter=drafter)
-    decoder, found = broken.decoder_with(), None
-    state = call.start(decoder, one.models)
-    for _ in range(4):
-        state = call.resume(decoder, one.models, state, 1)
-        found = found or find_stale_slot(broken, state)
-    assert found is not None
 
 
 # --- users ------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def last_words(proposer: str):
     """log p of every token after some tokens, by the scorer of a proposer, and the base logits of its states."""
     setup = setups.setup("llama", proposer)
     method, config = DRAFTING_METHODS["medusa"], setup.drafter_config
-    levels = jax.jit(lambda state: method.lattice(setup.config, config.base, TREE)(setup.models, state)[0])
+    levels = jax.jit(lambda state: method.lattice(setup.config, config.base, TREE, setup.models, state)[0])
     if proposer == "rescored_lm":
         own = {name: part for name, part in setup.models["drafter"]["rescorer"].items() if name != "alpha"}
 

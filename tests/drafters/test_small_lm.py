@@ -60,11 +60,6 @@ def test_the_cache_is_consistent_after_every_round(proposer, wanted):
 VOCAB, ROWS, FALSE_ALARM = 5, 4096, 1e-6
 
 
-def rolled(distribution: np.ndarray) -> np.ndarray:
-    """A Markov table whose row a is `scheme` moved by a: every node has these probabilities."""
-    return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
-
-
 def test_a_tree_has_the_likeliest_children_of_every_node():
     """Of a model that attends: behind each path, what one causal pass over the text and that path says."""
     setup, call = setups.setup("llama", "small_lm_branching"), calls.mixed_call()
@@ -94,7 +89,7 @@ def test_acceptance_is_that_of_speculative_sampling():
     Three chi-squares, each of which fires falsely once in 10^6.
     """
     p, q = np.random.default_rng(1).dirichlet(np.ones(VOCAB), 2)
-    (config, target), (_, small) = (toy.markov_target(np.log(rolled(x))) for x in (p, q))
+    (config, target), (_, small) = (toy.markov_target(np.log(toy.rolled(x))) for x in (p, q))
     decoder = decoder_of(config, SmallLMConfig(**vars(config)), TreeConfig.chain(DEPTH))
     models, call = {"target": target, "drafter": small}, many_rows(rows=ROWS, new_tokens=20)
     distribution = oracle.accepted_distribution(p, q, DEPTH)

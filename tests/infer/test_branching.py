@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 
 import jax
@@ -12,13 +11,11 @@ import numpy as np
 import pytest
 from oracles import branching as oracle
 from oracles import tree as tree_oracle
-from scipy import stats
 from support import toy
 
 from hsd_jax import settings
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.draft import static_tree
-from hsd_jax.infer import draw
 from hsd_jax.measure.speeds import parse_tree, parse_trees
 from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, SamplingParams
 
@@ -121,17 +118,6 @@ def test_the_layout_is_fixed_before_anything_is_drawn(scheme, branching):
         assert (np.take_along_axis(tree.score, np.maximum(tree.parents, 0), 1) >= tree.score)[:, 1:].all()
 
 
-def test_an_arbitrary_tree_has_the_likeliest_children_of_every_node():
-    tree, base, table = grown((3, 2, 2), DrawScheme.ARBITRARY, rows=1)
-    assert tree.tokens[0].tolist() == likeliest(base, table, (3, 2, 2))
-
-
-def last_first(base: np.ndarray, table: np.ndarray, count: int) -> list[int]:
-    """The root of the tables of `grown`, the likeliest child but count - 1, and these."""
-    best = np.argsort(-(base[0] + table[2]))[:count].tolist()
-    return [2, best[-1], *best[:-1]]
-
-
 def test_rows_without_noise_have_the_likeliest_children():
     """Greedy rows of a drawn tree, beside rows that draw."""
     temperature = np.array([0.0, 1.0, 0.0, 0.7])
@@ -142,7 +128,8 @@ def test_rows_without_noise_have_the_likeliest_children():
             first = int(np.argmax(base[0] + table[2]))
             wanted = [2, *[first] * 3, *[int(np.argmax(base[1] + table[first]))] * 6]
         if scheme is DrawScheme.TOP_THEN_RANDOM:  # the place of the random child, with the last of them, comes first
-            wanted = last_first(base, table, 3)[:4]
+            best = np.argsort(-(base[0] + table[2]))[:3].tolist()
+            wanted = [2, best[-1], *best[:-1]]
             assert tree.tokens[0, :4].tolist() == tree.tokens[2, :4].tolist() == wanted
             assert tree.tokens[1, :4].tolist() != wanted and (tree.tokens[1, 2:4] == wanted[2:]).all()
             continue
@@ -171,8 +158,15 @@ def test_places_without_mass_stay_empty(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_levels_without_logits_are_left_out(scheme):
-    tree, _, _ = grown((3, 2), scheme, rows=3, levels=[0, 1, 2])
-    assert tree.valid.sum(1).tolist() == [1, 4, 10]
+    """What is left has the tokens and the distributions of the whole tree: no token decides whether a node stays."""
+    for branching in [(3, 2), *([None] if scheme in DRAWN_SCHEMES else [])]:
+        whole, cut = (
+            grown(branching, scheme, rows=3, levels=levels, nodes=7, depth=2, width=3)[0]
+            for levels in ([2, 2, 2], [0, 1, 2])
+        )
+        assert whole.valid.all()
+        np.testing.assert_array_equal(cut.valid, whole.depth <= np.arange(3)[:, None])
+        jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(cut, valid=whole.valid), whole)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -183,30 +177,3 @@ def test_one_child_a_node_is_the_chain_to_the_bit(scheme, temperature):
         grown(branching, scheme, temperature, nodes=4, depth=3, width=1)[0] for branching in ((1, 1, 1), None)
     )
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
-FEW = 5
-
-
-def test_gumbel_top_k_draws_without_replacement():
-    """Ordered triples, of two nodes at once, against draws one after the other; false alarm 10^-6 each."""
-    rows = 60_000
-    q = np.random.default_rng(0).dirichlet(np.ones(FEW), 2)
-    zero = jnp.zeros((rows, 2))
-    above = draw.Level(zero.astype(jnp.int32), zero.astype(jnp.int32), zero, zero)
-    keys = jax.vmap(jax.random.key)(jnp.arange(rows, dtype=jnp.uint32))
-    noise = draw.level_noise(keys, (2,), jnp.zeros(rows, jnp.int32), FEW, jnp.ones(rows, bool))
-    logp = jnp.broadcast_to(jnp.log(jnp.asarray(q, jnp.float32)), noise.shape)
-    level = draw.gumbel_top_k(noise, logp, above, 3)
-    np.testing.assert_array_equal(level.parents[0], [0, 0, 0, 1, 1, 1])
-    for node in range(2):
-        tokens = np.asarray(level.tokens)[:, 3 * node : 3 * node + 3]
-        wanted = np.zeros((FEW,) * 3)
-        for a, b, c in itertools.permutations(range(FEW), 3):
-            p = q[node]
-            wanted[a, b, c] = p[a] * p[b] / (1 - p[a]) * p[c] / (1 - p[a] - p[b])
-        counts = np.bincount(np.ravel_multi_index(tuple(tokens.T), wanted.shape), minlength=wanted.size)
-        is_possible = wanted.ravel() > 0
-        assert not counts[~is_possible].any()
-        expected = wanted.ravel()[is_possible] * rows
-        assert stats.chisquare(counts[is_possible], expected * rows / expected.sum()).pvalue > 1e-6

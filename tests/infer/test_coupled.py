@@ -38,40 +38,22 @@ SETTINGS = [
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-def inputs(config: TreeConfig, seed: int, is_hot: bool, rows=SETTINGS):
-    """A row for each setting, with logits, a root, a key and a position of its own."""
-    rng, columns = np.random.default_rng(seed), len(HOT) if is_hot else VOCAB
-    base = rng.normal(0, 1.5, (len(rows), config.depth, columns)).astype(np.float32)
+def find_difference(config: TreeConfig, is_hot: bool, seed: int, scheme=DrawScheme.COUPLED) -> str | None:
+    """Where a tree and the oracle's differ, or None; a row for each setting, with inputs of its own."""
+    rng, rows, hot = np.random.default_rng(seed), len(SETTINGS), HOT if is_hot else None
+    columns = len(HOT) if is_hot else VOCAB
+    base = rng.normal(0, 1.5, (rows, config.depth, columns)).astype(np.float32)
     table = rng.normal(0, 1.5, (VOCAB, columns)).astype(np.float32)
-    root = jnp.asarray(rng.integers(0, VOCAB, len(rows)), jnp.int32)
-    keys, position = (
-        toy.keys_of(rng.integers(0, 2**32, len(rows))),
-        jnp.asarray(rng.integers(0, 50, len(rows)), jnp.int32),
-    )
-    return base, table, root, keys, position, toy.sampling_of(rows)
-
-
-def find_difference(
-    config: TreeConfig, is_hot: bool, seed: int, rows=SETTINGS, scheme=DrawScheme.COUPLED
-) -> str | None:
-    """Where a tree and the oracle's differ, or None."""
-    base, table, root, keys, position, sampling = inputs(config, seed, is_hot, rows)
-    hot = jnp.asarray(HOT) if is_hot else None
+    root, keys = jnp.asarray(rng.integers(0, VOCAB, rows), jnp.int32), toy.keys_of(rng.integers(0, 2**32, rows))
+    position, sampling = jnp.asarray(rng.integers(0, 50, rows), jnp.int32), toy.sampling_of(SETTINGS)
     grown = toy.grow_tree(config, scheme, base, table, root, keys, position, sampling, None, hot)
     tree = jax.tree.map(np.asarray, grown)
     predicted = np.asarray(position)[:, None] + 1 + np.arange(config.depth, dtype=np.int32)
     noise = np.asarray(sampling_lib.position_noise(keys, jnp.asarray(predicted), VOCAB), np.float64)
-    for row, setting in enumerate(rows):
-        wanted = oracle.grow(
-            lambda path, row=row: np.float64(base[row, len(path) - 1]) + table[path[-1]],
-            int(root[row]),
-            config.nodes,
-            config.depth,
-            config.width,
-            noise[row],
-            setting,
-            HOT if is_hot else None,
-        )
+    for row, setting in enumerate(SETTINGS):
+        logits = lambda path, row=row: np.float64(base[row, len(path) - 1]) + table[path[-1]]  # noqa: E731
+        shape = config.nodes, config.depth, config.width
+        wanted = oracle.grow(logits, int(root[row]), *shape, noise[row], setting, hot)
         found = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.depth[row].tolist()
         if found != wanted:
             return f"row {row} {setting}: {found} is not {wanted}"
@@ -136,11 +118,6 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 # --- targets without a distribution -----------------------------------------------------------------------------------
 
 
-def output_of(logits: np.ndarray, hidden: np.ndarray | None = None) -> ModelOutput:
-    states = np.zeros((*logits.shape[:2], 2), np.float32) if hidden is None else hidden
-    return ModelOutput(jnp.asarray(logits), jnp.asarray(states), (), NewKV((), ()))
-
-
 def test_tokens_without_a_distribution_are_found():
     """A node whose state is NaN, a token that is NaN everywhere, logits that are all -inf, and rows in order."""
     logits = np.random.default_rng(0).normal(0, 1, (4, 3, 5)).astype(np.float32)
@@ -150,7 +127,8 @@ def test_tokens_without_a_distribution_are_found():
     logits[2, 1] = -np.inf
     logits[3, :, 2] = -np.inf  # one token of no mass is a distribution
     emitted, path = jnp.full((4, 3), 1, jnp.int32), jnp.array([[0, 1, 2]] * 4, jnp.int32)
-    found = jax.jit(or_invalid, static_argnums=3)(emitted, path, output_of(logits, hidden), False)
+    output = ModelOutput(jnp.asarray(logits), jnp.asarray(hidden), (), NewKV((), ()))
+    found = jax.jit(or_invalid, static_argnums=3)(emitted, path, output, False)
     wrong = INVALID_TOKEN
     assert found.tolist() == [[1, 1, wrong], [wrong] * 3, [1, wrong, 1], [1, 1, 1]]
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from oracles import distribution as distribution_oracle
 from oracles import recursive as oracle
+from oracles.optimal import tree_draws
 from support import calls, setups, toy
 
 import hsd_jax
-from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import chains
 from hsd_jax.infer.rules.table import make_rule
@@ -107,17 +107,12 @@ def test_drafting_really_stops():
     greedy = toy.sampling_of([(0.0, None, None)])
     for price, wanted in ((0.0, 6), (0.2, 2), (0.25, 2), (0.26, 1), (jnp.nan, 1)):
         inputs = toy.round_inputs(jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), toy.keys_of([0]), greedy, 6, 4)
-        args = inputs, Stop(jnp.zeros(1), jnp.asarray(price)), 6, pick, DrawScheme.ARBITRARY
-        tree, count = chains.grow_chain(expand, jnp.zeros((), jnp.int32), *args)
+        inputs = dataclasses.replace(inputs, stop=Stop(jnp.zeros(1), jnp.asarray(price)))
+        tree, count = chains.grow_chain(expand, jnp.zeros((), jnp.int32), inputs, 6, pick, DrawScheme.ARBITRARY)
         assert int(count) == int(tree.valid.sum()) - 1 == wanted
 
 
 # --- drawn chains -----------------------------------------------------------------------------------------------------
-
-
-def table(seed: int, vocab: int = 3) -> list[list[Fraction]]:
-    numbers = np.random.default_rng(seed).integers(1, 12, vocab * vocab)
-    return distribution_oracle.random_table(numbers.tolist(), vocab)
 
 
 def is_sure(draft, tokens, num: int) -> bool:
@@ -141,17 +136,16 @@ def ends_after_likely(draft, tokens) -> int:
 
 def text_of(seed: int, ends) -> Fraction:
     """Total variation of four tokens of a round whose chain of up to 3 ends where `ends` says, from the target's."""
-    target, draft, parents = table(seed), table(seed + 50), [-1, 0, 1, 2]
+    target, draft, parents = *(distribution_oracle.markov_table(3, at) for at in (seed, seed + 50)), [-1, 0, 1, 2]
     found, lengths = defaultdict(Fraction), set()
-    for tokens, mass in oracle.tree_draws(draft, 0, parents, oracle.INDEPENDENT):
+    for tokens, _, mass in tree_draws(draft, 0, parents, oracle.INDEPENDENT):
         num = ends(draft, tokens)
         lengths.add(num)
         valid = [node <= num for node in range(4)]
 
         def judged(node, tokens=tokens, valid=valid):
             children = [tokens[n] for n in oracle.children_of(parents, valid, node)]
-            odds, residual = oracle.judge_node(target[tokens[node]], draft[tokens[node]], children, oracle.INDEPENDENT)
-            return odds, residual
+            return oracle.judge_node(target[tokens[node]], draft[tokens[node]], children, oracle.INDEPENDENT)
 
         emitted = oracle.verdict_distribution(tokens, parents, valid, judged)
         for text, p in distribution_oracle.completed_distribution(target, emitted, 4).items():
@@ -211,22 +205,15 @@ def test_no_drawn_draft_is_dropped_by_worth():
     ]
 
 
-def test_the_option_of_a_call(pair):
+def test_the_option_of_a_call():
     """Stops and counts where it is asked for; refused where nothing could be left out."""
-    small, call = pair[0], {"max_new_tokens": 12, "temperature": 0.8, "tree": setups.CHAIN_OF_4}
+    small, call = setups.params_of("small_lm"), {"max_new_tokens": 12, "temperature": 0.8, "tree": setups.CHAIN_OF_4}
     adaptive = hsd_jax.decode(small, [5, 6, 7], **call, adaptive=True)
     made, verified = adaptive.stats.drafts
     assert verified <= made <= 4 * adaptive.stats.num_target_passes
     for params, options, wrong in (
         (small, {"speculate": False}, "adaptive=True.*no drafts"),
-        (pair[1], {"accept": "recursive"}, "lookup"),
+        (setups.params_of("lookup"), {"accept": "recursive"}, "lookup"),
     ):
         with pytest.raises(ValueError, match=wrong):
             hsd_jax.decode(params, [5], **call | {"adaptive": True} | options)
-
-
-@pytest.fixture
-def pair():
-    """Params of the small language model of "llama", and of prompt lookup."""
-    small = setups.params_of("small_lm", max_len=64)
-    return small, dataclasses.replace(small, drafter={}, drafter_config=LookupConfig())

@@ -272,18 +272,6 @@ def test_growing_caches_change_nothing(proposer):
     assert state.cache.keys[0].shape[2] == calls.GROWN
 
 
-def test_stopping_and_resuming_changes_nothing():
-    call, num_rounds = calls.mixed_call(), 1
-    setup = setups.setup("llama", "beam")
-    state = call.start(setup.decoder, setup.models)
-    while not bool(state.done.all()):
-        before = np.asarray(state.stats.num_target_passes).copy()
-        state = call.resume(setup.decoder, setup.models, state, num_rounds)
-        assert (np.asarray(state.stats.num_target_passes) - before).max() <= num_rounds
-    assert first_difference(calls.generated(call, state), setups.expected("llama", call)) is None
-    assert_counts_agree(call, state)
-
-
 def test_the_inputs_are_untouched():
     """Only the state is donated: weights, keys, limits and settings serve again."""
     call = calls.mixed_call()

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from oracles import distribution as distribution_oracle
 from oracles import kseq as kseq_oracle
 from oracles import optimal as optimal_oracle
 from oracles import recursive as recursive_oracle
-from support.rules import depths_of
+from support.rules import Judged, Trees, depths_of, emitted_one_by_one, judged_by_ours
 from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_pair, tiny_small_lm, tiny_texts
 
 from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
@@ -28,7 +26,7 @@ from hsd_jax.infer.rules.kseq import kseq
 from hsd_jax.infer.rules.optimal import chain_and_match
 from hsd_jax.infer.rules.table import RULES, make_rule
 from hsd_jax.infer.step import make_step
-from hsd_jax.types import Drafter, DraftTree, DrawScheme
+from hsd_jax.types import Drafter, DrawScheme
 
 ROOT, EXACT = 0, 1e-12
 INDEPENDENT, WITHOUT_REPLACEMENT, TOP_THEN_RANDOM = (
@@ -53,10 +51,6 @@ SEEDS = [(1, 51), *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in ((1
 """Of the target's and the drafter's table; from 100 on a token has no mass, from 200 on only two tokens have any."""
 CHAIN_SEEDS = [(1, 51), *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in ((2, 52), (101, 51)))]
 
-Trees = list[tuple[list[int], list[bool], Fraction]]
-"""Tokens, which nodes there are, and the probability."""
-Judged = Callable[[int], tuple]
-"""Of a node: the odds of its children once those before them are refused, and what is left once all are."""
 OURS = {
     "recursive": functools.partial(recursion, max_children=MOST),
     "kseq": kseq,
@@ -109,49 +103,6 @@ def judged_by_paper(rule: str, target, draft, parents, trees: Trees, scheme: Dra
     return [of(tokens, valid) for tokens, valid, _ in trees]
 
 
-def judged_by_ours(rule, target, draft, parents, trees: Trees, scheme: DrawScheme) -> list[Judged]:
-    """What a function of ours says of every tree, all in one batch, in float64."""
-    tokens, valid = np.array([t for t, _, _ in trees], np.int32), np.array([v for _, v, _ in trees])
-    interior = max(parents) + 1
-    with np.errstate(divide="ignore"):
-        logs = [np.log(np.array(t, float)) for t in (target, draft)]
-    rows = functools.partial(np.broadcast_to, shape=tokens.shape)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        tree = DraftTree(
-            jnp.asarray(tokens),
-            jnp.asarray(rows(np.array(parents, np.int32))),
-            jnp.asarray(rows(np.array(depths_of(parents), np.int32))),
-            jnp.asarray(valid),
-            jnp.asarray(logs[1][tokens[:, :interior]]),
-            scheme,
-        )
-        # Traced anew, so that a mutant is in it.
-        chances, residual = map(np.asarray, jax.jit(lambda *args: rule(*args))(tree, logs[0][tokens]))
-    assert chances.dtype == residual.dtype == np.float64
-    residual = residual / np.maximum(residual.sum(-1, keepdims=True), 1e-300)  # as drawing by Gumbel-max does
-
-    def of(row: int) -> Judged:
-        def judged(node):
-            if node >= interior:
-                return [], [float(p) for p in target[tokens[row, node]]]
-            return [chances[row, c] for c in recursive_oracle.children_of(parents, valid[row], node)], residual[
-                row, node
-            ]
-
-        return judged
-
-    return [of(row) for row in range(len(trees))]
-
-
-def emitted_one_by_one(parents, trees: Trees, judged: list[Judged]) -> dict:
-    """The distribution of what is emitted over all trees and coins, where siblings are tried in their order."""
-    emitted: dict = defaultdict(int)
-    for (tokens, valid, mass), of in zip(trees, judged, strict=True):
-        for text, p in recursive_oracle.verdict_distribution(tokens, parents, valid, of).items():
-            emitted[text] += mass * p if isinstance(p, Fraction | int) else float(mass) * p
-    return emitted
-
-
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize(("rule", "scheme", "layout"), CASES)
 def test_a_rule_emits_exactly_the_distribution_of_the_target(rule, scheme, layout, seeds):
@@ -173,10 +124,10 @@ def test_a_rule_emits_exactly_the_distribution_of_the_target(rule, scheme, layou
         )
 
 
-def our_distance(rule: str, layout: str, drawn: DrawScheme, judged_as: DrawScheme, change=lambda trees: trees) -> float:
+def our_distance(rule: str, layout: str, drawn: DrawScheme, judged_as: DrawScheme) -> float:
     vocab, parents = LAYOUTS[layout]
     target, draft = tables(vocab, (1, 51))
-    trees = change(trees_of(draft, parents, drawn))
+    trees = trees_of(draft, parents, drawn)
     ours = judged_by_ours(OURS[rule], target, draft, parents, trees, judged_as)
     return float(distance(target, parents, emitted_one_by_one(parents, trees, ours)))
 
@@ -313,21 +264,6 @@ LOOPS = [  # rule, scheme, tree, pair, reuse
 def test_the_compiled_loop_follows_the_distribution_of_the_target(accept, scheme, tree, pair, reuse):
     """Several rounds, filtered rows included. Eight chi-squares a case, each of which fires falsely once in 10^6."""
     assert min(p_values(tiny_texts(tree, scheme, pair=pair, reuse=reuse, accept=accept))) > FALSE_ALARM
-
-
-def as_if_independent(drafter: Drafter) -> Drafter:
-    """Says that its trees were drawn with replacement."""
-
-    def draft(models, state, *rest):
-        tree, state = drafter.draft(models, state, *rest)
-        return tree.replace(scheme=INDEPENDENT), state
-
-    return drafter._replace(draft=draft, scheme=INDEPENDENT)
-
-
-@pytest.mark.slow
-def test_the_chi_square_finds_draws_judged_as_others():
-    assert min(p_values(tiny_texts(TREES["wide"], WITHOUT_REPLACEMENT, as_if_independent))) < FALSE_ALARM
 
 
 # --- which rule may judge what ----------------------------------------------------------------------------------------

@@ -276,7 +276,7 @@ def test_a_program_for_a_gpu_branches_only_for_filters(warm, filters, is_branchi
         noise = sampling.round_noise(keys, root, 2, 50, some)
         drafts = draw.level_noise(keys, (1, 2), root, 50, some.temperature > 0.0)
         positions = root[:, None] + jnp.array([1, 2], jnp.int32)
-        return sampling.gumbel_max(noise, logits, some), sampling.draw(keys, logits, positions, some), drafts
+        return sampling.perturb(noise, logits, some, ops.argmax), sampling.draw(keys, logits, positions, some), drafts
 
     wanted = draws(jax.device_put(sampling.with_exclusions(some)))
     assert "cond[" in str(jax.make_jaxpr(draws)(jax.device_put(some)))

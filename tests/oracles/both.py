@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from oracles import tree
+
 Path = tuple[int, ...]
 """The tokens from below the root on."""
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]) -> dict[int, Path]:
     """The path to each node that there is, the root's being empty."""
-    found: dict[int, Path] = {0: ()}
-    for node in range(1, len(tokens)):
-        if valid[node]:
-            found[node] = (*found[parents[node]], tokens[node])
-    return found
+    return {node: path[1:] for node, path in enumerate(tree.paths_of(tokens, parents)) if valid[node]}
 
 
-def merge(tree: dict[Path, float], chain: dict[Path, float], num_nodes: int) -> dict[Path, float]:
+def merge(grown: dict[Path, float], chain: dict[Path, float], num_nodes: int) -> dict[Path, float]:
     """The best `num_nodes` - 1 paths of both by their scores; one that is in both has the larger."""
-    together = {path: max(tree.get(path, -math.inf), chain.get(path, -math.inf)) for path in {**tree, **chain}}
+    together = {path: max(grown.get(path, -math.inf), chain.get(path, -math.inf)) for path in {**grown, **chain}}
     best = sorted(together, key=lambda path: -together[path])[: num_nodes - 1]
     return {path: together[path] for path in best}
 

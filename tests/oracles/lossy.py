@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from oracles.recursive import INDEPENDENT, without
+from oracles.recursive import INDEPENDENT, rest_of, without
 
 RAISED = {
     "linear": lambda p, epsilon: p / epsilon,
@@ -13,12 +13,6 @@ RAISED = {
     "exponential": lambda p, epsilon: float(p) ** float(epsilon),
 }
 """f(p, epsilon)."""
-
-
-def after(residual: Sequence, proposal: Sequence) -> list:
-    """norm((residual - proposal)_+), or the residual where nothing is left."""
-    rest = [max(r - q, 0 * r) for r, q in zip(residual, proposal, strict=True)]
-    return [r / sum(rest) for r in rest] if sum(rest) > 0 else list(residual)
 
 
 def emitted(target: Sequence, draft: Sequence, draws: str, children: int, function: str, epsilon) -> list:
@@ -37,7 +31,7 @@ def emitted(target: Sequence, draft: Sequence, draws: str, children: int, functi
             odds = min(RAISED[function](residual[token], epsilon) / proposal[token], 1)
             parts[token] += left * odds
             left = left * (1 - odds)
-            residual = after(residual, proposal)
+            residual = rest_of(residual, proposal)
         if mass:
             parts = [part + left * r for part, r in zip(parts, residual, strict=True)]
             total = [t + mass * part for t, part in zip(total, parts, strict=True)]
@@ -47,4 +41,4 @@ def emitted(target: Sequence, draft: Sequence, draws: str, children: int, functi
 def formula(target: Sequence, draft: Sequence, function: str, epsilon) -> list:
     """The same for one child, in closed form: a + (1 - sum of a) norm((p - q)_+), a = min(q, f(p))."""
     kept = [min(q, RAISED[function](p, epsilon)) for p, q in zip(target, draft, strict=True)]
-    return [a + (1 - sum(kept)) * r for a, r in zip(kept, after(target, draft), strict=True)]
+    return [a + (1 - sum(kept)) * r for a, r in zip(kept, rest_of(target, draft), strict=True)]

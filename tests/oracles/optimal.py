@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 
-from oracles.recursive import Distribution, without
+from oracles.recursive import Distribution, rest_of, without
 
 INDEPENDENT, WITHOUT_REPLACEMENT, TOP_THEN_RANDOM = "independent", "without_replacement", "top_then_random"
 
@@ -68,8 +68,7 @@ def chain_and_match(
     if len(children) > len(top):
         proposal, first = without(draft, top), children[0]
         odds.append(min(rest[first] / proposal[first], 1 + 0 * rest[first]))
-        left = [max(p - q, 0 * p) for p, q in zip(rest, proposal, strict=True)]
-        rest = left if sum(left) > 0 else rest
+        rest = rest_of(rest, proposal)
     for token in top:
         odds.append(rest[token] / sum(rest) if sum(rest) > 0 else 0 * rest[token])
         rest = [p if other != token else 0 * p for other, p in enumerate(rest)]

@@ -5,9 +5,8 @@ Numbers may be Fractions, then every distribution is exact, or floats. Written f
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 INDEPENDENT, WITHOUT_REPLACEMENT = "independent", "without_replacement"
 Distribution = Sequence
@@ -20,6 +19,12 @@ def without(distribution: Distribution, removed: Sequence[int]) -> list:
     return [p / sum(kept) for p in kept]
 
 
+def rest_of(target: Distribution, draft: Distribution) -> list:
+    """norm((target - draft)_+), or the target where nothing is left."""
+    rest = [max(p - q, 0 * p) for p, q in zip(target, draft, strict=True)]
+    return [r / sum(rest) for r in rest] if sum(rest) > 0 else list(target)
+
+
 def judge_node(target: Distribution, draft: Distribution, children: Sequence[int], draws: str) -> tuple[list, list]:
     """The chance of each child once its earlier siblings are refused, and what is left once all are."""
     residual, odds = list(target), []
@@ -28,35 +33,12 @@ def judge_node(target: Distribution, draft: Distribution, children: Sequence[int
         # A child without mass was drawn under another distribution: only the tests' mutants come here.
         ratio = residual[token] / proposal[token] if proposal[token] > 0 else 0 * residual[token]
         odds.append(min(ratio, 1 + 0 * ratio))
-        rest = [max(r - q, 0 * r) for r, q in zip(residual, proposal, strict=True)]
-        if sum(rest) > 0:
-            residual = [r / sum(rest) for r in rest]
+        residual = rest_of(residual, proposal)
     return odds, residual
 
 
 def children_of(parents: Sequence[int], valid: Sequence[bool], node: int) -> list[int]:
     return [n for n in range(1, len(parents)) if parents[n] == node and valid[n]]
-
-
-def tree_draws(
-    table: Sequence[Distribution], root: int, parents: Sequence[int], draws: str
-) -> Iterator[tuple[list[int], object]]:
-    """Every tree of this layout that drawing from `table` can give, and its probability. `table[a]`: distribution
-    behind a."""
-    vocab = len(table)
-    for drawn in itertools.product(range(vocab), repeat=len(parents) - 1):
-        tokens, mass = [root, *drawn], 1 + 0 * table[0][0]
-        for node in range(1, len(parents)):
-            elder = [tokens[n] for n in range(1, node) if parents[n] == parents[node]]
-            distribution = table[tokens[parents[node]]]
-            if draws == WITHOUT_REPLACEMENT:
-                if tokens[node] in elder:
-                    mass = 0
-                    break
-                distribution = without(distribution, elder)
-            mass = mass * distribution[tokens[node]]
-        if mass > 0:
-            yield tokens, mass
 
 
 def verdict_distribution(

@@ -6,11 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = np.asarray(logits, np.float64)
-    top = logits.max()
-    return logits - top - np.log(np.exp(logits - top).sum())
+from oracles.divergence import log_softmax
 
 
 def grow_beam(
@@ -49,6 +45,14 @@ def grow_paths(
     parents = [-1] + [index[candidates[i][1]] for i in kept]
     depths = [0] + [candidates[i][3] for i in kept]
     return tokens, parents, depths
+
+
+def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), int(token)))
+    return paths
 
 
 def ancestor_mask(parents: Sequence[int]) -> np.ndarray:

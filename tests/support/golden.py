@@ -20,10 +20,10 @@ import numpy as np
 import hsd_jax
 from hsd_jax.asked import Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.tree import Grower
+from hsd_jax.drafters.trunk_state import trunk_states
+from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.lab.bench import prompts
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.models.target import forward_sequence
@@ -101,8 +101,8 @@ def _drafted(models, state, root, noise, *rest):
         tree, _ = drafter.draft(models, state, inputs)
     else:
         added_by = functools.partial(inject, weights, p.drafter_config)
-        grower = Grower(p.tree, DrawScheme.ARBITRARY, vocab)
-        tree = grower.grow_token_free(base + noise, added_by, inputs, draft_to_target)
+        expand = token_free(base + noise, added_by, draft_to_target)
+        tree, _ = grow_tree(expand, None, inputs, p.tree, DrawScheme.ARBITRARY)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no distribution
     added, read = inject(weights, p.drafter_config, tree.tokens, None)
     for _ in range(p.tree.depth if read is not None else 0):  # each pass is right one level further down

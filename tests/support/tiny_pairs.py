@@ -63,11 +63,10 @@ def decoder_of(
     tree: TreeConfig,
     scheme: DrawScheme = DrawScheme.WITHOUT_REPLACEMENT,
     rule: AcceptRule | None = None,
-    change=lambda drafter: drafter,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Decoder:
     """Of a pair whose drafts are drawn, under the recursive rule if no other is given."""
-    drafter = change(make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse))
+    drafter = make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse)
     step = make_step(config, drafter, rule or make_rule("recursive", tree))
     return Decoder(config, step, drafter, own=program_for("highest", use_native=False))
 
@@ -90,14 +89,13 @@ def many_rows(settings=((1.0, None, None),), rows: int = ROWS, new_tokens: int =
 def tiny_texts(
     tree: TreeConfig,
     scheme: DrawScheme,
-    change=lambda drafter: drafter,
     pair=tiny_pair,
     reuse: ReuseConfig = NO_REUSE,
     accept: str = "recursive",
 ) -> np.ndarray:
     """The texts [ROWS, NEW_TOKENS] of the compiled loop."""
     config, _, drafter_config, models = pair()
-    decoder = decoder_of(config, drafter_config, tree, scheme, make_rule(accept, tree), change, reuse)
+    decoder = decoder_of(config, drafter_config, tree, scheme, make_rule(accept, tree), reuse)
     state = many_rows(SETTINGS).run(decoder, models, FEW_SLOTS)
     assert state.cache.capacity == FEW_SLOTS
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)

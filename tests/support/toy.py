@@ -15,7 +15,8 @@ from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.infer.tree import Grower
+from hsd_jax.infer.tree import grow_tree as grow
+from hsd_jax.infer.tree import token_free
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
 
@@ -149,6 +150,11 @@ def markov_target(logits: np.ndarray) -> tuple[ModelConfig, dict[str, Any]]:
     return config, weights
 
 
+def rolled(distribution) -> np.ndarray:
+    """A Markov table whose row a is the distribution moved by a: every node has these probabilities."""
+    return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
+
+
 def token_info(weights, config: DrafterConfig, previous):
     """The bias of the previous token alone."""
     return inject(weights, config, previous, None)[0]
@@ -183,13 +189,13 @@ def keys_of(seeds) -> jax.Array:
 def grow_tree(config, scheme, base, table, root, keys, position, sampling, num_levels=None, draft_to_target=None):
     """Trees of states [B, D, C] that read no token; token a adds `table[a]` to the logits behind it."""
     inputs = round_inputs(root, position, keys, sampling, config.depth + 1, len(table))
-    bias = of_tokens(lambda tokens: table[tokens])
-    return Grower(config, scheme, len(table)).grow_token_free(base, bias, inputs, draft_to_target, num_levels)
+    expand = token_free(base, of_tokens(lambda tokens: table[tokens]), draft_to_target)
+    return grow(expand, None, inputs, config, scheme, num_levels)[0]
 
 
 def grow_beam(base_logits, bias, root, config: TreeConfig, draft_to_target=None, num_levels=None):
-    """The beam of a `Grower` at temperature 1, which multiplies no logit; it reads no key and no position."""
+    """The beam at temperature 1, which multiplies no logit; it reads no key and no position."""
     one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
     inputs = round_inputs(root, zero, jax.vmap(jax.random.key)(zero.astype(jnp.uint32)), SamplingParams(one, zero, one))
-    grower = Grower(config, DrawScheme.ARBITRARY, base_logits.shape[-1])
-    return grower.grow_token_free(base_logits, of_tokens(bias), inputs, draft_to_target, num_levels)
+    expand = token_free(base_logits, of_tokens(bias), draft_to_target)
+    return grow(expand, None, inputs, config, DrawScheme.ARBITRARY, num_levels)[0]

@@ -12,11 +12,10 @@ from oracles import injector
 from oracles.divergence import kl, log_softmax
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.reading import at_root
 from hsd_jax.drafters.table import init_drafter, make_drafter
-from hsd_jax.drafters.trunk_state import read_pending_features
+from hsd_jax.drafters.trunk_state import trunk_states
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
@@ -89,7 +88,7 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
         return head_states(models["drafter"], config, state.feature, config.num_steps)
     if config.kind == "hidden":
         return trunk_states(models, TARGET, config, config.num_steps, state)[0]
-    first, cache = read_pending_features(models, TARGET, config, state, jnp.maximum(state.num_pending - 1, 0)[:, None])
+    first, cache = trunk_states(models, TARGET, config, 1, state)
     states, ancestry = [first], at_root(len(rows))
     for depth in range(1, config.num_steps):  # a chain whose drafts are those of the row
         token = jnp.take_along_axis(rows, length[:, None] - 1 + depth, 1, mode="clip")

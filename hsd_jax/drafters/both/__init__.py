@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.based import planning_on_base
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.both.draft import both_drafter
 from hsd_jax.drafters.lookup import LOOKUP
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import DraftingMethod, planning_on_base
 
 
 def copying_seconds(model: Any, config: BothConfig, rows: int, tree: TreeConfig) -> float:

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
-from hsd_jax.drafters.based import Based
 from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.method import Based
 
 LONGEST = 8
 """The longest repetition in tokens. Longer ones count as this long."""

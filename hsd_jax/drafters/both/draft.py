@@ -71,8 +71,7 @@ class BothState:
 
 def first_record(batch: int) -> Record:
     """The record before the first round."""
-    shape = batch, *FIRST_SHARE.shape
-    return Record(jnp.zeros(batch), jnp.zeros(batch), jnp.zeros(shape), jnp.zeros(shape))
+    return Record(*(jnp.zeros((batch, *shape)) for shape in ((), (), FIRST_SHARE.shape, FIRST_SHARE.shape)))
 
 
 def with_scores(tree: DraftTree) -> DraftTree:
@@ -141,22 +140,19 @@ def merged(
 
     Args:
       nodes: `shared_nodes` of the two.
-      of_tree, of_copied: scores that fall along paths; -inf where there is no node. The root's score is not read.
+      of_tree, of_copied: scores that fall along paths, 0 for the root; -inf where there is no node.
     """
     num, depth = tree.tokens.shape[1], found.tokens.shape[1]
     is_node = nodes[:, :, None] == jnp.arange(num)
     scores = jnp.maximum(of_tree, jnp.max(jnp.where(is_node, of_copied[:, :, None], -jnp.inf), 1))
     of_rest = jnp.where(nodes < num, -jnp.inf, of_copied)
 
-    # Candidates are the nodes of the tree except the root, then the tokens of the chain. Index = node - 1, so a child
-    # of the root has NO_PARENT = -1.
-    def joined(of_nodes: Array, of_chain: Array) -> Array:
-        return jnp.concatenate([of_nodes[:, 1:], of_chain], 1)
-
-    parents = joined(jnp.where(tree.valid, tree.parents, 0), _above(nodes, 0)) - 1
-    depths = joined(tree.depth, jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape))
-    candidates = joined(tree.tokens, found.tokens), parents, depths, joined(scores, of_rest)
-    return best_tree(tree.tokens[:, 0], *candidates, num_nodes, tree.scheme, may_lack=True)
+    depths = jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape)
+    # Candidates are the nodes of the tree, then the tokens of the chain.
+    one = tree.tokens, jnp.where(tree.valid, tree.parents, 0), tree.depth, scores
+    other = found.tokens, _above(nodes, 0), depths, of_rest
+    tokens, parents, depths, scores = (jnp.concatenate(pair, 1) for pair in zip(one, other, strict=True))
+    return best_tree(tokens, parents, depths, scores, num_nodes, tree.scheme, may_lack=True)
 
 
 def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"]) -> DraftTree:
@@ -169,25 +165,22 @@ def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_co
     return chain_of(tree.tokens[:, 0], tokens, num, scheme=tree.scheme, score=jnp.where(is_copied, of_copied, of_tree))
 
 
-def learned_of_tree(
-    record: Record, tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int
+def learned(
+    record: Record,
+    tree: DraftTree,
+    found: Copied,
+    is_shared: Bool[Array, "B D"],
+    text: Int[Array, "B M"],
+    num_known: Int[Array, "B"],
 ) -> Record:
-    """The record after the base's tree was compared with a text. Nodes beyond the end of the text do not count."""
-    on_path = on_text(tree, text, jnp.zeros_like(num_known), num_known, max_depth)
+    """The record after both drafts were compared with a text. Nodes beyond the end of the text do not count.
+
+    Of a copied chain, tokens up to the first wrong one count.
+    """
+    depth = found.tokens.shape[1]
+    on_path = on_text(tree, text, jnp.zeros_like(num_known), num_known, depth)
     known = dataclasses.replace(tree, valid=tree.valid & (tree.depth <= num_known[:, None]))
     accepted = jnp.sum(on_path & (tree.depth > 0), 1).astype(jnp.float32)
-    return dataclasses.replace(
-        record,
-        accepted=worth.DECAY * record.accepted + accepted,
-        predicted=worth.DECAY * record.predicted + worth.expected_drafts(known, on_path),
-    )
-
-
-def learned_of_copied(
-    record: Record, found: Copied, is_shared: Bool[Array, "B D"], text: Int[Array, "B M"], num_known: Int[Array, "B"]
-) -> Record:
-    """The record after a copied chain was compared with a text. Tokens up to the first wrong one count."""
-    depth = found.tokens.shape[1]
     is_known = (jnp.arange(depth) < num_known[:, None]) & (found.run[:, None] > 0)
     right = jnp.cumprod((is_known & (found.tokens == text[:, :depth])).astype(jnp.int32), 1) > 0
     was_tried = is_known & _above(right, True)
@@ -196,11 +189,8 @@ def learned_of_copied(
     def counted(those: Bool[Array, "B D"]) -> Array:
         return jnp.sum(those[:, :, None] & is_cell, 1).astype(jnp.float32).reshape(record.tried.shape)
 
-    return dataclasses.replace(
-        record,
-        copied=worth.DECAY * record.copied + counted(right),
-        tried=worth.DECAY * record.tried + counted(was_tried),
-    )
+    seen = Record(accepted, worth.expected_drafts(known, on_path), counted(right), counted(was_tried))
+    return jax.tree.map(lambda old, new: worth.DECAY * old + new, record, seen)
 
 
 def both_drafter(
@@ -242,11 +232,10 @@ def both_drafter(
     def commit(models, state: BothState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         own = base.commit(models, state.base, verdict, output, num_committed)
         with jax.named_scope("both"):
-            drafted, text = state.drafted, verdict.emitted
+            drafted = state.drafted
             found = copied(state.lookup, config.lookup, depth)  # the same call as in `draft`; XLA computes it once
             is_shared = shared_nodes(drafted, found.tokens) < tree.nodes
-            record = learned_of_copied(state.record, found, is_shared, text, num_committed)
-            record = learned_of_tree(record, drafted, text, num_committed, depth)
+            record = learned(state.record, drafted, found, is_shared, verdict.emitted, num_committed)
             other = lookup.commit(models, state.lookup, verdict, output, num_committed)
         return BothState(own, other, record, drafted)
 

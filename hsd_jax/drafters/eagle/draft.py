@@ -11,17 +11,16 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.reading import Ancestry, at_root
-from hsd_jax.drafters.trunk_state import TrunkState, read_pending_features, trunk_drafter
-from hsd_jax.infer.tree import Grower
+from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.trunk import base_logits, embed_committed, init_fusion, init_trunk, trunk_pass
-from hsd_jax.types import Drafter, DrawScheme, NewKV, RoundInputs, Weights
+from hsd_jax.types import Candidates, Drafter, DrawScheme, NewKV, RoundInputs, Weights
 
 
 @settings.dataclass
@@ -44,12 +43,10 @@ def eagle_drafter(
 
     The first pass reads the pending features, and each other pass reads up to `width` nodes.
     """
-    grower = Grower(tree, scheme, config.vocab_size)
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
         with jax.named_scope("trunk"):
-            last = jnp.maximum(state.num_pending - 1, 0)[:, None]
-            first, cache = read_pending_features(models, target_config, config, state, last)
+            first, cache = trunk_states(models, target_config, config, 1, state)
 
         def expand(level: int, tokens: Array, parents: Array, above: tuple[Array, Ancestry]):
             """Computes the state after a node from its token and its parent's state. The root's state is `first`."""
@@ -63,11 +60,10 @@ def eagle_drafter(
 
                 states, ancestry = ancestry.next_level(cache, level, parents, read)
             logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-            return logits, (states, ancestry)
+            return Candidates(logits, models["drafter"].get("draft_to_target")), (states, ancestry)
 
-        draft_to_target = models["drafter"].get("draft_to_target")
         with jax.named_scope("tree"):
-            drafted, _ = grower.grow(expand, (first, at_root(len(last))), inputs, draft_to_target)
+            drafted, _ = grow_tree(expand, (first, at_root(len(first))), inputs, tree, scheme)
         return drafted, dataclasses.replace(state, cache=cache)
 
     return trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme)

@@ -1,6 +1,6 @@
 """The hidden-state drafter: K token-free trunk states, one product with the LM head, and a tree with token information.
 
-The trunk reads only the target's features and its own states. Drafted tokens first appear in the `Grower` (Lyanna,
+The trunk reads only the target's features and its own states. Drafted tokens first appear in `grow_tree` (Lyanna,
 arXiv:2602.21224; methods.md 1.5). `schedule.py` decides when the trunk runs and how unused states are reused. The trunk
 is in `models/trunk.py`, and token information in `weights.py`.
 """
@@ -19,10 +19,11 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import append_pending, fresh_logits, make_schedule, trunk_states
+from hsd_jax.drafters.hidden.schedule import fresh_logits, logits_of_round
 from hsd_jax.drafters.hidden.weights import inject
-from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
-from hsd_jax.infer.tree import Grower
+from hsd_jax.drafters.reading import joined
+from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
+from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict, Weights
 
@@ -42,14 +43,12 @@ def hidden_drafter(
     """
     reuse_lib.check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)
-    logits_of_round = make_schedule(target_config, config, tree, reuse, num_states)
-    grower = Grower(tree, scheme, config.vocab_size)
     runs_every_round = reuse.form != SKIP
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
-        logits, num_levels, state = logits_of_round(models, state, inputs.live)
+        logits, num_levels, state = logits_of_round(models, target_config, config, tree, reuse, state, inputs.live)
         with jax.named_scope("tree"):
-            return grow(grower, models["drafter"], config, logits, inputs, num_levels), state
+            return grow(models["drafter"], config, logits, inputs, tree, scheme, num_levels), state
 
     # A row without a trunk run keeps its pending features. A tree is no deeper than the number of spares that it grows
     # from, so a row commits at most K + 1 tokens from one trunk run to the next.
@@ -73,23 +72,22 @@ def hidden_drafter(
         spares = reuse_lib.after_commit(state.spares, num_committed)
         if runs_every_round:
             return dataclasses.replace(after, spares=spares)
-        state = dataclasses.replace(state, spares=spares)
-        return append_pending(state, after.pending, after.next_tokens, num_committed)
+        num, slots = state.num_pending, max_pending
+        return dataclasses.replace(
+            state,
+            pending=joined(state.pending, num, after.pending, slots),
+            next_tokens=joined(state.next_tokens, num, after.next_tokens, slots),
+            num_pending=num + num_committed,
+            spares=spares,
+        )
 
     return basis._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
 
 
-def grow(
-    grower: Grower,
-    weights: Weights,
-    config: HiddenConfig,
-    logits: Float[Array, "B D C"],
-    inputs: RoundInputs,
-    num_levels: Int[Array, "B"] | None = None,
-) -> DraftTree:
-    """The tree that grows from base logits and token information. `num_levels` is that of `Grower`."""
-    added_by = functools.partial(inject, weights, config)
-    return grower.grow_token_free(logits, added_by, inputs, weights.get("draft_to_target"), num_levels)
+def grow(weights: Weights, config: HiddenConfig, logits: Float[Array, "B D C"], *rest: Any) -> DraftTree:
+    """The tree that grows from base logits and token information. `rest` is that of `grow_tree`."""
+    expand = token_free(logits, functools.partial(inject, weights, config), weights.get("draft_to_target"))
+    return grow_tree(expand, None, *rest)[0]
 
 
 def parts(
@@ -101,7 +99,6 @@ def parts(
       `trunk(models, state) -> (states, state)`, `head(models, states) -> logits` and
       `tree(models, logits, inputs) -> tree`.
     """
-    grower = Grower(tree, scheme, config.vocab_size)
 
     def trunk(models, state: TrunkState):
         states, cache = trunk_states(models, target_config, config, tree.depth, state)
@@ -111,16 +108,12 @@ def parts(
         return base_logits(models["drafter"], config, models["target"], target_config, states)
 
     def tree_of(models, logits, inputs: RoundInputs) -> DraftTree:
-        return grow(grower, models["drafter"], config, logits, inputs)
+        return grow(models["drafter"], config, logits, inputs, tree, scheme)
 
     return trunk, head, tree_of
 
 
-def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) -> Callable[..., Any]:
+def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, models, state: TrunkState):
     """As `DraftingMethod.lattice`: the base logits of fresh states, and the injector if there is one."""
-
-    def levels(models, state: TrunkState):
-        logits, state = fresh_logits(models, target_config, config, tree.depth, state)
-        return logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state
-
-    return levels
+    logits, state = fresh_logits(models, target_config, config, tree.depth, state)
+    return logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state

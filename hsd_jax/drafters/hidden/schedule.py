@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
+from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
-from hsd_jax.drafters.reading import joined
-from hsd_jax.drafters.trunk_state import TrunkState
+from hsd_jax.drafters.trunk_state import TrunkState, run_trunk, trunk_states
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.trunk import STATES, base_logits, embed_committed
-from hsd_jax.types import KVCache, NewKV
-
-
-def run_trunk(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
-) -> tuple[Float[Array, "B K H"], NewKV]:
-    """K = `num_states` token-free states, and the keys and values of the pending features."""
-    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
-    read = STATES[config.trunk]
-    return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
-
-
-def trunk_states(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
-) -> tuple[Float[Array, "B K H"], KVCache]:
-    """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
-    states, kv = run_trunk(models, target_config, config, num_states, state)
-    return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
+from hsd_jax.models.trunk import base_logits
 
 
 def fresh_logits(
@@ -48,70 +28,61 @@ def fresh_logits(
     return logits, dataclasses.replace(state, cache=cache)
 
 
-def append_pending(
-    state: TrunkState, features: Float[Array, "B M2 H"], tokens: Int[Array, "B M2"], num_new: Int[Array, "B"]
-) -> TrunkState:
-    """Appends `num_new` features of each row, which must fit, and the tokens after them, to the pending ones."""
-    num, num_slots = state.num_pending, state.pending.shape[1]
-    return dataclasses.replace(
-        state,
-        pending=joined(state.pending, num, features, num_slots),
-        next_tokens=joined(state.next_tokens, num, tokens, num_slots),
-        num_pending=num + num_new,
-    )
+def logits_of_round(
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    tree: TreeConfig,
+    reuse: ReuseConfig,
+    state: TrunkState,
+    live: Bool[Array, "B"],
+) -> tuple[Float[Array, "B D C"], Int[Array, "B"] | None, TrunkState]:
+    """The logits from which the tree grows, the number of levels of each row that have logits (None: all), and the
+    state. The trunk runs if the round needs it. `live` is `RoundInputs.live`."""
+    if reuse.form == SKIP:
+        return _run_if_needed(models, target_config, config, tree, reuse, state, live)
+    num_states, spares = reuse.num_states(tree.depth, config.num_steps), state.spares
+    fresh, state = fresh_logits(models, target_config, config, num_states, state)
+    if reuse.form == NO_REUSE_FORM:
+        return fresh, None, state
+    # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
+    state = dataclasses.replace(state, spares=reuse_lib.fresh_spares(fresh))
+    if reuse.form == AHEAD:  # the tree grows from states of the last round, so the trunk may run beside the target
+        return spares.logits[:, : tree.depth], None, state
+    with jax.named_scope("reuse"):  # SUM: old and new states make one tree, so one target pass judges both
+        return reuse_lib.add(fresh, spares), None, state
 
 
-def make_schedule(
-    target_config: ModelConfig, config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
-) -> Callable[..., tuple[Float[Array, "B D C"], Int[Array, "B"] | None, TrunkState]]:
-    """`logits_of_round(models, state, live) -> (logits, num_levels, state)` for this form of reuse.
+def _run_if_needed(
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    tree: TreeConfig,
+    reuse: ReuseConfig,
+    state: TrunkState,
+    live: Bool[Array, "B"],
+) -> tuple[Float[Array, "B D C"], Int[Array, "B"], TrunkState]:
+    """SKIP: rows with enough spare states draft from these. The trunk runs if any other row needs it.
 
-    It runs the trunk if the round needs it. The tree grows from `logits`. `num_levels` of each row have logits; None:
-    all. `live` is `RoundInputs.live`.
+    A row with enough spare states uses them even if the trunk runs for another row. So the states that a row drafts
+    from do not depend on the other rows. A finished row needs no run, so that the others do not wait for one.
     """
+    old, num_states = state.spares, reuse.num_states(tree.depth, config.num_steps)
+    needs = live & (old.num < reuse_lib.enough_spares(reuse, tree.depth, config.num_steps))
 
-    def drop(models, state: TrunkState, live: Bool[Array, "B"]):
-        logits, state = fresh_logits(models, target_config, config, num_states, state)
-        return logits, None, state
+    def run():
+        states, kv = run_trunk(models, target_config, config, num_states, state)
+        return base_logits(models["drafter"], config, models["target"], target_config, states), kv
 
-    def fuse(models, state: TrunkState, live: Bool[Array, "B"]):
-        """SUM: old and new states make one tree, so one target pass judges both."""
-        fresh, after = fresh_logits(models, target_config, config, num_states, state)
-        with jax.named_scope("reuse"):
-            logits = reuse_lib.add(fresh, state.spares)
-        # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
-        return logits, None, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
+    def keep():
+        return old.logits, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)[1])
 
-    def run_ahead(models, state: TrunkState, live: Bool[Array, "B"]):
-        """AHEAD: the tree grows from states of the last round, and the trunk may run beside the target's pass."""
-        fresh, after = fresh_logits(models, target_config, config, num_states, state)
-        logits = state.spares.logits[:, : tree.depth]
-        return logits, None, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
-
-    def run_if_needed(models, state: TrunkState, live: Bool[Array, "B"]):
-        """SKIP: rows with enough spare states draft from these. The trunk runs if any other row needs it.
-
-        A row with enough spare states uses them even if the trunk runs for another row. So the states that a row drafts
-        from do not depend on the other rows. A finished row needs no run, so that the others do not wait for one.
-        """
-        old = state.spares
-        needs = live & (old.num < reuse_lib.enough_spares(reuse, tree.depth, config.num_steps))
-
-        def run():
-            states, kv = run_trunk(models, target_config, config, num_states, state)
-            return base_logits(models["drafter"], config, models["target"], target_config, states), kv
-
-        def keep():
-            return old.logits, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)[1])
-
-        with jax.named_scope("trunk"):
-            logits, kv = lax.cond(jnp.any(needs), run, keep)
-            # Written for all rows, but counted only for rows whose trunk ran. The next write overwrites the rest.
-            cache = cache_lib.commit(state.cache, kv, None, jnp.where(needs, state.num_pending, 0), after=logits)
-        logits = jnp.where(needs[:, None, None], logits, old.logits)
-        num = jnp.where(needs, num_states, old.num)
-        num_pending, spares = jnp.where(needs, 0, state.num_pending), Spares(logits, num)
-        state = dataclasses.replace(state, cache=cache, num_pending=num_pending, spares=spares)
-        return logits[:, : tree.depth], jnp.minimum(num, tree.depth), state
-
-    return {NO_REUSE_FORM: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead}[reuse.form]
+    with jax.named_scope("trunk"):
+        logits, kv = lax.cond(jnp.any(needs), run, keep)
+        # Written for all rows, but counted only for rows whose trunk ran. The next write overwrites the rest.
+        cache = cache_lib.commit(state.cache, kv, None, jnp.where(needs, state.num_pending, 0), after=logits)
+    logits = jnp.where(needs[:, None, None], logits, old.logits)
+    num = jnp.where(needs, num_states, old.num)
+    num_pending, spares = jnp.where(needs, 0, state.num_pending), Spares(logits, num)
+    state = dataclasses.replace(state, cache=cache, num_pending=num_pending, spares=spares)
+    return logits[:, : tree.depth], jnp.minimum(num, tree.depth), state

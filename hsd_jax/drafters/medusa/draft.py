@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -20,14 +19,13 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.medusa.weights import MedusaConfig, head_states
-from hsd_jax.drafters.reading import last_feature
+from hsd_jax.drafters.reading import newest_feature
 from hsd_jax.drafters.shared import check_tree
 from hsd_jax.infer import levels
-from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.tree import Grower
+from hsd_jax.infer.tree import coupled, grow_tree, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.draft_vocab import draft_columns, to_tokens
+from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.models.trunk import base_logits, trunk_features
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
@@ -80,7 +78,7 @@ def static_tree(tree: TreeConfig) -> StaticTree:
 
 
 def branching_tree(tree: TreeConfig) -> StaticTree:
-    """The layout of `levels.grow`: level by level, with the children of a node together, the likeliest first."""
+    """The layout of `levels.likeliest_tree`: level by level, the children of a node together, the likeliest first."""
     parents, depths, ranks, first = [NO_PARENT], [0], [0], 0
     for depth, count in enumerate(tree.branching or ()):
         above = first + levels.parents_of_level(tree, depth)
@@ -91,15 +89,11 @@ def branching_tree(tree: TreeConfig) -> StaticTree:
     return StaticTree(*(np.array(x, np.int32) for x in (parents, depths, ranks)))
 
 
-def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig) -> Callable[..., Any]:
+def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig, models, state: MedusaState):
     """As `DraftingMethod.lattice`: the logits of the heads. Drafted tokens add nothing to them."""
-
-    def levels(models, state: MedusaState):
-        with jax.named_scope("head"):
-            states = head_states(models["drafter"], config, state.feature, tree.depth)
-            return base_logits(models["drafter"], config, models["target"], target_config, states), None, state
-
-    return levels
+    with jax.named_scope("head"):
+        states = head_states(models["drafter"], config, state.feature, tree.depth)
+        return base_logits(models["drafter"], config, models["target"], target_config, states), None, state
 
 
 def medusa_drafter(
@@ -107,7 +101,7 @@ def medusa_drafter(
 ) -> Drafter:
     """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads."""
     check_tree(target_config, config, tree, scheme)
-    shape, levels = static_tree(tree), lattice(target_config, config, tree)
+    shape = static_tree(tree)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return MedusaState(jnp.zeros((len(length), target_config.hidden_size)))
@@ -115,16 +109,15 @@ def medusa_drafter(
     def read(models, state: MedusaState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
         """Keeps the prompt's last feature. A prompt of a single token has none."""
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
-        return MedusaState(last_feature(features, start, length, state.feature))
+        return MedusaState(newest_feature(features, start, length, state.feature))
 
     def draft(models, state: MedusaState, inputs: RoundInputs):
-        logits, _, _ = levels(models, state)
+        logits, _, _ = lattice(target_config, config, tree, models, state)
         draft_to_target = models["drafter"].get("draft_to_target")
         if scheme in DRAWN_SCHEMES:
-            return Grower(tree, scheme, config.vocab_size).grow_token_free(logits, None, inputs, draft_to_target), state
+            return grow_tree(token_free(logits, None, draft_to_target), None, inputs, tree, scheme)[0], state
         if scheme is DrawScheme.COUPLED:
-            own = lambda: draft_columns(draft_to_target, inputs.noise[:, : tree.depth])  # noqa: E731
-            logits = sampling_lib.perturb(own, logits, inputs.sampling)
+            logits = coupled(logits, draft_to_target, inputs, slice(tree.depth))
         guesses = to_tokens(draft_to_target, ops.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
         nodes = (len(inputs.root), tree.nodes)

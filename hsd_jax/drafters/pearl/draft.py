@@ -118,13 +118,12 @@ class Halves(NamedTuple):
     base: Drafter
     """The small model."""
 
-    def first(self, length: Int[Array, "B"]) -> tuple[RoundOutcome, Phase]:
-        """The state before the first round: nothing to roll back, and nothing is pending."""
+    def first_phase(self, length: Int[Array, "B"]) -> Phase:
+        """The phase before the first round: nothing is pending."""
         size, none = (len(length), self.gamma), jnp.zeros_like(length)
         logp = jnp.zeros((*size, self.vocab_size)) if self.base.scheme in DRAWN_SCHEMES else None
         fresh = DraftChain(jnp.zeros(size, jnp.int32), logp)
-        phase = Phase(none > 0, after_first(fresh), fresh, none, none, jnp.zeros((len(length), 2), jnp.int32))
-        return RoundOutcome(none == 0, none, none), phase
+        return Phase(none > 0, after_first(fresh), fresh, none, none, jnp.zeros((len(length), 2), jnp.int32))
 
     def propose(
         self, models, base: SmallLMState, outcome: RoundOutcome, keys: jax.Array, sampling: SamplingParams
@@ -171,6 +170,12 @@ class Halves(NamedTuple):
         return RoundOutcome(is_right, root, phase.position + num_committed), phase
 
 
+def first_outcome(length: Int[Array, "B"]) -> RoundOutcome:
+    """The outcome before the first round: nothing to roll back."""
+    none = jnp.zeros_like(length)
+    return RoundOutcome(none == 0, none, none)
+
+
 def after_first(drafts: DraftChain) -> DraftChain:
     """y_2 .. y_gamma."""
     return jax.tree.map(lambda x: x[:, 1:], drafts)
@@ -192,7 +197,7 @@ def pearl_drafter(
     both = halves(target_config, config, tree, cache_dtype, scheme)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        return PearlState(both.base.init(tokens, length, capacity), *both.first(length))
+        return PearlState(both.base.init(tokens, length, capacity), first_outcome(length), both.first_phase(length))
 
     def read(models, state: PearlState, *chunk: Any):
         return dataclasses.replace(state, base=both.base.read(models, state.base, *chunk))

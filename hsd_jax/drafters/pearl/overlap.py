@@ -29,8 +29,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.pearl.draft import DraftChain, PearlState, RoundOutcome, halves, pearl_drafter
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.pearl.draft import DraftChain, PearlState, RoundOutcome, first_outcome, halves, pearl_drafter
 from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer import rows
@@ -40,7 +39,7 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules.accept import check_legal
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.kernels.program import Program
-from hsd_jax.types import AcceptRule, DecodeState, Drafter, DrawScheme, Limits, ModelOutput, SamplingParams
+from hsd_jax.types import AcceptRule, DecodeState, DrawScheme, Limits, ModelOutput, SamplingParams
 
 EVERY = 2
 """The number of rounds between two reads of the rows' lengths by the host. As many rounds are in flight."""
@@ -54,13 +53,10 @@ class Seen(NamedTuple):
     done: np.ndarray
 
 
-class Flight(NamedTuple):
-    """The states of both halves in a decode, as arrays that may not be computed yet."""
-
-    state: DecodeState
-    """That of the target's half, whose drafter's state is the `Phase`."""
-    base: SmallLMState
-    outcome: RoundOutcome
+Own = tuple[SmallLMState, RoundOutcome]
+"""The state of the small model's half, which is on its devices."""
+Apart = tuple[DecodeState, Own]
+"""The states of both halves. The drafter's state in that of the target's half is the `Phase`."""
 
 
 class Overlapped(Decoder):
@@ -81,9 +77,9 @@ class Overlapped(Decoder):
         drafter = pearl_drafter(config, drafter_config, tree, cache_dtype, scheme)
         check_legal(rule, drafter.scheme, drafter.drafts_ahead)
         both = halves(config, drafter_config, tree, cache_dtype, scheme)
-        # The target's half as a drafter that drafts nothing. Its state is (RoundOutcome, Phase), or Phase for `commit`.
+        # The target's half as a drafter that drafts nothing. `commit` returns (RoundOutcome, Phase).
         half = drafter._replace(
-            init=lambda tokens, length, capacity: both.first(length),
+            init=lambda tokens, length, capacity: both.first_phase(length),
             read=lambda models, state, *chunk: state,
             commit=lambda models, phase, verdict, output, num: both.after_verdict(phase, verdict, num),
         )
@@ -122,11 +118,33 @@ class Overlapped(Decoder):
             fresh, base = both.propose(models, *args)
             return fresh, rows.placed(base)
 
+        def read_ahead(
+            models: dict,
+            tokens: Int[Array, "B P"],
+            length: Int[Array, "B"],
+            num_chunks: Int[Array, ""],
+            own: Own | None,
+            *,
+            capacity: int,
+        ) -> Own:
+            """Reads further chunks of the prompts, without their last tokens. Without weights it reads nothing."""
+            chunk = min(tokens.shape[1], CHUNK)
+
+            def one(index: Array, state: SmallLMState) -> SmallLMState:
+                now = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
+                return read_prompt(models["drafter"], drafter_config.base, state, now, index * chunk, length)
+
+            base, outcome = (both.base.init(tokens, length, capacity), first_outcome(length)) if own is None else own
+            if models["drafter"] is not None:
+                first, last = (-(-jnp.max(num) // chunk) for num in (base.cache.length, length - 1))
+                base = lax.fori_loop(first, jnp.minimum(first + num_chunks, last), one, base)
+            return rows.placed((base, outcome))
+
         def there(function: Callable, **options) -> Callable:
             return jax.jit(dataclasses.replace(own, mesh=drafter_mesh).traced(function), **options)
 
         self.look, self.judge = self.compile(look), self.compile(judge, donate_argnums=2)
-        self.read_ahead = there(make_read(drafter_config.base, both.base), static_argnames="capacity")
+        self.read_ahead = there(read_ahead, static_argnames="capacity")
         self.propose = there(propose, donate_argnums=1)
         self._insert_ahead = there(rows.copied, donate_argnums=0)
         self._clear_ahead = there(rows.zeroed, donate_argnums=0)
@@ -136,39 +154,26 @@ class Overlapped(Decoder):
     ) -> DecodeState:
         first = {"drafter": None}, *self._across((tokens, length))
         base = self.read_ahead(*first, np.int32(0), None, capacity=capacity)
-        return self._joined(self.here.begin(tokens, length, keys, limits, capacity=capacity), base)
+        return _joined(self.here.begin(tokens, length, keys, limits, capacity=capacity), base)
 
     def prefill(self, models, tokens, length, keys, limits, num_chunks=UNBOUNDED, state=None, costs=None, *, capacity):
         """Both models read the prompts, each on its own devices."""
         small, target = ({name: models[name]} for name in ("drafter", "target"))
-        before, base = (None, None) if state is None else self._apart(state)
+        before, own = (None, None) if state is None else _apart(state)
         across = self._across((tokens, length))
-        base = self.read_ahead(small, *across, np.int32(num_chunks), base, capacity=capacity)
+        own = self.read_ahead(small, *across, np.int32(num_chunks), own, capacity=capacity)
         state = self.here.prefill(target, tokens, length, keys, limits, num_chunks, before, capacity=capacity)
-        return self._joined(state, base)
+        return _joined(state, own)
 
     def insert(self, into: Rows, new: Rows, slot: Any) -> Rows:
-        (state, sampling, limits), (new_state, new_sampling, new_limits) = into, new
-        (here, base), (new_here, new_base) = self._apart(state), self._apart(new_state)
-        base = self._insert_ahead(base, slot, new_base)
-        targets = (here, sampling, limits), (new_here, new_sampling, new_limits)
-        state, sampling, limits = self.here.insert(*targets, slot)
-        return self._joined(state, base), sampling, limits
+        (here, own), (new_here, new_own) = _apart(into[0]), _apart(new[0])
+        own = self._insert_ahead(own, slot, new_own)
+        state, sampling, limits = self.here.insert((here, *into[1:]), (new_here, *new[1:]), slot)
+        return _joined(state, own), sampling, limits
 
     def clear(self, state: DecodeState, slot: Any) -> DecodeState:
-        here, base = self._apart(state)
-        return self._joined(self.here.clear(here, slot), self._clear_ahead(base, slot))
-
-    def _joined(self, state: DecodeState, base: SmallLMState) -> DecodeState:
-        """The state of both halves. In `state`, of the target's half, the drafter's state is (RoundOutcome, Phase)."""
-        outcome, phase = state.drafter
-        return dataclasses.replace(state, drafter=PearlState(base, self._across(outcome), phase, is_overlapped=True))
-
-    def _apart(self, state: DecodeState) -> tuple[DecodeState, SmallLMState]:
-        """The two states that `_joined` joins."""
-        own: PearlState = state.drafter
-        outcome = jax.device_put(own.outcome, NamedSharding(self.mesh, PartitionSpec()))
-        return dataclasses.replace(state, drafter=(outcome, own.phase)), own.base
+        here, own = _apart(state)
+        return _joined(self.here.clear(here, slot), self._clear_ahead(own, slot))
 
     def _across(self, tree: Any) -> Any:
         """Copies small arrays to each of the small model's devices."""
@@ -178,40 +183,37 @@ class Overlapped(Decoder):
         """Each program takes one of the two models, so they stay a dict."""
         return models
 
-    def flight(self, state: DecodeState) -> Flight:
-        """The state of both halves, apart, for `dispatch`."""
-        own: PearlState = state.drafter
-        return Flight(dataclasses.replace(state, drafter=own.phase), own.base, own.outcome)
+    def dispatch(self, models, there, sampling, limits, state: DecodeState, own: Own) -> tuple[Apart, jax.Array]:
+        """Dispatches a round of both halves without waiting for it.
 
-    def dispatch(self, models, there, sampling, limits, flight: Flight) -> tuple[Flight, jax.Array]:
-        """Dispatches a round without waiting for it. Returns also the future lengths, and whether rows are done."""
-        fresh, base = self.propose({"drafter": models["drafter"]}, flight.base, flight.outcome, *there)
-        output, noise = self.look({"target": models["target"]}, sampling, flight.state)
+        Returns their states, the future lengths, and whether rows are done.
+        """
+        fresh, base = self.propose({"drafter": models["drafter"]}, *own, *there)
+        output, noise = self.look({"target": models["target"]}, sampling, state)
         fresh = jax.device_put(fresh, NamedSharding(self.mesh, PartitionSpec()))
-        state, outcome, where = self.judge(sampling, limits, flight.state, fresh, output, noise)
+        state, outcome, where = self.judge(sampling, limits, state, fresh, output, noise)
         outcome = self._across(outcome)
         where.copy_to_host_async()
-        return Flight(state, base, outcome), where
+        return (state, (base, outcome)), where
 
     def loop(self, models, costs, sampling, limits, num_rounds, least_live, state: DecodeState) -> DecodeState:
         """Replaces the compiled loop. Rounds that were in flight when the last row ended still run."""
         longest, there, capacity = fetch(limits.max_length), self._across((state.keys, sampling)), state.cache.capacity
         seen, flying, num = Seen(0, fetch(state.length), fetch(state.done)), deque(), 0
-        flight = self.flight(state)
+        apart = _apart(state)
         while True:
             if num < num_rounds and self._is_next(num, seen, longest, capacity, int(least_live)):
-                (flight, where), num = self.dispatch(models, there, sampling, limits, flight), num + 1
+                (apart, where), num = self.dispatch(models, there, sampling, limits, *apart), num + 1
                 if num % EVERY == 0:
                     flying.append((num, where))
                     if len(flying) > 1:
                         landed, (length, done) = flying[0][0], fetch(flying.popleft()[1])
                         seen = Seen(landed, length, done.astype(bool))
             elif seen.num < num:  # as far as the host knows, no round is needed, or one might not fit: it reads again
-                seen = Seen(num, fetch(flight.state.length), fetch(flight.state.done))
+                seen = Seen(num, fetch(apart[0].length), fetch(apart[0].done))
                 flying.clear()
             else:
-                state = dataclasses.replace(flight.state, drafter=(flight.outcome, flight.state.drafter))
-                return self._joined(state, flight.base)
+                return _joined(*apart)
 
     def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int, least_live: int) -> bool:
         """Whether a further round may be needed by enough rows, and certainly fits into the caches.
@@ -224,31 +226,12 @@ class Overlapped(Decoder):
         return bool(may_go_on.sum() >= max(least_live, 1)) and not is_full(most, ~may_go_on, capacity, self.lookahead)
 
 
-def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
-    """`read(...)` reads `num_chunks` further chunks of the prompts, without their last tokens.
+def _joined(state: DecodeState, own: Own) -> DecodeState:
+    """The state of both halves."""
+    return dataclasses.replace(state, drafter=PearlState(*own, state.drafter, is_overlapped=True))
 
-    If `state` is None, it begins with a new one. If there are no weights, it reads nothing.
-    """
 
-    def read(
-        models: dict,
-        tokens: Int[Array, "B P"],
-        length: Int[Array, "B"],
-        num_chunks: Int[Array, ""],
-        state: SmallLMState | None,
-        *,
-        capacity: int,
-    ) -> SmallLMState:
-        chunk = min(tokens.shape[1], CHUNK)
-
-        def one(index: Array, state: SmallLMState) -> SmallLMState:
-            now = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
-            return read_prompt(models["drafter"], config, state, now, index * chunk, length)
-
-        own: SmallLMState = base.init(tokens, length, capacity) if state is None else state
-        if models["drafter"] is not None:
-            first, last = (-(-jnp.max(num) // chunk) for num in (own.cache.length, length - 1))
-            own = lax.fori_loop(first, jnp.minimum(first + num_chunks, last), one, own)
-        return rows.placed(own)
-
-    return read
+def _apart(state: DecodeState) -> Apart:
+    """The two states that `_joined` joins."""
+    both: PearlState = state.drafter
+    return dataclasses.replace(state, drafter=both.phase), (both.base, both.outcome)

@@ -6,8 +6,7 @@ from typing import Any
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
-from hsd_jax.drafters.based import planning_on_base
-from hsd_jax.drafters.method import DraftingMethod
+from hsd_jax.drafters.method import DraftingMethod, planning_on_base
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.draft import rescored_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig

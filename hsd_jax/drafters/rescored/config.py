@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
-from hsd_jax.drafters.based import Based
+from hsd_jax.drafters.method import Based
 from hsd_jax.settings import Count
 
 ZERO_GRAM = "0-gram"

@@ -8,6 +8,7 @@ tree.
 
 from __future__ import annotations
 
+import functools
 import typing
 from typing import Any
 
@@ -19,12 +20,11 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.rescored.config import RescoredConfig
-from hsd_jax.drafters.rescored.scorers import Scorer, make_scorer
-from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.tree import Grower, token_free
+from hsd_jax.drafters.rescored.scorers import make_scorer
+from hsd_jax.infer.tree import coupled, grow_tree, token_free
 from hsd_jax.kernels import ops
-from hsd_jax.models.draft_vocab import draft_columns, to_tokens
-from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict, Weights
+from hsd_jax.models.draft_vocab import to_tokens
+from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -50,16 +50,14 @@ def expand_arcs(
     the token that the target draws.
     """
 
-    def arcs(logits: Float[Array, "B M C"], noise: Float[Array, "B M2 V"]) -> Candidates:
-        ranked = logits
-        if is_coupled:
-            ranked = sampling_lib.perturb(lambda: draft_columns(draft_to_target, noise), logits, inputs.sampling)
+    def arcs(logits: Float[Array, "B M C"], *places: Any) -> Candidates:
+        ranked = coupled(logits, draft_to_target, inputs, *places) if is_coupled else logits
         _, columns, _ = ops.top_k(ranked, min(num_arcs, logits.shape[-1]))
         columns = jnp.sort(columns, -1)
         return Candidates(jnp.take_along_axis(logits, columns, -1), to_tokens(draft_to_target, columns))
 
     if inject is None:
-        chosen = arcs(base_logits, inputs.noise[:, : base_logits.shape[1]])
+        chosen = arcs(base_logits, slice(base_logits.shape[1]))
 
         def expand_chosen(level: Any, tokens: Array, parents: Array, carry: Any):
             shape = *tokens.shape, chosen.logits.shape[-1]
@@ -69,26 +67,10 @@ def expand_arcs(
     whole = token_free(base_logits, inject)
 
     def expand(level: Any, tokens: Array, parents: Array, carry: Any):
-        logits, carry = whole(level, tokens, parents, carry)
-        return arcs(logits, inputs.noise[:, level, None]), carry
+        said, carry = whole(level, tokens, parents, carry)
+        return arcs(said.logits, level, None), carry
 
     return expand
-
-
-def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
-    """An `Expand` that gives log p_head + alpha * log p_scorer of the arcs, up to a constant for each node.
-
-    alpha is `weights["alpha"]`. The carry is a pair: that of `expand`, which must return arcs, and that of the scorer.
-    """
-
-    def expand_weighed(level: Any, tokens: Array, parents: Array, carry: Any):
-        own, others = carry
-        arcs, own = expand(level, tokens, parents, own)
-        assert isinstance(arcs, Candidates) and arcs.tokens is not None, "a scorer scores tokens"
-        scores, others = scorer.score(weights, level, tokens, parents, arcs.tokens, others)
-        return arcs._replace(logits=arcs.logits + weights["alpha"] * scores), (own, others)
-
-    return expand_weighed
 
 
 def rescored_drafter(
@@ -100,8 +82,8 @@ def rescored_drafter(
         raise ValueError(f"TreeConfig.width={tree.width}: a lattice of {config.arcs} arcs allows 1 to {config.arcs}")
     assert method.lattice is not None, "drafters without it were refused"
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
-    levels = method.lattice(target_config, config.base, tree)
-    scorer, grower = make_scorer(config.scorer, tree.depth, cache_dtype), Grower(tree, scheme, config.base.vocab_size)
+    levels = functools.partial(method.lattice, target_config, config.base, tree)
+    scorer = make_scorer(config.scorer, tree.depth, cache_dtype)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return RescoredState(base.init(tokens, length, capacity), scorer.init(tokens, length, capacity))
@@ -117,7 +99,14 @@ def rescored_drafter(
             begun, remembered = scorer.root_carry(weights, state.scorer)
             is_coupled = scheme is DrawScheme.COUPLED
             expand = expand_arcs(config.arcs, draft_to_target, logits, inject, inputs, is_coupled)
-            drafted, _ = grower.grow(weighed(expand, scorer, weights), (None, begun), inputs)
+
+            def weighed(level: Any, tokens: Array, parents: Array, carry: tuple):
+                """log p_head + alpha * log p_scorer of the arcs, up to a constant for each node."""
+                arcs, own = expand(level, tokens, parents, carry[0])
+                scores, others = scorer.score(weights, level, tokens, parents, arcs.tokens, carry[1])
+                return arcs._replace(logits=arcs.logits + weights["alpha"] * scores), (own, others)
+
+            drafted, _ = grow_tree(weighed, (None, begun), inputs, tree, scheme)
         return drafted, RescoredState(own, remembered)
 
     def commit(models, state: RescoredState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):

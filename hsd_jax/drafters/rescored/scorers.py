@@ -69,11 +69,7 @@ def _stateless(carry: Any, score: Callable[..., tuple[Array, Any]]) -> Scorer:
     )
 
 
-def _say_nothing(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, carry: Any):
-    return jnp.zeros(arcs.shape), carry
-
-
-ZERO_GRAMS = _stateless((), _say_nothing)
+ZERO_GRAMS = _stateless((), lambda weights, level, tokens, parents, arcs, carry: (jnp.zeros(arcs.shape), carry))
 """The scorer that adds nothing, so trees have the heads' likeliest paths."""
 
 

@@ -57,19 +57,16 @@ def load(
     return config, checkpoint.weights(dtype, placement, config.vocab_size)
 
 
-DISTILLED = Distilled(
-    lambda model, *_: dataclasses.replace(model, fingerprint=""),
-    lambda weights, config, tokens, features, key=None, starts=None, remat=False: (
-        forward_sequence(weights, config, tokens, starts, remat=remat).logits
-    ),
-)
-
-
 SMALL_LM = DraftingMethod(
     SmallLMConfig,
     small_lm_drafter,
     Planning(drafting_seconds, lambda config: DEFAULT_CHAIN, lambda config: 7, ends_early=True),
     load=load,
-    distilled=DISTILLED,
+    distilled=Distilled(
+        lambda model, *_: dataclasses.replace(model, fingerprint=""),
+        lambda weights, config, tokens, features, key=None, starts=None, remat=False: (
+            forward_sequence(weights, config, tokens, starts, remat=remat).logits
+        ),
+    ),
     is_language_model=True,
 )

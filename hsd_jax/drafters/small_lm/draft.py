@@ -26,10 +26,10 @@ from hsd_jax.drafters.small_lm.tree import (
     steered_prompt,
     tree_round,
 )
-from hsd_jax.infer.tree import Grower
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, RoundInputs, Verdict
+from hsd_jax.types import Candidates, Drafter, DrawScheme, KVCache, ModelOutput, RoundInputs, Verdict
 
 MAX_PENDING = 2
 """The largest number of pending tokens for a chain: the root, and the last draft before it if the whole chain was
@@ -51,7 +51,7 @@ def small_lm_drafter(
     """
     check_shape(tree, scheme, config.num_tokens)
     check_vocabulary(config, target_config, "the drafter")
-    depth, grower, is_chain = tree.depth, Grower(tree, scheme, config.vocab_size), tree.width == 1
+    depth, is_chain = tree.depth, tree.width == 1
     max_pending = MAX_PENDING if is_chain else depth + 1
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -72,9 +72,10 @@ def small_lm_drafter(
             num_read = state.num_pending if is_first else jnp.ones_like(inputs.root)
             nodes = state.pending if is_first else tokens
             up_bias = of_pending if is_first else of_drafts
-            return logits_after(models["drafter"], config, cache, nodes, num_read, up_bias=up_bias)
+            logits, cache = logits_after(models["drafter"], config, cache, nodes, num_read, up_bias=up_bias)
+            return Candidates(logits), cache
 
-        drafted, cache = grower.grow(expand, state.cache, inputs)
+        drafted, cache = grow_tree(expand, state.cache, inputs, tree, scheme)
         num_drafted = jnp.max(jnp.where(drafted.valid, drafted.depth, 0), 1)
         return drafted, dataclasses.replace(state, cache=cache, num_drafted=num_drafted)
 
@@ -100,7 +101,6 @@ def small_lm_drafter(
         num_read = jnp.where(num_committed > 0, state.num_pending + num_committed - 1, 0)
         active, bias, features = jnp.arange(nodes.shape[1]) < num_read[:, None], None, None
         if steered is not None:
-            assert state.features is not None, "the state of a steered model"
             of_text = features_of_text(state, verdict, output)
             with native.only(active):
                 of_nodes = joined(state.features, state.num_pending, of_text[:, 1:])
@@ -112,6 +112,6 @@ def small_lm_drafter(
         pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
         return SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
 
-    of_round = (draft, commit) if is_chain else tree_round(config, grower, steered)
+    of_round = (draft, commit) if is_chain else tree_round(config, tree, scheme, steered)
     feature_layers, lookahead = () if steered is None else steered.feature_layers, depth + max_pending
     return Drafter(init, read, *of_round, scheme, depth, feature_layers, lookahead, follow=follow)

@@ -15,14 +15,14 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import ModelConfig
-from hsd_jax.drafters.reading import Ancestry, at_root, logits_after, unread
-from hsd_jax.infer.tree import Grower
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.reading import Ancestry, at_root, logits_after, newest_feature, unread
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.steering import Steer
 from hsd_jax.models.target import forward, read_chunk
-from hsd_jax.types import KVCache, ModelOutput, NewKV, RoundInputs, Verdict, Weights
+from hsd_jax.types import Candidates, DrawScheme, KVCache, ModelOutput, NewKV, RoundInputs, Verdict, Weights
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -40,8 +40,8 @@ class SmallLMState:
     num_pending: Int[Array, "B"]
     num_drafted: Int[Array, "B"]
     """The number of drafts in the round that is judged, if it is a chain."""
-    features: Float[Array, "B M X"] | None = None
-    """The states that steer each pending token: the target's states of the token before it. None: no steering."""
+    features: Any = None
+    """The states that steer each pending token, [B, M, X]: the target's of the token before it. None: no steering."""
 
 
 class Steered(NamedTuple):
@@ -100,15 +100,12 @@ def steered_prompt(
 
     The state has the features of the newest token so far. After the last chunk that is the token before the root.
     """
-    assert state.features is not None, "the state of a steered model"
     features, before = joined_features(output.features), state.features[:, :1]
-    num = features.shape[1]
     shifted = jnp.concatenate([before, features[:, :-1]], 1)
-    with native.only(start + jnp.arange(num) < length[:, None] - 1):
+    with native.only(start + jnp.arange(features.shape[1]) < length[:, None] - 1):
         steer = steered.steer(weights, shifted)
-    last = jnp.minimum(length - 2 - start, num - 1)[:, None]
-    newest = jnp.where(last[..., None] >= 0, cache_lib.take_nodes(features, jnp.maximum(last, 0), axis=1), before)
-    return steer, dataclasses.replace(state, features=state.features.at[:, :1].set(newest))
+    newest = newest_feature(features, start, length, before[:, 0])
+    return steer, dataclasses.replace(state, features=state.features.at[:, 0].set(newest))
 
 
 def biases(
@@ -124,7 +121,6 @@ def biases(
 
 def features_of_text(state: SmallLMState, verdict: Verdict, output: ModelOutput) -> Array:
     """The features that steer the root and each emitted token, [B, D + 2, X]: those of the token before it."""
-    assert state.features is not None, "the state of a steered model"
     root = cache_lib.take_nodes(state.features, state.num_pending[:, None] - 1, axis=1)
     return jnp.concatenate([root, cache_lib.take_nodes(joined_features(output.features), verdict.path, axis=1)], 1)
 
@@ -173,7 +169,9 @@ def all_pending(
     return SmallLMState(state.cache, verdict.emitted, num_pending, state.num_drafted, features)
 
 
-def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> tuple[Callable, Callable]:
+def tree_round(
+    config: ModelConfig, tree: TreeConfig, scheme: DrawScheme, steered: Steered | None
+) -> tuple[Callable, Callable]:
     """`draft` and `commit` of a `Drafter` whose trees have siblings."""
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
@@ -182,11 +180,12 @@ def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> 
         first, state = read_pending_tokens(models["drafter"], config, state, of_pending)
 
         def expand(level: int, tokens: Array, parents: Array, above: Ancestry):
-            if level == 0:
-                return first, above
-            return read_level(models["drafter"], config, state.cache, level, tokens, parents, above, bias)
+            logits = first
+            if level > 0:
+                logits, above = read_level(models["drafter"], config, state.cache, level, tokens, parents, above, bias)
+            return Candidates(logits), above
 
-        drafted, _ = grower.grow(expand, at_root(len(inputs.root)), inputs)
+        drafted, _ = grow_tree(expand, at_root(len(inputs.root)), inputs, tree, scheme)
         return drafted, state
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):

@@ -39,9 +39,9 @@ from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import step as step_lib
 from hsd_jax.infer.chains import chain_of
+from hsd_jax.infer.draw import inverse_temperature
 from hsd_jax.infer.plain import follow_path
 from hsd_jax.infer.rules.accept import match_rule
-from hsd_jax.infer.tree import coupled_sharpness, sharpness
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk
 from hsd_jax.types import (
@@ -50,7 +50,6 @@ from hsd_jax.types import (
     DecodeState,
     DecodeStats,
     Drafter,
-    DraftTree,
     DrawScheme,
     KVCache,
     Limits,
@@ -113,15 +112,6 @@ class Stack(NamedTuple):
         return self.most + self.inner.max_depth + 1
 
 
-def stack_of(config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme) -> Stack:
-    """The levels below the target. Raises as the inner drafter."""
-    length = min(config.length, max(tree.depth - 1, 1))
-    inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
-    method, chain = method_of(config.inner), TreeConfig.chain(length)
-    inner = method.make(config.middle, config.inner, chain, cache_dtype, inner_scheme)
-    return Stack(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
-
-
 def stack_drafter(
     target_config: ModelConfig, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Drafter:
@@ -131,11 +121,25 @@ def stack_drafter(
     """
     check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
-    stack = stack_of(config, tree, cache_dtype, scheme)
-    middle, inner = stack.middle, stack.inner
+    middle, length = config.middle, min(config.length, max(tree.depth - 1, 1))
+    inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
+    make = method_of(config.inner).make
+    inner = make(middle, config.inner, TreeConfig.chain(length), cache_dtype, inner_scheme)
+    stack = Stack(middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        return empty_state(stack, tokens, length, capacity, cache_dtype)
+        none = jnp.zeros(len(length), jnp.int32)
+        hidden = jnp.zeros((len(length), stack.room, middle.hidden_size))
+        return StackState(
+            jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1]))),
+            length,
+            cache_lib.cache_of(middle, len(length), capacity, cache_dtype),
+            inner.init(tokens, length, capacity),
+            DecodeStats(none, jnp.zeros((len(length), inner.max_depth + 1), jnp.int32), none),
+            hidden,
+            (hidden,) * len(inner.feature_layers),
+            none,
+        )
 
     def read(models, state: StackState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
         """The middle model reads the chunk of the prompt, and the inner drafter reads the middle model's output."""
@@ -150,12 +154,18 @@ def stack_drafter(
         now, (hidden, *features), logp = write_on(stack, own, state, inputs)
         num = now.length - state.length
         drafted = cache_lib.take_nodes(now.tokens, state.length[:, None] + jnp.arange(stack.depth), axis=1)
+        logp = logp[:, : stack.depth]
+        if scheme in DRAWN_SCHEMES:
+            of_drafts = {"draft_logp": logp}
+        else:
+            of_drafts = {"score": jnp.pad(jnp.cumsum(logp, 1), ((0, 0), (1, 0)))}
+        chain = chain_of(inputs.root, jnp.maximum(drafted, 0), num, scheme=scheme, **of_drafts)
         # The state if no draft is accepted. The caches have further entries, after the lengths that count.
         cache = dataclasses.replace(now.cache, length=state.cache.length)
         known = counted(cache_lib.rolled_back(state.inner, now.drafter), now.drafter)
         written = {"hidden": hidden, "features": tuple(features), "num_middle": num}
         state = dataclasses.replace(state, cache=cache, inner=known, stats=now.stats, **written)
-        return handed_up(inputs.root, drafted, num, logp, scheme), state
+        return chain, state
 
     def commit(models, state: StackState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Keeps the committed tokens that the middle model has read, and updates the inner drafter with them."""
@@ -186,25 +196,6 @@ def stack_drafter(
 def models_below(models: Any) -> dict[str, Any]:
     """The weights of the pair below: the middle model as the target, and the inner drafter."""
     return {"target": models["drafter"]["middle"], "drafter": models["drafter"]["inner"]}
-
-
-def empty_state(
-    stack: Stack, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int, cache_dtype: Any
-) -> StackState:
-    """The state before any part of the prompts is read."""
-    batch, middle, inner = len(length), stack.middle, stack.inner
-    none = jnp.zeros(batch, jnp.int32)
-    hidden = jnp.zeros((batch, stack.room, middle.hidden_size))
-    return StackState(
-        jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1]))),
-        length,
-        cache_lib.cache_of(middle, batch, capacity, cache_dtype),
-        inner.init(tokens, length, capacity),
-        DecodeStats(none, jnp.zeros((batch, inner.max_depth + 1), jnp.int32), none),
-        hidden,
-        (hidden,) * len(inner.feature_layers),
-        none,
-    )
 
 
 def read_unread(stack: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"]) -> StackState:
@@ -287,13 +278,13 @@ def logp_of(
 ) -> Array:
     """Of drawn chains the log-probabilities [B, M, V] from which tokens were drawn with `sampling`.
 
-    Else the log-probability [B, M] of each token as a beam would score it (`tree.Grower`): under the scaled logits of
+    Else the log-probability [B, M] of each token as a beam would score it (`grow_tree`): under the scaled logits of
     the draw.
     """
     if stack.scheme in DRAWN_SCHEMES:
         return sampling_lib.target_distribution(logits, sampling)
-    scale = coupled_sharpness if stack.scheme is DrawScheme.COUPLED else sharpness
-    scaled = sampling_lib.perturb(noise, logits, sampling) * scale(asked_temperature)[:, None, None]
+    scale = inverse_temperature(asked_temperature, stack.scheme)
+    scaled = sampling_lib.perturb(noise, logits, sampling) * scale[:, None, None]
     own = jnp.take_along_axis(scaled, tokens[:, :, None], 2)[:, :, 0]
     return jnp.fmin(own - jax.nn.logsumexp(scaled, axis=-1), 0.0)
 
@@ -315,13 +306,3 @@ def sane(output: ModelOutput) -> ModelOutput:
     least = float(jnp.finfo(jnp.float32).min)
     logits, hidden = (jnp.nan_to_num(x, nan=0.0, posinf=0.0, neginf=least) for x in (output.logits, output.hidden))
     return dataclasses.replace(output, logits=logits, hidden=hidden)
-
-
-def handed_up(
-    root: Int[Array, "B"], drafted: Int[Array, "B D"], num: Int[Array, "B"], logp: Array, scheme: DrawScheme
-) -> DraftTree:
-    """The chain of the first `num` drafted tokens, for the target."""
-    logp, tokens = logp[:, : drafted.shape[1]], jnp.maximum(drafted, 0)
-    if scheme in DRAWN_SCHEMES:
-        return chain_of(root, tokens, num, draft_logp=logp, scheme=scheme)
-    return chain_of(root, tokens, num, scheme=scheme, score=jnp.pad(jnp.cumsum(logp, 1), ((0, 0), (1, 0))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig, model_of
@@ -14,7 +15,9 @@ from hsd_jax.drafters.small_lm.tree import joined_features
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.draft import steered_drafter
 from hsd_jax.drafters.steered.files import load_steered, save_steering
-from hsd_jax.drafters.steered.steering import STEERING, init_steering, steered_sequence
+from hsd_jax.drafters.steered.steering import STEERING, init_steering, steer
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.target import forward_sequence
 from hsd_jax.types import Weights
 
 
@@ -50,9 +53,17 @@ def logits(
     remat: bool = False,
 ) -> Float[Array, "B T V"]:
     """As `Distilled.logits`. Each token is steered by the target's states of an earlier token. The distance is random,
-    from 1 to `num_steps`, as in the drafts of a round. Without a key it is 1."""
-    lag = 1 if key is None else jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
-    return steered_sequence(weights, config, tokens, joined_features(features), lag, starts, remat).logits
+    from 1 to `num_steps`, as in the drafts of a round. Without a key it is 1.
+
+    No gradient flows into the features. A token whose distance reaches before its document's start is steered by zeros.
+    """
+    lag = jnp.ones_like(tokens) if key is None else jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
+    at = jnp.arange(tokens.shape[1]) - lag
+    is_there = at >= (0 if starts is None else starts)
+    states = jax.lax.stop_gradient(joined_features(features))
+    before = jnp.where(is_there[..., None], take_nodes(states, jnp.maximum(at, 0), axis=1), 0.0)
+    steered = steer(weights, config, before)
+    return forward_sequence(weights, config, tokens, starts, up_bias=steered, remat=remat).logits
 
 
 STEERED = DraftingMethod(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from hsd_jax.drafters.steered.config import SteeredConfig
-from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.steering import Steer, Steering
-from hsd_jax.models.target import forward_sequence
-from hsd_jax.types import ModelOutput, Weights
+from hsd_jax.types import Weights
 
 STEERING = "steering"
 """The key of the steering weights among the weights of the model."""
@@ -29,23 +27,3 @@ def init_steering(key: jax.Array, config: SteeredConfig) -> Weights:
     """Float32 weights with which the bias is still zero."""
     width = len(config.steering_layers) * config.target_hidden_size
     return dict(_module(config).init(key, jnp.zeros((1, 1, width)))["params"])
-
-
-def steered_sequence(
-    weights: Weights,
-    config: SteeredConfig,
-    tokens: Int[Array, "B T"],
-    features: Float[Array, "B T X"],
-    lag: Int[Array, "B T"] | int,
-    starts: Int[Array, "B T"] | None = None,
-    remat: bool = False,
-) -> ModelOutput:
-    """`forward_sequence`, each token steered by the target's states `features` of the token `lag` >= 1 before it.
-
-    No gradient flows into the features. A token whose lag reaches before its document's start is steered by zeros.
-    """
-    at = jnp.arange(tokens.shape[1]) - jnp.broadcast_to(jnp.asarray(lag), tokens.shape)
-    is_there = at >= (0 if starts is None else starts)
-    before = take_nodes(jax.lax.stop_gradient(features), jnp.maximum(at, 0), axis=1)
-    own = steer(weights, config, jnp.where(is_there[..., None], before, 0.0))
-    return forward_sequence(weights, config, tokens, starts, up_bias=own, remat=remat)

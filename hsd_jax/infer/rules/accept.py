@@ -97,7 +97,7 @@ def match_rule(max_depth: int) -> AcceptRule:
         noise: Float[Array, "B M V"],
     ) -> Verdict:
         # All nodes of a depth predict the same position.
-        chosen = sampling_lib.gumbel_max(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
+        chosen = sampling_lib.perturb(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling, ops.argmax)
         return match_path(tree, chosen, max_depth)
 
     return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True)
