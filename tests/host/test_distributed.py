@@ -212,5 +212,5 @@ def test_who_is_no_writer_leaves_no_file(tmp_path, monkeypatch, capsys):
 
 
 def test_commands_for_one_process_say_so(capsys):
-    assert main(["tune", "--demo", "--distributed"]) == 2
-    assert "hsd tune runs in one process" in capsys.readouterr().err
+    assert main(["bench", "--demo", "--distributed"]) == 2
+    assert "hsd bench runs in one process" in capsys.readouterr().err
