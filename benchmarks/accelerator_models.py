@@ -15,11 +15,11 @@ import numpy as np
 from hsd_jax.cli.compile import usual_drafter
 from hsd_jax.config import ModelConfig, RopeConfig, TreeConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.infer.decode import UNBOUNDED, Decoder
+from hsd_jax.infer.loop import UNBOUNDED, Decoder
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.sampling import row_keys, with_exclusions
-from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import program
 from hsd_jax.models import packing
 from hsd_jax.models.cache import cache_dtype

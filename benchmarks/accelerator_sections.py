@@ -17,7 +17,6 @@ import numpy as np
 from accelerator_models import TARGETS, random_drafter, random_target, replay_table, replaying, start
 from jax import lax
 
-from hsd_jax.asked import Speculation
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.kernels import ops
@@ -26,8 +25,9 @@ from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.measure.speeds import Mode
 from hsd_jax.models.cache import cache_dtype, empty_cache, layer_slots
 from hsd_jax.models.target import causal_mask, forward
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
+from hsd_jax.settings import Speculation
 from hsd_jax.types import Weights
 
 DEPTH = 7

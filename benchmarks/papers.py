@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from hsd_jax import TreeConfig, settings
+from hsd_jax import TreeConfig, validation
 from hsd_jax.cli import options
 from hsd_jax.host.files import read_json, read_yaml, write_json
 from hsd_jax.lab.bench import report
@@ -36,17 +36,17 @@ from hsd_jax.measure import simulate
 from hsd_jax.measure.speeds import bootstrap_ratio
 from hsd_jax.measure.texts import Texts, stored_texts
 from hsd_jax.models.checkpoint import Checkpoint, find
-from hsd_jax.params import Params, load, with_drafter
-from hsd_jax.settings import Count, Flag, Seed
+from hsd_jax.pair import Params, load, with_drafter
 from hsd_jax.train import run
 from hsd_jax.train.recipe import read_recipe
+from hsd_jax.validation import Count, Flag, Seed
 
 TEMPERATURES = {"greedy": 0.0, "T = 1": 1.0}
 TARGET = "target"
 """The `start` of an arm that begins as the target, or as the target's first layers."""
 
 
-@settings.dataclass
+@validation.dataclass
 class Arm:
     """One line of `arms` in the file."""
 
@@ -72,7 +72,7 @@ class Arm:
     compared."""
 
 
-@settings.dataclass
+@validation.dataclass
 class Comparison:
     """The contents of a file of arms."""
 
@@ -94,8 +94,8 @@ def read_comparison(path: Path) -> tuple[Comparison, dict[str, Arm]]:
     Raises:
       FileNotFoundError, ValueError: naming the file, the arm and the wrong key or value.
     """
-    found = settings.read(Comparison, read_yaml(path), str(path))
-    arms = {name: settings.read(Arm, line or {}, str(path), name) for name, line in found.arms.items()}
+    found = validation.read(Comparison, read_yaml(path), str(path))
+    arms = {name: validation.read(Arm, line or {}, str(path), name) for name, line in found.arms.items()}
     if TARGET in arms:
         raise ValueError(f"{path}: arm {TARGET!r}: as a start this name means the target; name the arm otherwise")
     before: list[str] = []

@@ -24,13 +24,13 @@ from typing import Any
 import jax
 
 import hsd_jax
-from hsd_jax.asked import Speculation
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench.facts import hardware
 from hsd_jax.measure.pearl import measured_c
 from hsd_jax.measure.speeds import Mode, Runs, fastest, mode_record, speedup, time_modes
+from hsd_jax.settings import Speculation
 
 PLAIN = "plain"
 

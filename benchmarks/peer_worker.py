@@ -266,12 +266,12 @@ class HsdJax:
         import dataclasses
 
         import hsd_jax
-        from hsd_jax import params as params_lib
+        from hsd_jax import pair as pair_lib
         from hsd_jax.measure.speeds import parse_tree
 
         self.config, self.methods, self.loaded = config, {}, {}
         for method in config["methods"]:
-            dtype, drafter = method["dtype"] or params_lib.fastest_dtype().__name__, method["drafter"]
+            dtype, drafter = method["dtype"] or pair_lib.fastest_dtype().__name__, method["drafter"]
             if (dtype, drafter) not in self.loaded:
                 params = hsd_jax.load(
                     target=config["target"],
@@ -284,7 +284,7 @@ class HsdJax:
             if drafter is None or method["tree"] == "chosen":
                 tree = None
             elif method["tree"] is None:
-                tree = params_lib.default_tree(self.loaded[dtype, drafter].drafter_config)
+                tree = pair_lib.default_tree(self.loaded[dtype, drafter].drafter_config)
             else:
                 tree = parse_tree(method["tree"])
             shown = "" if drafter is None or tree is None else f" {tree.name}"

@@ -16,15 +16,15 @@ import sys
 import numpy as np
 
 import hsd_jax
-from hsd_jax.arguments import encode
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
+from hsd_jax.inputs import encode
 from hsd_jax.lab.bench.prompts import HALVES, Workload
 from hsd_jax.lab.bench.tables import Table, print_tables, say
 from hsd_jax.measure.simulate import accepted_lengths
 from hsd_jax.measure.speeds import parse_trees
 from hsd_jax.measure.texts import Texts, write_texts
-from hsd_jax.params import Params, rescore
+from hsd_jax.pair import Params, rescore
 
 
 def own_texts(params: Params, work: Workload, temperature: float) -> Texts:

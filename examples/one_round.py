@@ -116,7 +116,7 @@ def match(tree, logits, noise, temperature):
     return jnp.stack(path), tree.depth[path[-1]], draws[jnp.stack(path)]
 
 
-# ---- One round (infer/step.py), and the loop (infer/decode.py) ----
+# ---- One round (infer/round.py), and the loop (infer/loop.py) ----
 class DecodeState(NamedTuple):
     tokens: jax.Array  # [SLOTS]
     length: jax.Array  # the number of committed tokens

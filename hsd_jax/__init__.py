@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
     from hsd_jax.drafters.lookup.config import LookupConfig
+    from hsd_jax.host.compilation import compilation_cache
     from hsd_jax.host.distributed import initialize, is_writer
-    from hsd_jax.host.programs import compilation_cache
     from hsd_jax.measure.pearl import pearl
-    from hsd_jax.params import Params, load, place, rescore, restrict, stack
+    from hsd_jax.pair import Params, load, place, rescore, restrict, stack
     from hsd_jax.session import Generated, RequestStats, Session, Taken
 
 __version__ = "0.2.0"
@@ -50,8 +50,8 @@ _MODULES = {
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.host.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
-    "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict", "stack"),
-    "hsd_jax.host.programs": ("compilation_cache",),
+    "hsd_jax.pair": ("Params", "load", "place", "rescore", "restrict", "stack"),
+    "hsd_jax.host.compilation": ("compilation_cache",),
     "hsd_jax.session": ("Generated", "RequestStats", "Session", "Taken"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -12,15 +12,15 @@ from typing import Unpack
 
 import numpy as np
 
-from hsd_jax.arguments import Prompt
-from hsd_jax.asked import NEW_TOKENS, SamplingSettings, Settings, SpeculationSettings, records
 from hsd_jax.host.distributed import check_same
-from hsd_jax.infer.decode import UNBOUNDED, Pace
-from hsd_jax.params import Params
+from hsd_jax.infer.loop import UNBOUNDED, Pace
+from hsd_jax.inputs import Prompt
+from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.session import RequestStats, Session, Taken, prepare
-from hsd_jax.settings import Count, PerRow, take, takes
+from hsd_jax.settings import NEW_TOKENS, SamplingSettings, Settings, SpeculationSettings, records
 from hsd_jax.types import NO_TOKEN
+from hsd_jax.validation import Count, PerRow, take, takes
 
 
 @dataclasses.dataclass(frozen=True)

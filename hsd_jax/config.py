@@ -1,6 +1,6 @@
 """Frozen, hashable configurations, which are static in every compiled function.
 
-This module uses no arrays. The annotation of a field gives its allowed values (`settings.py`).
+This module uses no arrays. The annotation of a field gives its allowed values (`validation.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from hsd_jax import settings
-from hsd_jax.settings import Count, Number, OneOf, Positive, PositiveShare, Whole
+from hsd_jax import validation
+from hsd_jax.validation import Count, Number, OneOf, Positive, PositiveShare, Whole
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -42,7 +42,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LayerType = Annotated[str, OneOf((FULL, SLIDING))]
 
 
-@settings.dataclass
+@validation.dataclass
 class RopeConfig:
     """Rotary embedding of one kind of layer. Which numbers `kind` reads: `models/layers.rope_frequencies`."""
 
@@ -66,7 +66,7 @@ def _check_heads(config: Any, section: str) -> None:
         raise ValueError(f"{section}.head_dim={config.head_dim}: must be even for rotary embedding")
 
 
-@settings.dataclass
+@validation.dataclass
 class ModelConfig:
     """One parameterised decoder: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 are settings of it."""
 
@@ -126,7 +126,7 @@ def model_of(config: ModelConfig) -> ModelConfig:
     return ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
 
 
-@settings.dataclass
+@validation.dataclass
 class DrafterConfig:
     """A drafter that is trained on its target's features. Each kind is a subclass in its own folder of `drafters/`."""
 
@@ -177,7 +177,7 @@ class DrafterConfig:
             raise ValueError(f"feature_layers={list(self.feature_layers)}: the target has layers 0 to {num_layers - 1}")
 
 
-@settings.dataclass
+@validation.dataclass
 class TrunkConfig(DrafterConfig):
     """A drafter with a trunk of decoder layers (`models/trunk.py`)."""
 
@@ -222,7 +222,7 @@ _FILLED_IN: Any = None
 """The default of a field whose value `__post_init__` computes."""
 
 
-@settings.dataclass
+@validation.dataclass
 class TreeConfig:
     """Shape of the draft tree, of 8x5x3 if nothing is given. A chain has `width=1` and `nodes=depth + 1`."""
 
@@ -244,7 +244,7 @@ class TreeConfig:
             shape = {"nodes": nodes, "depth": len(self.branching), "width": max(self.branching)}
             if nodes > LARGEST_TREE:
                 raise ValueError(
-                    f"TreeConfig.branching={settings.shown(self.branching)}: more than {LARGEST_TREE} nodes"
+                    f"TreeConfig.branching={validation.shown(self.branching)}: more than {LARGEST_TREE} nodes"
                 )
             if given and given != shape:  # a record stores all four fields
                 raise ValueError(f"TreeConfig: branching={self.branching} gives {shape}, not {given}")
@@ -310,7 +310,7 @@ def most_nodes(depth: int, width: int) -> int:
     return 1 + width + (depth - 1) * width**2
 
 
-@settings.dataclass
+@validation.dataclass
 class ReuseConfig:
     """How later rounds use the trunk states that a round did not use.
 
@@ -332,8 +332,8 @@ class ReuseConfig:
     def parse(cls, text: str) -> ReuseConfig:
         """From "none", "sum", ..., "skip" or "skip:2"."""
         form, colon, number = text.partition(":") if isinstance(text, str) else (text, "", "")
-        settings.take(Reuse, form, "reuse")
-        return cls(form, settings.parse(Count, number, f"reuse={form}:N with N")) if colon else cls(form)
+        validation.take(Reuse, form, "reuse")
+        return cls(form, validation.parse(Count, number, f"reuse={form}:N with N")) if colon else cls(form)
 
     def __str__(self) -> str:
         return self.form if self.min_spares is None else f"{self.form}:{self.min_spares}"

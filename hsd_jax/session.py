@@ -25,8 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.arguments import Given, Prompt, Row, given_of, row_of, rows_of
-from hsd_jax.asked import (
+from hsd_jax.host import sharding as sharding_lib
+from hsd_jax.host.distributed import check_same, fetch
+from hsd_jax.host.jax_settings import check_jax_settings
+from hsd_jax.infer.adapt import mean_ratio, with_drafts
+from hsd_jax.infer.loop import STRETCH, UNBOUNDED, Rows
+from hsd_jax.inputs import Given, Prompt, Row, given_of, row_of, rows_of
+from hsd_jax.models.placement import check_free
+from hsd_jax.pair import Params
+from hsd_jax.planning.plan import Plan
+from hsd_jax.planning.race import Race
+from hsd_jax.planning.rates import rates_here
+from hsd_jax.settings import (
     NEW_TOKENS,
     OF_TEXT,
     Sampling,
@@ -35,17 +45,7 @@ from hsd_jax.asked import (
     SpeculationSettings,
     check_names,
 )
-from hsd_jax.host import sharding as sharding_lib
-from hsd_jax.host.distributed import check_same, fetch
-from hsd_jax.host.jax_settings import check_jax_settings
-from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
-from hsd_jax.infer.worth import mean_ratio, with_drafts
-from hsd_jax.models.placement import check_free
-from hsd_jax.params import Params
-from hsd_jax.planning.plan import Plan
-from hsd_jax.planning.race import Race
-from hsd_jax.planning.rates import rates_here
-from hsd_jax.request import (
+from hsd_jax.setup import (
     MOST_LOOKAHEAD,
     SMALLEST_CAPACITY,
     Setup,
@@ -54,9 +54,9 @@ from hsd_jax.request import (
     rows_bucket,
     set_up,
 )
-from hsd_jax.settings import Count, Flag, OneOf, shown, take, takes
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, Costs, DecodeState, Drafts, Limits
+from hsd_jax.validation import Count, Flag, OneOf, shown, take, takes
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""

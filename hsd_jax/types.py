@@ -182,7 +182,7 @@ class Drafts(enum.IntEnum):
 
 @flax.struct.dataclass
 class Costs:
-    """Predicted costs of passes on this machine, traced. `infer/worth.py` decides by them which drafts pay."""
+    """Predicted costs of passes on this machine, traced. `infer/adapt.py` decides by them which drafts pay."""
 
     pass_seconds: Float[Array, "B*N+1"]
     """Seconds to verify 0, 1, ... nodes of all rows together, without attention to the cache."""
@@ -208,9 +208,9 @@ class Costs:
 class Control:
     """What a decode has measured of its drafts so far, one value per row.
 
-    A row may leave a running batch or enter it (`worth.after_admission`). The rows that are not done decide together
+    A row may leave a running batch or enter it (`adapt.after_admission`). The rows that are not done decide together
     whether drafts pay. The first four fields are sums over rounds that decay exponentially: each round multiplies them
-    by `worth.DECAY` before it adds its own numbers. A row that is done keeps its numbers.
+    by `adapt.DECAY` before it adds its own numbers. A row that is done keeps its numbers.
     """
 
     accepted: Float[Array, "B"]

@@ -47,7 +47,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from hsd_jax.host import programs  # noqa: E402
+from hsd_jax.host import compilation  # noqa: E402
 
 pytest.register_assert_rewrite("support")  # whose asserts then show their values, as those of tests do
 
@@ -113,7 +113,7 @@ _tests = itertools.count()
 def pytest_runtest_setup() -> None:
     """Tests compile more programs than a process has memory maps for. To count the maps takes up to 50 ms."""
     if next(_tests) % 8 == 0:
-        programs.make_room()
+        compilation.make_room()
 
 
 def pytest_report_header() -> str:

@@ -16,15 +16,15 @@ import pytest
 from support import chat, setups, toy
 
 import hsd_jax
-from hsd_jax import params as params_lib
-from hsd_jax.arguments import rows_of, sampling_arrays
-from hsd_jax.asked import Sampling
+from hsd_jax import pair as pair_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
+from hsd_jax.inputs import rows_of, sampling_arrays
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.placement import Placement
-from hsd_jax.request import make_decoder, rule_and_scheme
+from hsd_jax.settings import Sampling
+from hsd_jax.setup import make_decoder, rule_and_scheme
 from hsd_jax.types import NO_TOKEN, DrawScheme
 
 CYCLE = "aé€😀 "
@@ -301,10 +301,10 @@ def test_dtypes_of_weights(folders):
     assert {x.dtype for x in jax.tree.leaves(exact)} == {jnp.dtype(jnp.float32)}
     mixed = hsd_jax.load(**both, dtype="float32")
     assert {x.dtype for x in jax.tree.leaves(mixed.target)} == {jnp.dtype(jnp.float32)}
-    assert {x.dtype for x in jax.tree.leaves(mixed.drafter)} == {jnp.dtype(params_lib.fastest_dtype())}
+    assert {x.dtype for x in jax.tree.leaves(mixed.drafter)} == {jnp.dtype(pair_lib.fastest_dtype())}
     on_mesh = hsd_jax.load(**both, mesh="data=1")  # where the kernels are off
     assert {x.dtype for x in jax.tree.leaves((on_mesh.target, on_mesh.drafter))} == {
-        jnp.dtype(params_lib.fastest_dtype(has_kernels=False))
+        jnp.dtype(pair_lib.fastest_dtype(has_kernels=False))
     }
     hot = hsd_jax.restrict(mixed, [0, 2, 5])
     assert hot.drafter["head"].dtype == mixed.drafter["output_norm"]["weight"].dtype

@@ -19,16 +19,16 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 
 # A module imports only from its own layer and from those before it.
 LAYERS = [
-    "settings",
+    "validation",
     "axes types config",
     "host",
     "tokenizer kernels",
     "models",
     "infer",
     "drafters",
-    "loading params",
+    "settings pair",
     "planning",
-    "api arguments asked request session",
+    "api inputs setup session",
     "measure",
     "__init__",
     "train",
@@ -38,10 +38,10 @@ LAYERS = [
 INFER_LAYERS = [
     "sampling draw chains levels tree",
     "rules",
-    "worth",
-    "step",
+    "adapt",
+    "round",
     "plain rows",
-    "decode",
+    "loop",
 ]
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

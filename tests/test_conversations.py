@@ -20,7 +20,7 @@ from support.checkpoints import edit_json
 
 import hsd_jax
 from hsd_jax import tokenizer as tokenizer_lib
-from hsd_jax.arguments import encode
+from hsd_jax.inputs import encode
 from hsd_jax.tokenizer import Tokenizer
 
 HI = {"role": "user", "content": "hi"}

@@ -20,7 +20,7 @@ from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.sampling import position_noise, row_keys
 from hsd_jax.infer.tree import ancestor_mask, grow_tree, token_free
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples/one_round.py"

@@ -21,15 +21,15 @@ from support.cases import cases
 from support.toy import VOCAB
 
 import hsd_jax
-from hsd_jax import request as request_lib
 from hsd_jax import session as session_lib
+from hsd_jax import setup as setup_lib
 from hsd_jax.config import NO_REUSE
 from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import rows as row_lib
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.loop import Decoder
 from hsd_jax.kernels import native
 from hsd_jax.models import placement
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.session import Session
 
 slow = pytest.mark.slow
@@ -142,9 +142,9 @@ def test_a_row_says_what_it_says_alone(name):
 @pytest.fixture
 def fresh_programs():
     """Decoders that are traced anew, so that a mutant is in them, and forgotten after."""
-    request_lib.make_decoder.cache_clear()
+    setup_lib.make_decoder.cache_clear()
     yield
-    request_lib.make_decoder.cache_clear()
+    setup_lib.make_decoder.cache_clear()
 
 
 def keeps_the_cache(into, slot, source, row=0):
@@ -493,7 +493,7 @@ def test_many_requests_compile_six_programs_and_none_after_the_first_of_each_kin
 
 def test_caches_grow_with_the_rows_that_are_there(monkeypatch, fresh_programs):
     """From 64 slots to 256 and more, while rows run; what they say does not depend on it."""
-    for lib in (request_lib, session_lib):
+    for lib in (setup_lib, session_lib):
         monkeypatch.setattr(lib, "SMALLEST_CAPACITY", 64)
     params = with_room(params_of("plain")[0])
     config = params.target_config

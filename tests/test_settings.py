@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.recipes import TARGET_VALUES
 
-from hsd_jax import settings
-from hsd_jax.asked import Speculation
+from hsd_jax import validation
 from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.settings import Speculation
 from hsd_jax.train.distill import DistillRecipe
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.pretrain import TargetRecipe
@@ -31,8 +31,8 @@ def recipe_of(values: dict) -> DrafterRecipe:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: settings.take(settings.Seed, -1, "seed"), "seed=-1: .*0"),
-        (lambda: settings.take(str, 10**5000, "text"), r"text=\(int\): .*string"),
+        (lambda: validation.take(validation.Seed, -1, "seed"), "seed=-1: .*0"),
+        (lambda: validation.take(str, 10**5000, "text"), r"text=\(int\): .*string"),
         (lambda: Speculation(speculate=1), "speculate=1"),
         (lambda: ModelConfig(vocab_size=8, **(MODEL | {"num_layers": 0})), r"ModelConfig\.num_layers=0.*1"),
         (lambda: Speculation(adaptive="yes"), r"adaptive='yes': .*boolean"),
@@ -80,7 +80,7 @@ RECIPES = [(DrafterRecipe, TRAIN | DRAFTER), (TargetRecipe, {"vocab_size": ["man
 @pytest.mark.parametrize(
     ("recipe", "key", "bad"),
     [
-        pytest.param(recipe, key, bad, id=f"{recipe.__name__} {key}={settings.shown(bad)[:30]}")
+        pytest.param(recipe, key, bad, id=f"{recipe.__name__} {key}={validation.shown(bad)[:30]}")
         for recipe, values in RECIPES
         for key in values
         for bad in values[key]
@@ -94,7 +94,7 @@ def test_values_of_recipes(recipe, key, bad):
         values = {"model": MODEL} | values
     with pytest.raises(ValueError, match=rf"^r\.yaml: {re.escape(key)}(\.\d)?=") as error:
         recipe.from_dict(values, "r.yaml")
-    assert settings.shown(bad[-1] if bad in ([-1], [True], ["2"]) else bad) in str(error.value)
+    assert validation.shown(bad[-1] if bad in ([-1], [True], ["2"]) else bad) in str(error.value)
 
 
 @pytest.mark.parametrize(

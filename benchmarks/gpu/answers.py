@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from hsd_jax.asked import Sampling, Speculation
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.session import STOP, prepare
+from hsd_jax.settings import Sampling, Speculation
 from hsd_jax.train.documents import ChatTemplate, Turns, render_turns
 from hsd_jax.train.records import read_records
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, draw, read_prompts

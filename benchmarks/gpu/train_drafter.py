@@ -34,7 +34,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.host import programs
+from hsd_jax.host import compilation
 from hsd_jax.host.files import check_new_folder, read_json, write_json
 from hsd_jax.models.cache import cache_dtype
 from hsd_jax.models.checkpoint import Checkpoint, find
@@ -369,7 +369,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        programs.use_setting()
+        compilation.use_setting()
         Run(args).go()
     except (ValueError, OSError, FloatingPointError) as error:
         print(error, file=sys.stderr)

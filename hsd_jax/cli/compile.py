@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, NEW_FILE, add_value, value_of
 from hsd_jax.config import NO_REUSE, PARALLEL, ModelConfig, TreeConfig
-from hsd_jax.settings import Temperature, shown
+from hsd_jax.validation import Temperature, shown
 
 PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
 CHAIN = TreeConfig(nodes=8, depth=7, width=1)
@@ -137,14 +137,14 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
 
     from hsd_jax.drafters.table import init_drafter
     from hsd_jax.host import sharding
-    from hsd_jax.infer.decode import program_for
+    from hsd_jax.infer.loop import program_for
     from hsd_jax.infer.rules.table import RULES
     from hsd_jax.infer.sampling import row_keys
     from hsd_jax.kernels import program
     from hsd_jax.models.cache import cache_dtype
     from hsd_jax.models.target import init_target
-    from hsd_jax.params import Params, arranged
-    from hsd_jax.request import Drafting, make_decoder
+    from hsd_jax.pair import Params, arranged
+    from hsd_jax.setup import Drafting, make_decoder
     from hsd_jax.types import Limits, SamplingParams
 
     on = None if mesh.size == 1 else mesh
@@ -167,7 +167,7 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
     def given() -> tuple:
         whole, real = jnp.zeros(job.batch, jnp.int32), jnp.zeros(job.batch)
         sampling = SamplingParams(real, whole, real, all_greedy=is_known and not job.temperature, unfiltered=is_known)
-        limits = Limits(whole, jnp.zeros((job.batch, 4), jnp.int32))  # end tokens, the least that `arguments.py` makes
+        limits = Limits(whole, jnp.zeros((job.batch, 4), jnp.int32))  # end tokens, the least that `inputs.py` makes
         return jnp.zeros((job.batch, job.slots), jnp.int32), whole, row_keys([(0, 0)] * job.batch), limits, sampling
 
     params, drafting = jax.eval_shape(loaded), None
@@ -278,8 +278,8 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.host.sharding import rows_multiple
     from hsd_jax.measure.speeds import parse_tree
     from hsd_jax.models.checkpoint import find
-    from hsd_jax.params import default_tree
-    from hsd_jax.request import CAPACITY_UNIT, rows_bucket
+    from hsd_jax.pair import default_tree
+    from hsd_jax.setup import CAPACITY_UNIT, rows_bucket
     from hsd_jax.train.loop import LoopConfig
 
     devices, target = parse_devices(args.device), read_target(args.target)

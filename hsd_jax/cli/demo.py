@@ -7,10 +7,9 @@ import statistics
 import time
 from typing import Any
 
-from hsd_jax.asked import Length, SamplingSettings
 from hsd_jax.cli import options
 from hsd_jax.lab.bench.prompts import Workload
-from hsd_jax.loading import LoadSettings
+from hsd_jax.settings import Length, LoadSettings, SamplingSettings
 
 SHOWN = 6
 """Default of --limit for a chat model, which has a dozen questions."""

@@ -8,10 +8,10 @@ import json
 import sys
 from typing import Any
 
-from hsd_jax.asked import Length, SamplingSettings, SpeculationSettings
 from hsd_jax.cli import options
 from hsd_jax.host.files import decoded, with_unix_lines
 from hsd_jax.lab.bench.tables import print_pieces
+from hsd_jax.settings import Length, SamplingSettings, SpeculationSettings
 
 
 def add_parser(commands) -> None:

@@ -11,7 +11,7 @@ import argparse
 from hsd_jax.cli import options
 from hsd_jax.cli.options import add_value
 from hsd_jax.lab.bench.prompts import Workload
-from hsd_jax.loading import Loading
+from hsd_jax.settings import Loading
 from hsd_jax.train.response_prompts import GenerateConfig
 
 

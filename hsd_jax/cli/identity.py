@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.asked import Speculation
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.lab.bench.prompts import Workload
+from hsd_jax.settings import Speculation
 
 
 def add_parser(commands) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hsd_jax.cli import options
-from hsd_jax.loading import LoadSettings
+from hsd_jax.settings import LoadSettings
 
 
 def add_parser(commands) -> None:

@@ -68,7 +68,7 @@ def _run(argv: list[str]) -> int:
     try:
         _check_streams()
         from hsd_jax.cli.options import argument_text
-        from hsd_jax.host.programs import use_setting
+        from hsd_jax.host.compilation import use_setting
 
         args = build_parser().parse_args(argv)
         command = argument_text(" ".join(["hsd", *argv]))

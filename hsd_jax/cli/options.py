@@ -17,14 +17,13 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from hsd_jax import settings
-from hsd_jax.asked import Length, SamplingSettings, SpeculationSettings
+from hsd_jax import validation
 from hsd_jax.config import TreeConfig
 from hsd_jax.host import files
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.loading import Additions, LoadSettings
-from hsd_jax.settings import Count
+from hsd_jax.settings import Additions, Length, LoadSettings, SamplingSettings, SpeculationSettings
+from hsd_jax.validation import Count
 
 Group = argparse._ActionsContainer
 OTHERWISE = r" \(default: [^()]*\)$"
@@ -44,8 +43,8 @@ def checked(function: Callable[[str], Any]):
 
 
 def value_of(hint: Any):
-    """Returns the argparse type of an annotation of `settings.py`, with its range."""
-    return checked(lambda text: settings.parse(hint, text))
+    """Returns the argparse type of an annotation of `validation.py`, with its range."""
+    return checked(lambda text: validation.parse(hint, text))
 
 
 COUNT = value_of(Count)
@@ -63,14 +62,14 @@ def add_record(group: Group, record: Any, *names: str, **changes: dict[str, Any]
     Args:
       changes: for a field, arguments of `add_argument` in place of those. None: no option.
     """
-    for name, part in settings.parts_of(record).items():
+    for name, part in validation.parts_of(record).items():
         more = changes.get(name, {})
         if more is not None and (not names or name in names):
             _add_field(group, name, part, more)
 
 
-def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any]) -> None:
-    kinds, default = settings.kinds_of(part.hint), more.get("default", part.default)
+def _add_field(group: Group, name: str, part: validation.Part, more: dict[str, Any]) -> None:
+    kinds, default = validation.kinds_of(part.hint), more.get("default", part.default)
     text = part.description.rstrip(".").replace("%", "%%")
     text = text if text[1:2].isupper() else text[:1].lower() + text[1:]
     own: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
@@ -78,14 +77,14 @@ def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any
         own["action"] = "store_false" if default else "store_true"
         name = f"no-{name}" if default else name
     else:
-        hint = settings.row_hint(part.hint) or part.hint
-        kinds = settings.kinds_of(hint)
+        hint = validation.row_hint(part.hint) or part.hint
+        kinds = validation.kinds_of(hint)
         lists = [] if str in kinds else [kind for kind in kinds if typing.get_origin(kind) is tuple]
         several = typing.get_args(lists[0])[0] if lists else None
         one = value_of(several or hint)
         own |= {"type": one, "required": default is PydanticUndefined}
         if several is not None:
-            kinds, own["nargs"] = settings.kinds_of(several), "+"
+            kinds, own["nargs"] = validation.kinds_of(several), "+"
             if str not in kinds:
                 own["type"] = lambda text: tuple(one(item) for item in text.split(","))
         own["metavar"] = _metavar(kinds)
@@ -101,7 +100,7 @@ def _add_field(group: Group, name: str, part: settings.Part, more: dict[str, Any
 def _metavar(kinds: dict[Any, tuple[Any, ...]]) -> str | None:
     for kind, notes in kinds.items():
         for note in notes:
-            if isinstance(note, settings.OneOf) and not callable(note.names):  # a table may need jax
+            if isinstance(note, validation.OneOf) and not callable(note.names):  # a table may need jax
                 return f"{{{','.join(note.allowed)}}}"
             if title := getattr(note, "title", None):
                 return title
@@ -110,7 +109,7 @@ def _metavar(kinds: dict[Any, tuple[Any, ...]]) -> str | None:
 
 def given(args: argparse.Namespace, *records: Any) -> dict[str, Any]:
     """The fields of records whose options were given, or have a default of the command."""
-    names = [name for record in records for name in settings.parts_of(record) if hasattr(args, name)]
+    names = [name for record in records for name in validation.parts_of(record) if hasattr(args, name)]
     return {name: _flat(getattr(args, name)) for name in names}
 
 
@@ -264,7 +263,7 @@ def load_pair(args: argparse.Namespace, command: str) -> Any:
 
 def other_drafters(args: argparse.Namespace, params) -> Callable[[str], Any]:
     """Returns a function that gives the same target with another drafter, named as --drafter is."""
-    from hsd_jax.params import with_drafter
+    from hsd_jax.pair import with_drafter
 
     if params.mesh is not None:  # the loaded target may have repeated heads, which no drafter expects
         return lambda drafter: load_params(args, drafter=drafter)
@@ -273,7 +272,7 @@ def other_drafters(args: argparse.Namespace, params) -> Callable[[str], Any]:
 
 def tree_of(args: argparse.Namespace, params) -> Any:
     """The tree of --nodes, --depth and --width. Missing values come from the drafter's own tree."""
-    from hsd_jax.params import default_tree
+    from hsd_jax.pair import default_tree
 
     own, asked = params.tree or default_tree(params.drafter_config), given(args, TreeConfig)
     nodes = asked.get("nodes", own.nodes)

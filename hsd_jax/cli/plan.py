@@ -7,7 +7,7 @@ import argparse
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.lab.bench.prompts import Workload
-from hsd_jax.loading import LoadSettings
+from hsd_jax.settings import LoadSettings
 
 
 def add_parser(commands) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.asked import Sampling, Speculation
 from hsd_jax.cli import generate, options
 from hsd_jax.host.files import write_text
+from hsd_jax.settings import Sampling, Speculation
 
 
 def add_parser(commands) -> None:

@@ -12,9 +12,9 @@ from pydantic import Field
 
 from hsd_jax.cli import options
 from hsd_jax.cli.options import add_value
-from hsd_jax.loading import Folder, LoadSettings
-from hsd_jax.settings import dataclass
+from hsd_jax.settings import Folder, LoadSettings
 from hsd_jax.train.recipe import read_recipe, recipe_help
+from hsd_jax.validation import dataclass
 
 OF_TARGET = "target", "revision", "tokenizer"
 OF_DATA = "data", "skip_bad_lines", "out"

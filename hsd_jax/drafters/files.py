@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
@@ -17,8 +17,8 @@ from hsd_jax.host.files import read_object
 from hsd_jax.models.draft_vocab import checked_ids, restrict
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import config_file, read, store, weights_file
-from hsd_jax.settings import OneOf
 from hsd_jax.types import Weights
+from hsd_jax.validation import OneOf
 
 DRAFTER = "drafter"
 """The name of the files of a drafter (`tensor_files.store`)."""
@@ -39,8 +39,8 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     values = read_object(path)
     kind = values.pop("kind", None)
     trained = {name: method.config for name, method in DRAFTING_METHODS.items() if method.training is not None}
-    settings.take(Annotated[str, OneOf(tuple(trained))], kind, f"{path}: kind")
-    return settings.read(trained[kind], values, str(path))
+    validation.take(Annotated[str, OneOf(tuple(trained))], kind, f"{path}: kind")
+    return validation.read(trained[kind], values, str(path))
 
 
 def read_drafter(

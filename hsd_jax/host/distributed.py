@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from hsd_jax.host.files import is_writer, set_writer
-from hsd_jax.settings import MOST, Count, shown, take
+from hsd_jax.validation import MOST, Count, shown, take
 
 VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESSES", "process_id": "HSD_PROCESS_ID"}
 """The environment variable that replaces each argument of `initialize` that is not given."""

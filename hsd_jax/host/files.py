@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hsd_jax.settings import is_off, read
+from hsd_jax.validation import is_off, read
 
 Record = TypeVar("Record")
 

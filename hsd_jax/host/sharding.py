@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hsd_jax.axes import KV_HEADS, ROWS, SLOTS, Axes, map_named
-from hsd_jax.settings import shown
+from hsd_jax.validation import shown
 
 MESH_AXES = ("data", "model")
 FSDP = "fsdp"

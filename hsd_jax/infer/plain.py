@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer.round import Step, advance, cut, or_invalid, root_of
 from hsd_jax.infer.rules.accept import verdict_of
-from hsd_jax.infer.step import Step, advance, cut, or_invalid, root_of
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.kernels import native, program, triton
 from hsd_jax.kernels.triton import MASKED, visible
-from hsd_jax.settings import OneOf, take
+from hsd_jax.validation import OneOf, take
 
 VARIABLE = "HSD_ATTENTION"
 """Environment variable that names a backend for programs without the CPU kernel. The default, "auto", takes triton if

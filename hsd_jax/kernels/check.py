@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.kernels import attention, ops, program, triton
-from hsd_jax.settings import OneOf, take
+from hsd_jax.validation import OneOf, take
 
 VARIABLE = "HSD_GPU_KERNELS"
 """Environment variable. "off" switches the GPU kernels off, and XLA computes everything."""

@@ -17,9 +17,9 @@ from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.table import language_model_of
 from hsd_jax.host import sharding
 from hsd_jax.measure.speeds import Mode, time_modes
-from hsd_jax.params import Params, drafter_hash, place
+from hsd_jax.pair import Params, drafter_hash, place
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.settings import shown, take
+from hsd_jax.validation import shown, take
 
 LARGEST_GAMMA = LARGEST_TREE - 1
 TIMED_TOKENS, TURNS = 32, 3

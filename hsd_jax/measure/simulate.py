@@ -22,13 +22,13 @@ from hsd_jax.api import conditional_acceptance
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
-from hsd_jax.infer.decode import drafter_after
+from hsd_jax.infer.loop import drafter_after
 from hsd_jax.infer.rules.table import RULES
 from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import on_text
 from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.planning.acceptance import Distribution
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import api
-from hsd_jax.asked import OF_SPECULATION, Speculation
 from hsd_jax.config import TreeConfig
-from hsd_jax.request import (
+from hsd_jax.settings import OF_SPECULATION, Speculation
+from hsd_jax.setup import (
     LARGEST_FIRST,
     MOST_LOOKAHEAD,
     SMALLEST_CAPACITY,

@@ -17,23 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from hsd_jax.arguments import sampling_of_row
-from hsd_jax.asked import Speculation
 from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import method_of, parse
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.sampling import draw, row_keys
+from hsd_jax.inputs import sampling_of_row
 from hsd_jax.measure.pearl import as_target
 from hsd_jax.measure.simulate import accepted_along, accepted_lengths
 from hsd_jax.measure.speeds import PLAINLY, Mode, mode_record, time_modes
 from hsd_jax.measure.texts import Texts, write_texts
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.tensor_files import is_stored
-from hsd_jax.params import Params, stack
+from hsd_jax.pair import Params, stack
 from hsd_jax.planning.acceptance import Distribution, mean
 from hsd_jax.planning.stack import RoundParts, Stack, all_stacks
+from hsd_jax.settings import Speculation
 from hsd_jax.types import SamplingParams
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"

@@ -13,7 +13,7 @@ import numpy as np
 from hsd_jax.api import check_valid
 from hsd_jax.config import TreeConfig, bucket
 from hsd_jax.host.files import replacing, sha256
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.session import Generated, Session
 
 

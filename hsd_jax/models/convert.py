@@ -31,9 +31,9 @@ from hsd_jax.models.tensor_files import (
     open_all,
     store,
 )
-from hsd_jax.settings import Whole, take
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
+from hsd_jax.validation import Whole, take
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PREFIXES = ("model.", "language_model.")

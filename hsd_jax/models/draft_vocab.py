@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.models.target import head_rows
-from hsd_jax.settings import shown
 from hsd_jax.types import Weights
+from hsd_jax.validation import shown
 
 TokensOfColumns = Int[Array, "C"] | Int[Array, "B w C"] | None
 """The token of each column: one list for all nodes, or one list per node (`types.Candidates`). None: column c is

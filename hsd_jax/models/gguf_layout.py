@@ -16,7 +16,7 @@ from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.models.layers import rope_frequencies
 from hsd_jax.models.tensor_files import file_name
-from hsd_jax.settings import MOST, shown
+from hsd_jax.validation import MOST, shown
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 """GGUF's architectures and our `model_type` for each."""

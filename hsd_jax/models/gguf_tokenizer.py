@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from hsd_jax.host.files import sha256
 from hsd_jax.models.gguf_header import Header
-from hsd_jax.settings import shown, take
 from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.validation import shown, take
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5

@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import (
     ACTIVATIONS,
     FULL,
@@ -24,7 +24,7 @@ from hsd_jax.config import (
     Theta,
 )
 from hsd_jax.host.files import read_object
-from hsd_jax.settings import Count, OneOf, Positive, PositiveShare, Whole
+from hsd_jax.validation import Count, OneOf, Positive, PositiveShare, Whole
 
 _GEMMA = {
     "tie_word_embeddings": True,
@@ -70,7 +70,7 @@ _SAME = {
 """The fields of `ModelConfig` that have their own key."""
 
 
-@settings.dataclass
+@validation.dataclass
 class _Keys:
     """The keys that are read from a `config.json`, with their allowed values and defaults."""
 
@@ -128,14 +128,14 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
         values, family = tied | values["text_config"], "gemma3_text"
     if not isinstance(family, str) or family not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
-        raise ValueError(f"{where}: model_type {settings.shown(family)}: supported are {supported}, gemma3")
+        raise ValueError(f"{where}: model_type {validation.shown(family)}: supported are {supported}, gemma3")
     if values.get("quantization_config"):
         raise ValueError(f"{where}: quantization_config is set; only unquantised checkpoints are read")
     if values.get("use_bidirectional_attention"):
         raise ValueError(f"{where}: use_bidirectional_attention is set; only causal models generate")
     values = _FAMILIES[family] | values  # a file may hold any other keys
     known = {field.name: values[field.name] for field in dataclasses.fields(_Keys) if field.name in values}
-    keys: _Keys = settings.read(_Keys, known, where)
+    keys: _Keys = validation.read(_Keys, known, where)
     is_gemma = family.startswith("gemma")
     keys = dataclasses.replace(
         keys,
@@ -245,7 +245,7 @@ def _ropes(keys: _Keys, family: str) -> tuple[RopeConfig, RopeConfig | None]:
             raise ValueError(f"rope_parameters differ by layer type, which {family} does not support")
         return _rope(parameters, keys, keys.rope_theta), None
     full, sliding = (
-        settings.take(dict | None, by_type.get(name), f"rope_parameters.{name}") for name in (FULL, SLIDING)
+        validation.take(dict | None, by_type.get(name), f"rope_parameters.{name}") for name in (FULL, SLIDING)
     )
     return _rope((full or {}) | scaling, keys, keys.rope_theta), _rope(sliding or {}, keys, keys.rope_local_base_freq)
 
@@ -260,7 +260,7 @@ def _rope(parameters: dict[str, Any], keys: _Keys, theta: float) -> RopeConfig:
     values |= {key: value for key, value in parameters.items() if value is not None}
     if values["partial_rotary_factor"] not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor={values['partial_rotary_factor']!r}: only 1.0 is supported")
-    kind = settings.take(RopeKind, values["rope_type"], "rope_scaling.rope_type")
+    kind = validation.take(RopeKind, values["rope_type"], "rope_scaling.rope_type")
     for key in _ROPE[kind]:
         if key not in values:
             raise ValueError(f"rope_scaling.{key}=None: rope_type {kind!r} needs it")

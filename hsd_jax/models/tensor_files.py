@@ -26,8 +26,8 @@ from safetensors.numpy import save_file
 from hsd_jax.host import sharding
 from hsd_jax.host.files import replacing, write_json
 from hsd_jax.models.placement import HERE, Placement, all_finite, assemble
-from hsd_jax.settings import shown
 from hsd_jax.types import Weights
+from hsd_jax.validation import shown
 
 Init = Callable[..., Weights]
 """`init(key, config)`: the weights of a model, of which only shapes and dtypes are used here."""

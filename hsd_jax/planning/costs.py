@@ -2,7 +2,7 @@
 
 `CostModel` computes them from the sizes of the models and the rates of a processor; the seconds of drafting are in each
 drafter's folder (`Planning.drafting_seconds`). `types.Costs` is its table for the decode loop, which adds up a round's
-seconds in `infer/worth.py`.
+seconds in `infer/adapt.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from hsd_jax.config import SLIDING, ModelConfig, TreeConfig, weights_of_layer
 from hsd_jax.drafters.table import method_of
-from hsd_jax.infer.worth import first_trust, slots_read
+from hsd_jax.infer.adapt import first_trust, slots_read
 from hsd_jax.kernels.int8 import Int8
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.planning.acceptance import expected_tokens
 from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs

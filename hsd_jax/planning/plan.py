@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import NO_REUSE_FORM, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.rules.table import RULES
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.planning.acceptance import profile_of, profile_of_slowest
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.race import Outcome, Race, is_off, race_of
@@ -44,7 +44,7 @@ PLANNED_WIDEST = (32, 7, 4)
 """A further one where this many nodes are free (`CostModel.are_free`)."""
 
 
-@settings.dataclass
+@validation.dataclass
 class Plan:
     """How a call is decoded, and why."""
 

@@ -3,7 +3,7 @@
 The model of costs (`costs.py`) chooses a tree from the rates of a processor. The first calls of a kind then run some
 rounds with drafts and some without, in turns, and the host times these laps. All tokens count, and the program is that
 of the loop. The outcome corrects the model, decides whether such calls draft, and is kept for this user. A race
-measures only seconds. How many drafts are accepted depends on the text, which the loop judges (`infer/worth.py`).
+measures only seconds. How many drafts are accepted depends on the text, which the loop judges (`infer/adapt.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.host import files
 from hsd_jax.host.distributed import of_first
 from hsd_jax.planning.device import device_name
-from hsd_jax.settings import Positive
+from hsd_jax.validation import Positive
 
 FOLDER_VARIABLE = "HSD_RACE"
 """Environment variable: the folder of outcomes. Empty: ~/.cache/hsd_jax/races. "off": the model of costs decides
@@ -48,7 +48,7 @@ CLEAR = 1.12
 """After a pair of laps a race ends if the gain is this factor from 1; after the first one, the square of it."""
 
 
-@settings.dataclass
+@validation.dataclass
 class Outcome:
     """What a race has measured."""
 

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.host.files import keep, kept, kept_file
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.planning.device import device_name, num_cores
 from hsd_jax.planning.timing import interleaved, loop_timer
-from hsd_jax.settings import NotNegative, Positive
+from hsd_jax.validation import NotNegative, Positive
 
 FOLDER_VARIABLE = "HSD_RATES"
 """Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the shipped rates."""
@@ -132,7 +132,7 @@ SMALL_WIDTH, ROWS = 512, 64
 TIMES = 15
 
 
-@settings.dataclass
+@validation.dataclass
 class MeasuredRates:
     """The measured rates of a processor, all cores together."""
 

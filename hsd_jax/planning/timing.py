@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.infer.decode import program_for
+from hsd_jax.infer.loop import program_for
 
 
 def loop_timer(

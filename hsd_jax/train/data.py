@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.models.checkpoint import Source, find
-from hsd_jax.settings import OneOf, Seed
 from hsd_jax.train.documents import ChatTemplate, chat_template_of, load_documents
 from hsd_jax.train.journal import Report
 from hsd_jax.train.rows import ALL, RESPONSES, Encoded, Rows, encoded, make_rows
+from hsd_jax.validation import OneOf, Seed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hsd_jax.types import Weights
 
 
-@settings.dataclass
+@validation.dataclass
 class DataConfig:
     """Section `data` of a recipe: how documents become rows.
 

@@ -20,7 +20,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.api import decode
 from hsd_jax.config import ChainLength, Layers, ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Distilled
@@ -29,8 +29,7 @@ from hsd_jax.drafters.steered.config import Layer
 from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with
 from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import forward_sequence, lm_head
-from hsd_jax.params import Params
-from hsd_jax.settings import NotNegative, OneOf, ProperShare
+from hsd_jax.pair import Params
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.features import FeatureConfig
@@ -39,6 +38,7 @@ from hsd_jax.train.own_text import OnPolicyConfig
 from hsd_jax.train.pretrain import starts_of, target_states
 from hsd_jax.train.recipe import HeldOut, Recipe, refuse_settings
 from hsd_jax.types import Weights
+from hsd_jax.validation import NotNegative, OneOf, ProperShare
 
 NLL = "nll"
 """Train on the row's next token in place of the target's distribution. This is plain training, not distillation."""
@@ -56,7 +56,7 @@ def how(kind: str) -> Distilled:
     return found
 
 
-@settings.dataclass
+@validation.dataclass
 class SmallModel:
     """Section `model` of a recipe. The sizes of the model are those of --start, but it may have fewer layers."""
 
@@ -83,7 +83,7 @@ class SmallModel:
         return self.num_steps or STEPS
 
 
-@settings.dataclass
+@validation.dataclass
 class DistillLoss:
     """Section `loss` of a recipe: the divergence D that is minimised at every label."""
 
@@ -94,7 +94,7 @@ class DistillLoss:
     """The target's share of the mixture in jsd."""
 
 
-@settings.dataclass
+@validation.dataclass
 class DistillEval(HeldOut):
     """Section `eval` of a recipe, with the chains that are drafted before, during and after the training."""
 
@@ -102,14 +102,14 @@ class DistillEval(HeldOut):
     """Depth of the chains."""
 
 
-@settings.dataclass
+@validation.dataclass
 class DistillLoop(LoopConfig):
     """Section `train` of a recipe, for a model that is trained already."""
 
     learning_rate: NotNegative = 3e-4
 
 
-@settings.dataclass
+@validation.dataclass
 class DistillRecipe(Recipe):
     """The recipe of `hsd train drafter` for the kinds in DISTILLED."""
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hsd_jax.settings import Whole, shown, take
 from hsd_jax.tokenizer import Messages
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
+from hsd_jax.validation import Whole, shown, take
 
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt", "chatgpt", "bing", "bard")}
 SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 from pydantic import Field
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import (
     LARGEST_TREE,
     RECURRENT,
@@ -35,7 +35,6 @@ from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, kinds_with, m
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.trunk import embed_committed, trunk_features
-from hsd_jax.settings import AtLeastTwo, Count, OneOf, PositiveShare, ProperShare, Whole, take
 from hsd_jax.train import heads, losses, vocab_sample
 from hsd_jax.train.anchors import agreement, chain_metrics, choose_anchors, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
@@ -43,6 +42,7 @@ from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.pretrain import starts_of, target_states
 from hsd_jax.train.recipe import HeldOut, Recipe, refuse_settings
+from hsd_jax.validation import AtLeastTwo, Count, OneOf, PositiveShare, ProperShare, Whole, take
 
 TRAINED = kinds_with(lambda method: method.training is not None)
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
@@ -57,7 +57,7 @@ def _names_of(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
-@settings.dataclass
+@validation.dataclass
 class DrafterModel:
     """Section `model` of a recipe: the drafter's own sizes. All other sizes are the target's. None: as the target."""
 
@@ -98,7 +98,7 @@ class DrafterModel:
         refuse_settings(self, {*CHOICES} - _names_of(DRAFTING_METHODS[self.kind].config))
 
 
-@settings.dataclass
+@validation.dataclass
 class Stage:
     """Cheaper steps at the beginning of a run. Each stage compiles its own program."""
 
@@ -109,7 +109,7 @@ class Stage:
     """The number of first depths that are trained; null: model.num_steps."""
 
 
-@settings.dataclass
+@validation.dataclass
 class LossConfig:
     """Section `loss` of a recipe: what is minimised, and over how many anchors."""
 
@@ -153,7 +153,7 @@ class LossConfig:
             raise ValueError(f"loss.stages: must end with ascending steps, not {ends}")
 
 
-@settings.dataclass
+@validation.dataclass
 class EvalConfig(HeldOut):
     """Section `eval` of a drafter's recipe, with the tree that is simulated."""
 
@@ -166,7 +166,7 @@ class EvalConfig(HeldOut):
         return TreeConfig.fitting(self.nodes, min(self.depth, num_steps), self.width)
 
 
-@settings.dataclass
+@validation.dataclass
 class DrafterRecipe(Recipe):
     """The recipe of a drafter, as in `configs/demo_drafter.yaml`."""
 

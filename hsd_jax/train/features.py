@@ -19,26 +19,26 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import ModelConfig
 from hsd_jax.host import lock
 from hsd_jax.host.files import write_json
 from hsd_jax.kernels import program
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.params import Params
-from hsd_jax.settings import OneOf
+from hsd_jax.pair import Params
 from hsd_jax.train import manifest, vocab_sample
 from hsd_jax.train.journal import ProgressReport, Report
 from hsd_jax.train.pretrain import starts_of
 from hsd_jax.train.rows import Rows
 from hsd_jax.types import Weights
+from hsd_jax.validation import OneOf
 
 MANIFEST, FILE = "manifest.json", "features.bin"
 DTYPES = ("bfloat16", "float32", "float16")
 PRODUCTS = ("float32", "bfloat16")
 
 
-@settings.dataclass
+@validation.dataclass
 class FeatureConfig:
     """Section `features` of a recipe."""
 

@@ -18,14 +18,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import ModelConfig
 from hsd_jax.host import sharding
 from hsd_jax.host.distributed import fetch, put
 from hsd_jax.kernels import program
-from hsd_jax.settings import AtLeastTwo, Count, NotNegative, OneOf, Positive, Share, Whole
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.resume import Checkpointer
+from hsd_jax.validation import AtLeastTwo, Count, NotNegative, OneOf, Positive, Share, Whole
 
 Batch = dict[str, Any]
 """`tokens` int32 [B, T+1], `mask` bool [B, T+1] and perhaps `hidden` [B, T, H], see `data.Batches`."""
@@ -36,7 +36,7 @@ EVALUATION_SECONDS = 60.0
 """Seconds between two evaluations of a run that ends by the clock."""
 
 
-@settings.dataclass
+@validation.dataclass
 class LoopConfig:
     """Section `train` of a recipe: optimizer, length of a run, and intervals of logs and checkpoints."""
 
@@ -75,7 +75,7 @@ class LoopConfig:
 
     def check_length(self, model: ModelConfig) -> None:
         """Raises a ValueError if rows have more tokens than the model has positions."""
-        settings.take(int, self.length, "train.length", le=model.max_position)
+        validation.take(int, self.length, "train.length", le=model.max_position)
 
     def on_platform(self) -> LoopConfig:
         """The same, with `compute` set to the default of the program's platform if it is None."""

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.measure import texts
-from hsd_jax.params import Params
-from hsd_jax.settings import Count, Share, Temperature
+from hsd_jax.pair import Params
 from hsd_jax.train import data
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.rows import beginnings
 from hsd_jax.types import Weights
+from hsd_jax.validation import Count, Share, Temperature
 
 FOLDER = "on_policy"
 AT_ONCE = 32
 """Rows decoded at once. The texts depend on it by rounding."""
 
 
-@settings.dataclass
+@validation.dataclass
 class OnPolicyConfig:
     """Section `on_policy` of a recipe: how much of a batch the drafter writes itself, and how."""
 

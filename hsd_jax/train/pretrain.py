@@ -15,20 +15,20 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import ModelConfig
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.settings import AtLeastTwo, Count
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.recipe import Recipe
 from hsd_jax.types import Weights
+from hsd_jax.validation import AtLeastTwo, Count
 
 
-@settings.dataclass
+@validation.dataclass
 class TargetRecipe(Recipe):
     """The recipe of a target, as in `configs/demo_target.yaml`. `vocab_size` is also the tokenizer's."""
 
@@ -47,7 +47,7 @@ class TargetRecipe(Recipe):
         if isinstance(values, dict) and isinstance(model := values.get("model"), dict):
             if "vocab_size" in model:
                 raise ValueError(f"{where}: model.vocab_size: write vocab_size outside of model")
-            vocab_size = settings.take(Count, values.get("vocab_size", cls.vocab_size), f"{where}: vocab_size")
+            vocab_size = validation.take(Count, values.get("vocab_size", cls.vocab_size), f"{where}: vocab_size")
             values = values | {"model": model | {"vocab_size": vocab_size}}
         return super().from_dict(values, where)
 
@@ -67,7 +67,7 @@ def grown_from(start: Checkpoint, deeper: ModelConfig) -> Weights:
 
 def layer_sources(num_layers: int, deeper: int) -> list[int]:
     """The source layer of each of `deeper` layers, as evenly as possible: 2 layers grown to 5 give 0 0 0 1 1."""
-    settings.take(int, deeper, "model.num_layers", ge=num_layers)
+    validation.take(int, deeper, "model.num_layers", ge=num_layers)
     return [layer * num_layers // deeper for layer in range(deeper)]
 
 
@@ -88,7 +88,7 @@ def grown(weights: Weights, sources: list[int]) -> Weights:
 
 def cut_config(config: ModelConfig, num_layers: int) -> ModelConfig:
     """The configuration of the first `num_layers` layers of a model."""
-    settings.take(int, num_layers, "model.num_layers", le=config.num_layers)
+    validation.take(int, num_layers, "model.num_layers", le=config.num_layers)
     return dataclasses.replace(config, num_layers=num_layers, layer_types=config.layer_types[:num_layers])
 
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 from pydantic_core import PydanticUndefined
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.host.files import parse_yaml, read_yaml
-from hsd_jax.settings import HOTTEST, AtLeastTwo, Count, Whole
+from hsd_jax.validation import HOTTEST, AtLeastTwo, Count, Whole
 
 WIDTH = 110
 
@@ -28,10 +28,10 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None, where: str) -> Self:
         """Builds a recipe from the values of a YAML file; None is an empty file."""
-        return settings.read(cls, {} if values is None else values, where)
+        return validation.read(cls, {} if values is None else values, where)
 
 
-@settings.dataclass
+@validation.dataclass
 class HeldOut:
     """Section `eval` of a recipe: how a drafter is evaluated during its training."""
 
@@ -57,8 +57,8 @@ def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> 
     """All keys of a recipe dataclass, section by section, as `section.key (type, default): description`."""
     lines = [f"recipe keys of {name or kind.__name__}, in the YAML file or by --set:"]
     how = {"initial_indent": "  ", "subsequent_indent": "      ", "break_long_words": False}
-    for section, part in settings.parts_of(kind).items():
-        keys = settings.parts_of(part.hint) if dataclasses.is_dataclass(part.hint) else {"": part}
+    for section, part in validation.parts_of(kind).items():
+        keys = validation.parts_of(part.hint) if dataclasses.is_dataclass(part.hint) else {"": part}
         for key, field in keys.items():
             if (full := f"{section}.{key}".rstrip(".")) not in leave_out:
                 default = "required" if field.default is PydanticUndefined else field.default
@@ -70,7 +70,7 @@ def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> 
 
 
 def _type_name(hint: Any) -> str:
-    kind, *others = settings.kinds_of(hint)
+    kind, *others = validation.kinds_of(hint)
     if others:
         return " or ".join(map(_type_name, (kind, *others)))
     if typing.get_origin(kind) is tuple:

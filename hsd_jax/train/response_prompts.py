@@ -15,14 +15,14 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Tokenizer
 
-from hsd_jax import settings
-from hsd_jax.settings import Count, Seed, Temperature, TopP
+from hsd_jax import validation
 from hsd_jax.train.documents import ChatTemplate, content_of, question_prompt, render_turns, speaker_of
 from hsd_jax.train.journal import Report
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
+from hsd_jax.validation import Count, Seed, Temperature, TopP
 
 
-@settings.dataclass
+@validation.dataclass
 class GenerateConfig:
     """Which prompts to continue, and how. The values are stored in the file of settings beside the result."""
 

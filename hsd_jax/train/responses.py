@@ -21,7 +21,7 @@ from hsd_jax.host import lock
 from hsd_jax.host.files import write_json
 from hsd_jax.measure import texts
 from hsd_jax.models.checkpoint import Source, find
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.session import MOST_SLOTS
 from hsd_jax.train import data, manifest
 from hsd_jax.train.journal import ProgressReport, Report

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.host import lock, sharding
 from hsd_jax.host.distributed import check_mesh, check_same, wait_for_all
 from hsd_jax.host.files import is_writer
@@ -112,7 +112,7 @@ def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
     if kind == "target":
         return TargetRecipe
     if isinstance(model_kind, str) and model_kind not in DRAFTERS:
-        raise ValueError(f"model.kind={settings.shown(model_kind)}: allowed are {', '.join(DRAFTERS)}")
+        raise ValueError(f"model.kind={validation.shown(model_kind)}: allowed are {', '.join(DRAFTERS)}")
     return DistillRecipe if model_kind in DISTILLED else DrafterRecipe
 
 

@@ -31,7 +31,7 @@ from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import weights_file
-from hsd_jax.params import Params, check_loads
+from hsd_jax.pair import Params, check_loads
 from hsd_jax.tokenizer import TOKENIZER_FILES
 from hsd_jax.train import data, distill, drafter, frequent_tokens, manifest, pretrain
 from hsd_jax.train import features as features_lib

@@ -19,7 +19,7 @@ from support import chat, command_line
 from support.command_line import SHORT, TEXTS, TREE, both, hsd
 
 import hsd_jax
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.cli import options
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.train import recipe
@@ -55,15 +55,15 @@ def test_help_of_a_training_explains_the_keys_of_its_recipes(kind, key, capsys):
     assert key in capsys.readouterr().out
 
 
-@settings.dataclass
+@validation.dataclass
 class Example:
     """As a command may declare its own."""
 
-    sizes: tuple[settings.Count, ...] = (1, 2)
+    sizes: tuple[validation.Count, ...] = (1, 2)
     """Some sizes."""
-    kind: Annotated[str, settings.OneOf(("a", "b"))] | None = None
+    kind: Annotated[str, validation.OneOf(("a", "b"))] | None = None
     """JSON, 5 % of it (default: neither)."""
-    share: Annotated[settings.Share, Field(title="S")] = 0.5
+    share: Annotated[validation.Share, Field(title="S")] = 0.5
     is_on: bool = True
     """Switch it off."""
 
@@ -258,7 +258,7 @@ def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
 def test_identity_counts_rows_that_differ_between_levels(identity_run, monkeypatch, capsys):
     """Of exact text there are none. Each level has a program of its own, and a level that goes wrong is seen."""
     from hsd_jax.kernels import native
-    from hsd_jax.request import make_decoder
+    from hsd_jax.setup import make_decoder
 
     if not native.available():
         with pytest.raises(FileNotFoundError):  # refused before anything was written

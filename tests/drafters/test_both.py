@@ -14,7 +14,7 @@ from support import calls, setups, toy
 from support.trees import assert_well_formed
 
 import hsd_jax
-from hsd_jax import params as params_lib
+from hsd_jax import pair as pair_lib
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.both import draft as both
 from hsd_jax.drafters.both.config import BothConfig
@@ -23,7 +23,7 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.lookup.draft import Copied
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer import worth
+from hsd_jax.infer import adapt
 from hsd_jax.infer.rules.accept import verdict_of
 from hsd_jax.infer.rules.table import RULES
 from hsd_jax.infer.tree import ancestor_mask
@@ -148,7 +148,7 @@ def test_scores_are_products_of_what_edges_are_worth():
         copied=tried / 3,
         tried=tried,
     )
-    trust = (5.0 + worth.PRIOR_DRAFTS) / (9.0 + worth.PRIOR_DRAFTS)
+    trust = (5.0 + adapt.PRIOR_DRAFTS) / (9.0 + adapt.PRIOR_DRAFTS)
     wanted = np.where(tree.valid, np.exp(tree.score) * trust ** np.asarray(tree.depth), 0.0)
     np.testing.assert_allclose(np.exp(both.score_tree(tree, record)), wanted, rtol=1e-4)
     of_copied = np.exp(both.score_copied(found, both.shared_nodes(tree, found.tokens) < NODES, record))
@@ -159,7 +159,7 @@ def test_scores_are_products_of_what_edges_are_worth():
         for i in range(DEPTH):
             at = places[i], min(run + i, LONGEST) - 1
             num = float(tried[row, *at])
-            likely *= (num / 3 + worth.PRIOR_DRAFTS * both.FIRST_SHARE[at]) / (num + worth.PRIOR_DRAFTS) if run else 0.0
+            likely *= (num / 3 + adapt.PRIOR_DRAFTS * both.FIRST_SHARE[at]) / (num + adapt.PRIOR_DRAFTS) if run else 0.0
             np.testing.assert_allclose(of_copied[row, i], likely, rtol=1e-4)
 
 
@@ -184,7 +184,7 @@ def test_the_record_is_that_of_the_text():
             paths = oracle.paths_of(drafted.tokens.tolist(), drafted.parents.tolist(), drafted.valid.tolist())
             accepted, expected = oracle.judge_tree(paths, drafted.score.tolist(), text)
             for name in ("accepted", "predicted", "copied", "tried"):
-                getattr(wanted, name)[row] *= worth.DECAY
+                getattr(wanted, name)[row] *= adapt.DECAY
             wanted.accepted[row] += accepted
             wanted.predicted[row] += expected
             count_chain(jax.tree.map(lambda x, row=row: x[row, ...], wanted), paths, chain, run, text)
@@ -244,7 +244,7 @@ def test_loading_by_name(tmp_path, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, params.drafter, alone.drafter)
     other = DraftedFor(alone.target_config, "f" * 64, alone.tokenizer)
     # Beside another target it is the name of a language model.
-    assert params_lib._load_drafter("demo", other, "float32", Placement())[0].kind == "small_lm"
+    assert pair_lib._load_drafter("demo", other, "float32", Placement())[0].kind == "small_lm"
     folder = tmp_path / "own+lookup"
     folder.symlink_to(hsd_jax.models.checkpoint.DEMO / "drafter")
     assert hsd_jax.load("demo", drafter=str(folder)).drafter_config == alone.drafter_config

@@ -21,7 +21,7 @@ from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
 from hsd_jax.drafters.hidden.draft import lattice
 from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
 from hsd_jax.drafters.table import init_drafter, make_drafter
-from hsd_jax.infer.step import root_of
+from hsd_jax.infer.round import root_of
 from hsd_jax.train.trained import started_from
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}

@@ -20,10 +20,10 @@ from hsd_jax.drafters.pearl import draft as pearl_lib
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.decode import Decoder, program_for
+from hsd_jax.infer.loop import Decoder, program_for
+from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.accept import coins_of
 from hsd_jax.infer.rules.table import make_rule
-from hsd_jax.infer.step import make_step
 from hsd_jax.types import DraftTree, DrawScheme
 
 # --- the law ----------------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from support import setups
 from support.meshes import needs_devices
 
 import hsd_jax
-from hsd_jax.asked import Sampling
 from hsd_jax.drafters.pearl import overlap
-from hsd_jax.infer.decode import UNBOUNDED
+from hsd_jax.infer.loop import UNBOUNDED
 from hsd_jax.measure import pearl
 from hsd_jax.session import prepare
+from hsd_jax.settings import Sampling
 
 pytestmark = needs_devices
 slow = pytest.mark.slow

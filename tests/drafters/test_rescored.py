@@ -25,7 +25,7 @@ from hsd_jax.drafters.rescored.ngram import save_ngram
 from hsd_jax.drafters.rescored.scorers import low_rank_scorer
 from hsd_jax.drafters.table import DRAFTING_METHODS, make_drafter
 from hsd_jax.infer.sampling import position_noise
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.types import DrawScheme
 
 

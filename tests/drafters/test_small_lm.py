@@ -19,7 +19,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
-from hsd_jax.params import default_tree, with_drafter
+from hsd_jax.pair import default_tree, with_drafter
 
 DEPTH = setups.TREES["chain"].depth
 

@@ -27,8 +27,8 @@ from hsd_jax.drafters.files import save_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.step import root_of
+from hsd_jax.infer.loop import Decoder
+from hsd_jax.infer.round import root_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find

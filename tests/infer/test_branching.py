@@ -13,7 +13,7 @@ from oracles import branching as oracle
 from oracles import tree as tree_oracle
 from support import toy
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.draft import static_tree
 from hsd_jax.measure.speeds import parse_tree, parse_trees
@@ -36,7 +36,7 @@ def test_the_shape_is_counted(branching):
     inner = [layout.depths[node] for node, count in enumerate(children) if count]
     assert config.most_expanded == max(inner.count(depth) for depth in range(config.depth))
     assert parse_tree(config.name) == config and hash(config) == hash(parse_tree(config.name))
-    assert settings.read(TreeConfig, json.loads(json.dumps(dataclasses.asdict(config))), "record") == config
+    assert validation.read(TreeConfig, json.loads(json.dumps(dataclasses.asdict(config))), "record") == config
     assert dataclasses.replace(config) == config
 
 

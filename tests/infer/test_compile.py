@@ -15,10 +15,10 @@ from support.cases import cases
 
 from hsd_jax.config import NO_REUSE, PARALLEL, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import init_drafter, make_drafter
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.loop import Decoder
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.accept import match_rule, recursive_rule
-from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import int8, native
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import DrawScheme, Limits, SamplingParams

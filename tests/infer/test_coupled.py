@@ -16,7 +16,7 @@ from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.step import or_invalid
+from hsd_jax.infer.round import or_invalid
 from hsd_jax.kernels import native, ops, program
 from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV
 

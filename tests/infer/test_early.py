@@ -20,8 +20,8 @@ from support import calls, setups, toy
 import hsd_jax
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import chains
+from hsd_jax.infer.round import make_step, root_of
 from hsd_jax.infer.rules.table import make_rule
-from hsd_jax.infer.step import make_step, root_of
 from hsd_jax.types import Costs, Drafts, DrawScheme, Stop
 
 

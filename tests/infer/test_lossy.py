@@ -18,7 +18,7 @@ from support.tiny_pairs import FEW_SLOTS, ROWS, TINY, tiny_pair
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.loop import Decoder
 from hsd_jax.infer.rules.accept import recursion
 from hsd_jax.infer.rules.lossy import FUNCTIONS, Lossy
 from hsd_jax.infer.rules.table import make_rule

@@ -18,6 +18,7 @@ from support.rules import Judged, Trees, depths_of, emitted_one_by_one, judged_b
 from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_pair, tiny_small_lm, tiny_texts
 
 from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
+from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules import accept as accept_lib
 from hsd_jax.infer.rules import kseq as kseq_lib
 from hsd_jax.infer.rules.accept import recursion
@@ -25,7 +26,6 @@ from hsd_jax.infer.rules.block import block
 from hsd_jax.infer.rules.kseq import kseq
 from hsd_jax.infer.rules.optimal import chain_and_match
 from hsd_jax.infer.rules.table import RULES, make_rule
-from hsd_jax.infer.step import make_step
 from hsd_jax.types import Drafter, DrawScheme
 
 ROOT, EXACT = 0, 1e-12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hsd_jax.infer.decode import Pace
+from hsd_jax.infer.loop import Pace
 
 
 @pytest.mark.parametrize(("seconds_of_a_round", "rounds"), [(0.001, 90), (0.010, 9), (0.013, 6), (0.089, 1), (0.2, 1)])

@@ -8,7 +8,7 @@ import pytest
 from support import calls, setups
 from support.cases import cases
 
-from hsd_jax.infer import decode
+from hsd_jax.infer import loop
 
 KINDS = cases(
     ["plain", *setups.OF_EACH_KIND.values(), "ahead"],
@@ -26,8 +26,8 @@ def leaves(state) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("proposer", KINDS)
 def test_a_prefill_goes_on_where_it_stopped(proposer, monkeypatch):
-    monkeypatch.setattr(decode, "CHUNK", 2)
-    monkeypatch.setattr(decode, "CHUNK_OF_KERNELS", 2)
+    monkeypatch.setattr(loop, "CHUNK", 2)
+    monkeypatch.setattr(loop, "CHUNK_OF_KERNELS", 2)
     call, setup = calls.mixed_call(), setups.setup("llama", proposer)
     decoder, read, parts = setup.decoder_with(), [], None
     whole = leaves(call.start(decoder, setup.models))

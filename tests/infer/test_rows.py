@@ -13,7 +13,7 @@ import pytest
 from support import calls, setups
 
 from hsd_jax.axes import CACHE, ROWS, SLOTS, axes_of
-from hsd_jax.infer import rows, worth
+from hsd_jax.infer import adapt, rows
 from hsd_jax.types import DecodeState
 
 BATCH, SMALL, LARGE = 6, 32, 64
@@ -29,7 +29,7 @@ def shapes_of(proposer: str, batch: int = BATCH, capacity: int = LARGE) -> Decod
     call, decoder = calls.mixed_call().rows(list(range(batch))), setups.setup("llama", proposer).decoder
 
     def begin(*arrays: Any) -> DecodeState:
-        return dataclasses.replace(decoder.begin(*arrays, capacity=capacity), control=worth.first_control(batch, True))
+        return dataclasses.replace(decoder.begin(*arrays, capacity=capacity), control=adapt.first_control(batch, True))
 
     return jax.eval_shape(begin, *call.arrays()[:4])
 

@@ -11,10 +11,10 @@ import pytest
 from support import calls, setups, toy
 
 import hsd_jax
-from hsd_jax import request
+from hsd_jax import setup
 from hsd_jax.config import TreeConfig
 from hsd_jax.kernels import native
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 
 slow = pytest.mark.slow
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -75,7 +75,7 @@ def test_calls_of_any_size_compile_few_programs(pair, num_calls=12, longest=600,
 
 def test_only_none_is_chosen(pair):
     """A tree that `load` or `decode` was given is that tree, whatever it is equal to, and is verified whole."""
-    tree = request.default_tree(pair.drafter_config)
+    tree = setup.default_tree(pair.drafter_config)
     call = {"prompt": [1, 2, 3], "max_new_tokens": 8, "temperature": 0.8, "eos": ()}
     chosen = hsd_jax.decode(pair, **call).stats.plan
     assert "sampled row" in str(chosen) and chosen.is_adaptive == (chosen.tree is not None)

@@ -21,10 +21,10 @@ import hsd_jax
 from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host import sharding
-from hsd_jax.infer import decode, draw, sampling
-from hsd_jax.infer.decode import Decoder, program_for
+from hsd_jax.infer import draw, loop, sampling
+from hsd_jax.infer.loop import Decoder, program_for
+from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.accept import match_rule
-from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import attention, check, int8, ops, program, triton
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.cache import commit, empty_cache
@@ -316,9 +316,9 @@ def test_a_row_that_enters_a_greedy_program_for_a_gpu_keeps_its_settings():
     assert (first.all_greedy, first.unfiltered, new.all_greedy, new.unfiltered) == (True, True, False, False)
     limits = Limits(jnp.full(1, 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32))
     one = jnp.ones(1, jnp.int32)
-    begin = decode.make_begin(toy.target_config(), decode.NO_DRAFTER)
+    begin = loop.make_begin(toy.target_config(), loop.NO_DRAFTER)
     state = begin(one[:, None], one, sampling.row_keys([(0, 0)]), limits, capacity=16)
-    _, found, _ = decode.insert(
+    _, found, _ = loop.insert(
         (state, jax.device_put(first), limits), (state, jax.device_put(new), limits), jnp.array(0)
     )
     assert (found.all_greedy, found.unfiltered, found.top_k.tolist()) == (False, False, [3])
@@ -328,7 +328,7 @@ def test_a_row_that_enters_a_greedy_program_for_a_gpu_keeps_its_settings():
 def test_rings_decode_what_whole_caches_do(monkeypatch):
     """Rows longer and shorter than a ring, a tree, growth on the way: one layer in three keeps its window only."""
     monkeypatch.setattr(cache_lib, "RING_UNIT", 16)
-    monkeypatch.setattr(decode, "CHUNK", 16)
+    monkeypatch.setattr(loop, "CHUNK", 16)
     config = toy.target_config(
         num_layers=3, head_dim=16, sliding_window=8, layer_types=(SLIDING, FULL, SLIDING), max_position=256
     )

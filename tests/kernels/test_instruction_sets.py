@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 from support import toy
 
-from hsd_jax.infer.decode import program_for
+from hsd_jax.infer.loop import program_for
 from hsd_jax.kernels import native, ops, program
 from hsd_jax.lab.bench import identity
 from hsd_jax.models.placement import Placement
-from hsd_jax.params import describe_arithmetic
+from hsd_jax.pair import describe_arithmetic
 
 PROCESSOR_S = native.cpu_isas
 """The real function; `asked` puts another in its place."""

@@ -11,7 +11,7 @@ import hsd_jax
 from hsd_jax.config import PARALLEL, TreeConfig
 from hsd_jax.measure import simulate
 from hsd_jax.measure import texts as texts_lib
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.types import DraftTree
 
 TREE = TreeConfig(nodes=6, depth=3, width=2)

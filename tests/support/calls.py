@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.infer.decode import UNBOUNDED, Decoder
+from hsd_jax.infer.loop import UNBOUNDED, Decoder
 from hsd_jax.types import NO_TOKEN, Costs, DecodeState, Limits, SamplingParams
 from support.toy import VOCAB, sampling_of
 

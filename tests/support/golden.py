@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import hsd_jax
-from hsd_jax.asked import Sampling
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.table import make_drafter
@@ -29,6 +28,7 @@ from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.session import prepare
+from hsd_jax.settings import Sampling
 from hsd_jax.types import DrawScheme
 from support import toy
 

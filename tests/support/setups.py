@@ -40,15 +40,15 @@ from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.drafters.table import make_drafter as drafter_of
-from hsd_jax.infer import step
-from hsd_jax.infer.decode import Decoder, program_for
+from hsd_jax.infer import round as round_lib
+from hsd_jax.infer.loop import Decoder, program_for
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.train.ngram import make_ngram
 from hsd_jax.types import DecodeState, Drafter, DraftTree, DrawScheme, KVCache, NewKV, SamplingParams
 from support.calls import CAPACITY, Call, cut, generated, mixed_call
@@ -408,7 +408,7 @@ def draft(
 
     def drafted(models, state):
         noise = round_noise(state.keys, state.length - 1, made.max_depth, one.config.vocab_size, sampling)
-        return step.draft(models, made, sampling, state, noise)
+        return round_lib.draft(models, made, sampling, state, noise)
 
     return jax.jit(drafted)(models or one.models, state)
 

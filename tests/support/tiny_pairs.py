@@ -13,9 +13,9 @@ from scipy import stats
 from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.decode import Decoder, program_for
+from hsd_jax.infer.loop import Decoder, program_for
+from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.table import make_rule
-from hsd_jax.infer.step import make_step
 from hsd_jax.types import AcceptRule, DrawScheme
 from support import calls, toy
 

@@ -16,7 +16,7 @@ from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.reading import at_root
 from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.drafters.trunk_state import trunk_states
-from hsd_jax.infer.decode import drafter_after
+from hsd_jax.infer.loop import drafter_after
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.train import drafter, losses

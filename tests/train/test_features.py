@@ -15,7 +15,7 @@ from support import setups
 
 from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence, lm_head
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.train import data, features
 from hsd_jax.train.features import FeatureConfig, open_features
 from hsd_jax.train.rows import Rows

@@ -19,7 +19,7 @@ from support.training import ROWS, TARGET, random_rows, random_weights
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import init_target
-from hsd_jax.params import Params
+from hsd_jax.pair import Params
 from hsd_jax.train import data, distill, own_text
 from hsd_jax.train.loop import LoopConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import ClassVar
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.method import Based
@@ -14,7 +14,7 @@ LONGEST = 8
 """The longest repetition in tokens. Longer ones count as this long."""
 
 
-@settings.dataclass
+@validation.dataclass
 class BothConfig(Based):
     """A drafter that is trained on its target's features, with prompt lookup in addition, which has no weights."""
 

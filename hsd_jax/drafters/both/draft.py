@@ -22,7 +22,7 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.both.config import LONGEST, BothConfig
 from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_drafter
 from hsd_jax.drafters.method import method_of
-from hsd_jax.infer import worth
+from hsd_jax.infer import adapt
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
 from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
@@ -45,7 +45,7 @@ FIRST_SHARE = np.array(
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class Record:
-    """Acceptance of both drafts in the rounds of each row so far. The sums decay as those of `worth.py`."""
+    """Acceptance of both drafts in the rounds of each row so far. The sums decay as those of `adapt.py`."""
 
     accepted: Float[Array, "B"]
     """The number of drafts of the base that the text contains."""
@@ -111,16 +111,16 @@ def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
 def score_tree(tree: DraftTree, record: Record, first: float = 1.0) -> Float[Array, "B N"]:
     """Log of the acceptance probability of the base's nodes, from its own scores and their recent accuracy.
 
-    -inf for places without a node. `first` is `worth.first_trust` of the base.
+    -inf for places without a node. `first` is `adapt.first_trust` of the base.
     """
     assert tree.score is not None, "`with_scores` gave it one"
-    edge = worth.log_share(record.accepted, record.predicted, first)
+    edge = adapt.log_share(record.accepted, record.predicted, first)
     return jnp.where(tree.valid, tree.score + tree.depth.astype(jnp.float32) * edge[:, None], -jnp.inf)
 
 
 def score_copied(found: Copied, is_shared: Bool[Array, "B D"], record: Record) -> Float[Array, "B D"]:
     """Log of the acceptance probability of the copied tokens, from how often similar ones were right."""
-    shares = worth.log_share(record.copied, record.tried, jnp.asarray(FIRST_SHARE)[None])
+    shares = adapt.log_share(record.copied, record.tried, jnp.asarray(FIRST_SHARE)[None])
     edges = jnp.take_along_axis(shares.reshape(len(shares), -1), _cells(found, is_shared), 1)
     return jnp.where(found.run[:, None] > 0, jnp.cumsum(edges, 1), -jnp.inf)
 
@@ -189,8 +189,8 @@ def learned(
     def counted(those: Bool[Array, "B D"]) -> Array:
         return jnp.sum(those[:, :, None] & is_cell, 1).astype(jnp.float32).reshape(record.tried.shape)
 
-    seen = Record(accepted, worth.expected_drafts(known, on_path), counted(right), counted(was_tried))
-    return jax.tree.map(lambda old, new: worth.DECAY * old + new, record, seen)
+    seen = Record(accepted, adapt.expected_drafts(known, on_path), counted(right), counted(was_tried))
+    return jax.tree.map(lambda old, new: adapt.DECAY * old + new, record, seen)
 
 
 def both_drafter(
@@ -221,7 +221,7 @@ def both_drafter(
         with jax.named_scope("both"):
             found = copied(state.lookup, config.lookup, depth)
             nodes = shared_nodes(drafted, found.tokens)
-            of_tree = score_tree(drafted, state.record, worth.first_trust(method.planning.has_score))
+            of_tree = score_tree(drafted, state.record, adapt.first_trust(method.planning.has_score))
             scores = of_tree, score_copied(found, nodes < tree.nodes, state.record)
             if tree.width == 1:
                 best = likelier(drafted, found, *scores)

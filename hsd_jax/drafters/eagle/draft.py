@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import Array
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.reading import Ancestry, at_root
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
@@ -23,7 +23,7 @@ from hsd_jax.models.trunk import base_logits, embed_committed, init_fusion, init
 from hsd_jax.types import Candidates, Drafter, DrawScheme, NewKV, RoundInputs, Weights
 
 
-@settings.dataclass
+@validation.dataclass
 class EagleConfig(TrunkConfig):
     """A recurrent trunk that reads the embeddings of drafted tokens."""
 

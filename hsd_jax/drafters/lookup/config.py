@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from hsd_jax import settings
+from hsd_jax import validation
 
 
-@settings.dataclass
+@validation.dataclass
 class LookupConfig:
     """Prompt lookup: finds the longest n-gram at the end of the context that occurred before, and drafts what followed.
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import DrafterConfig
 from hsd_jax.kernels.ops import matmul
 from hsd_jax.models.trunk import init_fusion
 from hsd_jax.types import Weights
 
 
-@settings.dataclass
+@validation.dataclass
 class MedusaConfig(DrafterConfig):
     """`num_steps` heads over one feature."""
 

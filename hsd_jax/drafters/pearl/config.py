@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.settings import Count
+from hsd_jax.validation import Count
 
 
-@settings.dataclass
+@validation.dataclass
 class PearlConfig:
     """A small language model, and the number of tokens that it drafts in a round, `gamma`."""
 

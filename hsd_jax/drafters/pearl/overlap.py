@@ -32,9 +32,9 @@ from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.pearl.draft import DraftChain, PearlState, RoundOutcome, first_outcome, halves, pearl_drafter
 from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
+from hsd_jax.infer import round as round_lib
 from hsd_jax.infer import rows
-from hsd_jax.infer import step as step_lib
-from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full
+from hsd_jax.infer.loop import CHUNK, UNBOUNDED, Decoder, Rows, is_full
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.rules.accept import check_legal
 from hsd_jax.infer.sampling import round_noise
@@ -95,8 +95,8 @@ class Overlapped(Decoder):
             The tip is not known yet. Its node has an older token, which the target does not read.
             """
             noise = round_noise(state.keys, state.length - 1, half.max_depth + 1, config.vocab_size, sampling)
-            tree, _ = both.chained(state.drafter, state.drafter.fresh, *step_lib.root_of(state))
-            return step_lib.target_pass(models, config, half, state, tree), noise
+            tree, _ = both.chained(state.drafter, state.drafter.fresh, *round_lib.root_of(state))
+            return round_lib.target_pass(models, config, half, state, tree), noise
 
         def judge(
             sampling: SamplingParams,
@@ -107,9 +107,9 @@ class Overlapped(Decoder):
             noise: Array,
         ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
             """The state after the round and its outcome. The last result is for the host."""
-            tree, phase = both.chained(state.drafter, fresh, *step_lib.root_of(state))
+            tree, phase = both.chained(state.drafter, fresh, *round_lib.root_of(state))
             judged = dataclasses.replace(state, drafter=phase), tree, output, noise
-            after, _, _ = step_lib.judge_and_commit({}, half, rule, sampling, limits, *judged)
+            after, _, _ = round_lib.judge_and_commit({}, half, rule, sampling, limits, *judged)
             outcome, phase = after.drafter
             after = rows.placed(dataclasses.replace(after, drafter=phase))
             return after, outcome, jnp.stack([after.length, after.done.astype(jnp.int32)])

@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters.method import Based
-from hsd_jax.settings import Count
+from hsd_jax.validation import Count
 
 ZERO_GRAM = "0-gram"
 """The name of the scorer that adds nothing: the trees have the likeliest paths of the heads alone."""
@@ -21,7 +21,7 @@ ALPHA = 0.5
 """The default factor of a scorer's log p."""
 
 
-@settings.dataclass
+@validation.dataclass
 class NgramConfig:
     """The sizes of an n-gram model, and the tokenizer with which it was counted. `ngram.py` has its weights."""
 
@@ -37,7 +37,7 @@ class NgramConfig:
     """`tokenizer.hash_of` the tokenizer's vocabulary."""
 
 
-@settings.dataclass
+@validation.dataclass
 class RescoredConfig(Based):
     """A drafter with token-free states, and a scorer of the transitions between their tokens."""
 

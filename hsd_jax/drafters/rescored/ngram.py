@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.drafters.rescored.config import NgramConfig
 from hsd_jax.host.files import read_object
 from hsd_jax.models.placement import HERE, Placement
@@ -45,7 +45,7 @@ def save_ngram(folder: str | Path, config: NgramConfig, weights: Weights) -> Non
 def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramConfig, Weights]:
     """Reads what `save_ngram` wrote."""
     path = config_file(folder, NGRAM)
-    config = settings.read(NgramConfig, read_object(path), str(path))
+    config = validation.read(NgramConfig, read_object(path), str(path))
     return config, read(folder, NGRAM, init_ngram, config, placement=placement)
 
 

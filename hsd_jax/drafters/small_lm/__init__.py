@@ -15,8 +15,8 @@ from hsd_jax.drafters.small_lm.draft import small_lm_drafter
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.settings import shown
 from hsd_jax.types import Weights
+from hsd_jax.validation import shown
 
 DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
 """Short, because a small model needs one pass for each token of its chain."""

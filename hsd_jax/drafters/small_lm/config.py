@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import ModelConfig
-from hsd_jax.settings import Count
+from hsd_jax.validation import Count
 
 
-@settings.dataclass
+@validation.dataclass
 class DraftingModel(ModelConfig):
     """A language model with the vocabulary size of the model for which it drafts.
 
@@ -22,7 +22,7 @@ class DraftingModel(ModelConfig):
     """The number of rows in its files. None: `vocab_size`."""
 
 
-@settings.dataclass
+@validation.dataclass
 class SmallLMConfig(DraftingModel):
     """An independent language model in the role of a drafter."""
 

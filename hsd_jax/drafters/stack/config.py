@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.settings import Count
 from hsd_jax.types import Weights
+from hsd_jax.validation import Count
 
 
-@settings.dataclass
+@validation.dataclass
 class StackConfig:
     """A small language model that drafts for the target, and a drafter that drafts for this model.
 

@@ -1,7 +1,7 @@
 """A stack: a drafter whose drafts are the text of a middle model, for which another drafter drafts.
 
 This is hierarchical speculative decoding (Globerson et al., arXiv:2510.19705; methods.md 4.3). The middle model writes
-its own text in rounds of `infer/step.py`, under `match`. So its drafts for the target are bit for bit a sample path of
+its own text in rounds of `infer/round.py`, under `match`. So its drafts for the target are bit for bit a sample path of
 the middle model, whatever drafter drafts for it, and the target may judge them as drawn from the middle model. Stacks
 nest: `inner` may be a stack.
 
@@ -36,8 +36,8 @@ from hsd_jax.drafters.method import method_of
 from hsd_jax.drafters.reading import read_on
 from hsd_jax.drafters.shared import check_chain, check_vocabulary
 from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.infer import round as round_lib
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer import step as step_lib
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.draw import inverse_temperature
 from hsd_jax.infer.plain import follow_path
@@ -250,11 +250,11 @@ def write_on(
         now, states, logp = carry
         num = now.length - before
         of_round = cache_lib.take_nodes(noise, num[:, None] + jnp.arange(num_noisy), axis=1)
-        tree, known = step_lib.draft(models, inner, sampling, now, of_round)
+        tree, known = round_lib.draft(models, inner, sampling, now, of_round)
         now = dataclasses.replace(now, drafter=known)
-        output = sane(step_lib.target_pass(models, stack.middle, inner, now, tree))
+        output = sane(round_lib.target_pass(models, stack.middle, inner, now, tree))
         judged = now, tree, output, of_round
-        now, verdict, _ = step_lib.judge_and_commit(models, inner, stack.rule, sampling, limits, *judged)
+        now, verdict, _ = round_lib.judge_and_commit(models, inner, stack.rule, sampling, limits, *judged)
         now = dataclasses.replace(now, done=is_done | (now.length - before >= stack.enough))
         along = lambda x: cache_lib.take_nodes(x, verdict.path, axis=1)  # noqa: E731
         put = lambda old, new: cache_lib.write_rows(old, new, num, axis=1)  # noqa: E731

@@ -7,15 +7,15 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import ChainLength, ModelConfig
 from hsd_jax.drafters.small_lm.config import DraftingModel
-from hsd_jax.settings import Count
+from hsd_jax.validation import Count
 
 Layer = Annotated[int, Field(ge=1, le=10_000)]
 
 
-@settings.dataclass
+@validation.dataclass
 class SteeredConfig(DraftingModel):
     """A language model whose MLPs have a bias computed from the target's states.
 

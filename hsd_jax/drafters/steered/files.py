@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import ChainLength
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.small_lm import drafting_model
@@ -16,11 +16,11 @@ from hsd_jax.host.files import read_object
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.tensor_files import config_file, is_stored, read, store
-from hsd_jax.settings import Count
 from hsd_jax.types import Weights
+from hsd_jax.validation import Count
 
 
-@settings.dataclass
+@validation.dataclass
 class SteeringFields:
     """The content of `steering_config.json`: the fields of a `SteeredConfig` that are not the model's."""
 
@@ -41,7 +41,7 @@ def read_stored(folder: Path) -> SteeringFields | None:
     if not is_stored(folder, STEERING):
         return None
     path = config_file(folder, STEERING)
-    return settings.read(SteeringFields, read_object(path), str(path))
+    return validation.read(SteeringFields, read_object(path), str(path))
 
 
 def load_steered(

@@ -22,8 +22,8 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hsd_jax import settings
-from hsd_jax.settings import OneOf, PositiveShare
+from hsd_jax import validation
+from hsd_jax.validation import OneOf, PositiveShare
 
 LINEAR, SQUARE, EXPONENTIAL = "linear", "square", "exponential"
 FUNCTIONS = (LINEAR, SQUARE, EXPONENTIAL)
@@ -31,7 +31,7 @@ LARGEST_FACTOR = 1e30
 """The largest factor of a probability. It keeps the product finite in float32 for every epsilon."""
 
 
-@settings.dataclass
+@validation.dataclass
 class Lossy:
     """The function f(p): linear p / epsilon, square p / epsilon^2, exponential p^epsilon. All are p at epsilon 1."""
 
@@ -51,12 +51,12 @@ class Lossy:
         try:
             if isinstance(value, str):
                 function, _, text = value.partition(":")
-                found = cls(function, settings.parse(float, text, "epsilon"))
+                found = cls(function, validation.parse(float, text, "epsilon"))
             else:
                 pair = tuple(value) if isinstance(value, list) else value
-                found = cls(*settings.take(tuple[str, float], pair, "(F, EPSILON)"))
+                found = cls(*validation.take(tuple[str, float], pair, "(F, EPSILON)"))
         except ValueError as error:
-            raise ValueError(f"lossy={settings.shown(value)}: {error}; expected F:EPSILON") from None
+            raise ValueError(f"lossy={validation.shown(value)}: {error}; expected F:EPSILON") from None
         if rule != "recursive":
             raise ValueError(f"lossy={found.name!r}: needs accept='recursive', but this call has accept={rule!r}")
         return found

@@ -21,7 +21,7 @@ from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.lab.bench.prompts import BenchPrompt, RunOptions
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.measure.speeds import Mode, mode_record, speedup, spread, time_modes
-from hsd_jax.request import keeps_text
+from hsd_jax.setup import keeps_text
 
 
 def run_experiment(

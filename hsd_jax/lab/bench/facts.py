@@ -17,7 +17,7 @@ from hsd_jax.kernels import native
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.tensor_files import MODEL, is_stored, read
-from hsd_jax.params import describe_arithmetic
+from hsd_jax.pair import describe_arithmetic
 from hsd_jax.planning.device import cpu_model, num_cores
 
 

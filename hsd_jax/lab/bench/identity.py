@@ -20,18 +20,18 @@ from jax.scipy.stats import chi2
 from jaxtyping import Array, Float, Int
 
 from hsd_jax import api
-from hsd_jax.arguments import sampling_of_row
-from hsd_jax.asked import Speculation
 from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.host.distributed import fetch
-from hsd_jax.infer.decode import program_for
+from hsd_jax.infer.loop import program_for
 from hsd_jax.infer.sampling import perturb, round_noise, row_keys, target_distribution
+from hsd_jax.inputs import sampling_of_row
 from hsd_jax.kernels import native
 from hsd_jax.lab.bench.tables import Table, print_tables, say
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
-from hsd_jax.params import default_tree
-from hsd_jax.request import keeps_text
+from hsd_jax.pair import default_tree
+from hsd_jax.settings import Speculation
+from hsd_jax.setup import keeps_text
 from hsd_jax.types import SamplingParams
 
 EXACT_GAP = 1e-4

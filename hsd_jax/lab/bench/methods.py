@@ -13,18 +13,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hsd_jax import settings
-from hsd_jax.asked import Speculation, SpeculationSettings
+from hsd_jax import validation
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import read_yaml
 from hsd_jax.lab.bench.presets import PRESETS
 from hsd_jax.lab.bench.prompts import RunOptions
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.loading import Additions
 from hsd_jax.measure.pearl import pearl
 from hsd_jax.measure.speeds import HOW, Mode, parse_tree
 from hsd_jax.measure.stack import stacked
-from hsd_jax.params import ALPHA, Params, default_tree, rescore
+from hsd_jax.pair import ALPHA, Params, default_tree, rescore
+from hsd_jax.settings import Additions, Speculation, SpeculationSettings
 
 PLAIN = "plain"
 CHOSEN = "chosen"
@@ -33,10 +32,10 @@ RUN = "run"
 """The line of a file that holds options of the run."""
 
 
-How: Any = settings.record("How", SpeculationSettings, names=HOW)
+How: Any = validation.record("How", SpeculationSettings, names=HOW)
 
 
-@settings.dataclass
+@validation.dataclass
 class MethodOptions(Additions, How):
     """The changes of a method from the defaults: the drafter of the command line, its own tree and `match`.
 
@@ -74,8 +73,8 @@ def read_methods(name: str) -> tuple[Methods, RunOptions]:
         raise ValueError(f"{path}: expected NAME: {{KEY: VALUE, ...}}, one line per method; keys are {keys}")
     if PLAIN in found:
         raise ValueError(f"{path}: {PLAIN!r} is always measured; give the method another name")
-    run = settings.read(RunOptions, found.pop(RUN, None) or {}, str(path), RUN)
-    methods = {str(key): settings.read(MethodOptions, line or {}, str(path), str(key)) for key, line in found.items()}
+    run = validation.read(RunOptions, found.pop(RUN, None) or {}, str(path), RUN)
+    methods = {str(key): validation.read(MethodOptions, line or {}, str(path), str(key)) for key, line in found.items()}
     if not methods:
         raise ValueError(f"{path}: has no method")
     if sum(method.reference for method in methods.values()) > 1:

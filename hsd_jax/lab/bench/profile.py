@@ -1,4 +1,4 @@
-"""Times the stages of a round. Each is timed alone, at the shapes of a real decode, inside one compiled loop.
+"""Times the stages of a round_lib. Each is timed alone, at the shapes of a real decode, inside one compiled loop.
 
 Decoding uses nothing of this module.
 """
@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.arguments import Prompt
-from hsd_jax.asked import Sampling
 from hsd_jax.drafters.table import make_drafter, method_of
-from hsd_jax.infer import step
+from hsd_jax.infer import round as round_lib
 from hsd_jax.infer.rules.table import make_rule
 from hsd_jax.infer.sampling import round_noise
+from hsd_jax.inputs import Prompt
 from hsd_jax.measure.speeds import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
-from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
+from hsd_jax.settings import Sampling
+from hsd_jax.setup import rule_and_scheme
 from hsd_jax.types import RoundInputs
 
 STAGES = ("draft", "head", "tree", "verify", "commit", "rest")
-"""The stages of a round.
+"""The stages of a round_lib.
 
 `draft` is all of drafting if that cannot be divided; then `head` and `tree` are 0. `commit` has judging, cutting the
 text, and the commit of both caches. `rest` is the round minus the stages. They are timed alone, so it has the effect of
@@ -44,7 +44,7 @@ def profile_mode(
       iterations: runs of a stage inside one compiled loop, and rounds of the whole loop.
       repeats: timings, of which the median is taken.
     Returns:
-      seconds: of each of STAGES, and of the `whole` round. shares: of each of STAGES in the round; they sum to 1.
+      seconds: of each of STAGES, and of the `whole` round_lib. shares: of each of STAGES in the round; they sum to 1.
     """
     params, tree, how = mode.params, mode.tree, dataclasses.replace(mode.how, adaptive=None)
     session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), how)
@@ -65,16 +65,18 @@ def profile_mode(
     # every iteration does the same work. Verification only reads the target's cache, so the cache is passed with the
     # weights. As an input the timed loop would copy it.
     def draft(models, inputs):
-        drafted, after = step.draft(models, drafter, sampling, dataclasses.replace(state, drafter=inputs), noise)
+        drafted, after = round_lib.draft(models, drafter, sampling, dataclasses.replace(state, drafter=inputs), noise)
         return drafted, with_counts_of(after, inputs)
 
     def verify(models, drafted):
         own = dataclasses.replace(state, cache=models["cache"])
-        return step.target_pass(models, config, drafter, own, drafted), drafted
+        return round_lib.target_pass(models, config, drafter, own, drafted), drafted
 
     def commit(models, inputs):
         drafted, output, before = inputs
-        after, _, count = step.judge_and_commit(models, drafter, rule, sampling, limits, before, drafted, output, noise)
+        after, _, count = round_lib.judge_and_commit(
+            models, drafter, rule, sampling, limits, before, drafted, output, noise
+        )
         cache = dataclasses.replace(after.cache, length=before.cache.length)
         own = with_counts_of(after.drafter, before.drafter)
         kept = {"length": before.length, "done": before.done, "stats": before.stats}

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.settings import Count, OneOf, Seed, Temperature, dataclass
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train.documents import Turns, chat_template_of, content_of, question_prompt, render_turns, speaker_of
 from hsd_jax.train.records import CONVERSATIONS, LINES, Record, naming, read_file, read_records
+from hsd_jax.validation import Count, OneOf, Seed, Temperature, dataclass
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h. Choose settings on the first, report on the second."""

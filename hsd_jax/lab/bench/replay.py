@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.infer.step import make_step
+from hsd_jax.infer.round import make_step
 from hsd_jax.session import Session
 from hsd_jax.types import AcceptRule, DraftTree
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax import settings
+from hsd_jax import validation
 from hsd_jax.config import TreeConfig
 from hsd_jax.host.files import replacing, write_text
 from hsd_jax.lab.bench.experiment import is_plain_text, wrong_texts
@@ -45,7 +45,7 @@ def same_text(row: dict[str, Any]) -> str:
 def _tree(row: dict[str, Any]) -> str:
     if row.get("tree") is None:
         return ", ".join(plan.partition(":")[0] for plan in row.get("plans", ()))
-    return settings.read(TreeConfig, row["tree"], "tree").name
+    return validation.read(TreeConfig, row["tree"], "tree").name
 
 
 def _rule(row: dict[str, Any]) -> str:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import jinja2
 import numpy as np
 
-from hsd_jax.arguments import encode
-from hsd_jax.asked import Sampling, Speculation
+from hsd_jax.inputs import encode
 from hsd_jax.lab.bench.replay import Round, replay
-from hsd_jax.request import rule_and_scheme
 from hsd_jax.session import prepare
+from hsd_jax.settings import Sampling, Speculation
+from hsd_jax.setup import rule_and_scheme
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
 
 CONTEXT = 16

@@ -12,11 +12,11 @@ import pytest
 from support import chat, command_line, setups, toy
 
 import hsd_jax
-from hsd_jax.asked import Speculation
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.lab.bench import experiment, methods, profile, prompts, report
 from hsd_jax.lab.bench.presets import PRESETS
 from hsd_jax.measure import speeds
+from hsd_jax.settings import Speculation
 from hsd_jax.tokenizer import Tokenizer
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both

@@ -9,7 +9,7 @@ from support import setups, toy
 from support.meshes import PROMPTS
 
 import hsd_jax
-from hsd_jax.arguments import sampling_of_row
+from hsd_jax.inputs import sampling_of_row
 from hsd_jax.lab.bench import identity
 from hsd_jax.lab.bench.identity import FALSE_ALARM, replay_logits
 from hsd_jax.types import SamplingParams

@@ -8,7 +8,7 @@ import types
 import pytest
 from support import chat
 
-from hsd_jax.arguments import encode
+from hsd_jax.inputs import encode
 from hsd_jax.lab.bench import prompts
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.models.checkpoint import DEMO

@@ -12,10 +12,10 @@ import pytest
 from support import command_line
 
 import hsd_jax
-from hsd_jax.asked import records
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench.replay import Round
 from hsd_jax.lab.viz import page as page_lib
+from hsd_jax.settings import records
 from hsd_jax.types import NO_PARENT
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both

@@ -13,7 +13,7 @@ import pytest
 from support import calls, setups
 from support.cases import cases
 
-from hsd_jax.infer import worth
+from hsd_jax.infer import adapt
 from hsd_jax.types import Costs, DecodeState, DecodeStats, Drafts, DraftTree, KVCache
 
 
@@ -27,16 +27,16 @@ def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: fl
 @functools.cache
 def selecting(price: float):
     def select(tree, state, costs):
-        kept = worth.select_nodes(tree, state, costs)
-        return kept, worth.round_seconds(tree, kept, state, costs)
+        kept = adapt.select_nodes(tree, state, costs)
+        return kept, adapt.round_seconds(tree, kept, state, costs)
 
     return jax.jit(select)
 
 
 def select_nodes(*args):
-    """`worth.select_nodes` as one program at the price of the test, and the seconds of the round: operation by
+    """`adapt.select_nodes` as one program at the price of the test, and the seconds of the round: operation by
     operation it takes several times as long."""
-    return selecting(worth.SHARE_OF_PRICE)(*args)
+    return selecting(adapt.SHARE_OF_PRICE)(*args)
 
 
 def state_of(control, *done: int) -> DecodeState:
@@ -62,7 +62,7 @@ def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
 
 @pytest.fixture
 def full_price(monkeypatch):
-    monkeypatch.setattr(worth, "SHARE_OF_PRICE", 1.0)
+    monkeypatch.setattr(adapt, "SHARE_OF_PRICE", 1.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -77,8 +77,8 @@ def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
     priced = costs(batch * num, batch, node=node, fixed=fixed, draft=draft)
     priced = dataclasses.replace(priced, pass_seconds=jnp.asarray(passes, jnp.float32))
     seen = {"accepted": jnp.asarray([0.0, 2.0, 8.0]), "predicted": jnp.full(3, 8.0)}
-    control = dataclasses.replace(worth.first_control(batch), **seen)
-    likely = np.asarray(worth.survival(tree, control, priced))
+    control = dataclasses.replace(adapt.first_control(batch), **seen)
+    likely = np.asarray(adapt.survival(tree, control, priced))
     best = max(
         np.sort(likely.ravel())[::-1][:count].sum() / (passes[count] + draft) for count in range(batch, batch * num + 1)
     )
@@ -96,7 +96,7 @@ def test_what_is_kept_approaches_the_highest_speed(seed, full_price):
 
 
 def test_a_row_that_comes_in_takes_over_whether_drafts_pay():
-    control = worth.first_control(4, counts_drafts=True)
+    control = adapt.first_control(4, counts_drafts=True)
     control = dataclasses.replace(
         control,
         accepted=jnp.arange(4.0),
@@ -109,13 +109,13 @@ def test_a_row_that_comes_in_takes_over_whether_drafts_pay():
     )
     mask = jnp.asarray([False, False, True, False])
     for live in ([True, True, False, False], [True, True, True, False]):  # whether or not it counts as live by now
-        found = worth.after_admission(control, jnp.asarray(live), mask)
+        found = adapt.after_admission(control, jnp.asarray(live), mask)
         assert found.tokens.tolist() == [2.0, 4.0, 3.0, 100.0] and found.plain.tolist() == [1.0, 5.0, 3.0, 100.0]
         assert found.rounds.tolist() == [7, 7, 7, 90] and found.wait.tolist() == [3, 3, 3, 9]
         assert found.backoff.tolist() == [8, 8, 8, 32]
         assert found.accepted.tolist() == [0.0, 1.0, 0.0, 3.0]
         assert found.drafts.tolist() == [[5, 5], [5, 5], [0, 0], [5, 5]]
-    alone, fresh = worth.after_admission(control, mask, mask), worth.first_control(4, counts_drafts=True)
+    alone, fresh = adapt.after_admission(control, mask, mask), adapt.first_control(4, counts_drafts=True)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[2], b[2]), alone, fresh)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[3], b[3]), alone, control)
 
@@ -184,7 +184,7 @@ def test_a_poor_drafter_is_asked_ever_less_often_and_a_good_one_in_every_round()
     call = calls.mixed_call().rows([3]).replace(new_tokens=[44])
     dear = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=20.0), call)
     good = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=0.0), call)
-    assert int(dear.control.backoff[0]) > worth.FIRST_WAIT == int(good.control.backoff[0])
+    assert int(dear.control.backoff[0]) > adapt.FIRST_WAIT == int(good.control.backoff[0])
     assert int(good.stats.num_drafted[0]) == int(good.stats.num_target_passes[0])
 
 

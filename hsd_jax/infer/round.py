@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.infer import adapt
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer import worth
 from hsd_jax.infer.rules.accept import check_legal, without_bonus
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import native, program
@@ -60,22 +60,22 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
 
-        stop = None if costs is None else worth.stop_rule(state, costs)
+        stop = None if costs is None else adapt.stop_rule(state, costs)
         # What is learned has seen rejected drafts. If it decides how long a chain is, the chain must not share their
         # noise.
         keys_are_per_round = is_drawn and (rule.judges_jointly or costs is not None)
         tree, drafter_state = draft(models, drafter, sampling, state, noise, keys_are_per_round, stop)
         state, drafted = dataclasses.replace(state, drafter=drafter_state), tree
         if costs is not None:
-            with jax.named_scope("worth"):
-                tree = dataclasses.replace(tree, valid=worth.select_nodes(tree, state, costs))
+            with jax.named_scope("adapt"):
+                tree = dataclasses.replace(tree, valid=adapt.select_nodes(tree, state, costs))
 
         output = target_pass(models, config, drafter, state, tree)
         state, verdict, count = judge_and_commit(models, drafter, rule, sampling, limits, state, tree, output, noise)
         state = dataclasses.replace(state, drafter=cache_lib.undo_idle_rows(count, before.drafter, state.drafter))
         if costs is None:
             return state
-        control = worth.after_round(before, costs, drafted, tree, verdict, count)
+        control = adapt.after_round(before, costs, drafted, tree, verdict, count)
         return dataclasses.replace(state, control=control)
 
     return step

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 
 from hsd_jax.host.files import check_new_folder, cpu_lines, user_cache
-from hsd_jax.settings import is_off
+from hsd_jax.validation import is_off
 
 SHORTEST = 0.1
 """Programs that took at least this many seconds to compile are kept."""

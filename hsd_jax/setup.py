@@ -1,6 +1,6 @@
 """Decides how rows are decoded: the tree, the acceptance rule, the compiled functions and the sizes of their arrays.
 
-Wrong settings of speculation raise an error here, and wrong settings of a row in `arguments.py`, before anything
+Wrong settings of speculation raise an error here, and wrong settings of a row in `inputs.py`, before anything
 compiles.
 """
 
@@ -13,25 +13,25 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from hsd_jax.asked import AUTO, Speculation
 from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.drafters.table import make_drafter, method_of
+from hsd_jax.host.compilation import make_room
 from hsd_jax.host.distributed import check_mesh
 from hsd_jax.host.jax_settings import check_jax_settings
-from hsd_jax.host.programs import make_room
-from hsd_jax.infer.decode import GROWTH, Decoder, or_most, program_for
+from hsd_jax.infer.adapt import with_drafts
+from hsd_jax.infer.loop import GROWTH, Decoder, or_most, program_for
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.lossy import Lossy
 from hsd_jax.infer.rules.table import RULES, make_rule
-from hsd_jax.infer.step import make_step
-from hsd_jax.infer.worth import with_drafts
 from hsd_jax.kernels import native
 from hsd_jax.kernels.program import Program
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.params import Params, default_tree
+from hsd_jax.pair import Params, default_tree
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.plan import Plan, check_adaptive, is_warm, loop_costs, may_end_early, plan_for
 from hsd_jax.planning.race import Race
+from hsd_jax.settings import AUTO, Speculation
 from hsd_jax.types import AcceptRule, Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from support import setups
 
-from hsd_jax import request
-from hsd_jax.asked import Speculation
-from hsd_jax.host import programs
+from hsd_jax import setup
+from hsd_jax.host import compilation
+from hsd_jax.settings import Speculation
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def process(tmp_path, monkeypatch):
         found.maps(found.left)
 
     (tmp_path / "most").write_text("100\n")
-    monkeypatch.setattr(programs, "MAPS", tmp_path / "maps")
-    monkeypatch.setattr(programs, "MOST_MAPS", tmp_path / "most")
-    monkeypatch.setattr(programs, "_kept", 0)
+    monkeypatch.setattr(compilation, "MAPS", tmp_path / "maps")
+    monkeypatch.setattr(compilation, "MOST_MAPS", tmp_path / "most")
+    monkeypatch.setattr(compilation, "_kept", 0)
     monkeypatch.setattr(jax, "clear_caches", clear)
-    programs._compiled.set()
+    compilation._compiled.set()
     return found
 
 
@@ -47,37 +47,37 @@ def test_programs_go_when_they_take_half_of_the_maps_that_others_leave(process, 
     for num, wanted in steps:
         process.maps(num)
         compile_one()
-        programs.make_room()
+        compilation.make_room()
         assert process.num_cleared == wanted
 
 
 def test_a_call_and_a_session_make_room_first(process):
     compile_one()
     process.maps(51)
-    request.set_up(setups.params_of("beam"), Speculation(speculate=False), 1, 1, 512, 0.0)
+    setup.set_up(setups.params_of("beam"), Speculation(speculate=False), 1, 1, 512, 0.0)
     assert process.num_cleared == 1
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not programs.MOST_MAPS.exists(), reason="Linux only")
+@pytest.mark.skipif(not compilation.MOST_MAPS.exists(), reason="Linux only")
 def test_a_process_with_few_maps_left_survives_many_programs():
     """Without `make_room` XLA ends it: by a segmentation fault, or aborted by LLVM."""
     script = """
         import ctypes, mmap, sys
         import jax, jax.numpy as jnp
-        from hsd_jax.host import programs
+        from hsd_jax.host import compilation
 
         def function(i):
             return jax.jit(lambda x: jnp.argsort(jnp.sin(x @ x + i) + jnp.cumsum(x, 0), 1))
 
         functions, x = [function(i) for i in range(40)], jnp.ones((16, 16))
-        num = int(programs.MOST_MAPS.read_text()) - 100 - programs._num_maps()
+        num = int(compilation.MOST_MAPS.read_text()) - 100 - compilation._num_maps()
         memory = mmap.mmap(-1, (num + 2) * mmap.PAGESIZE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         for page in range(0, num, 2):  # every other page may only be read
             ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page * mmap.PAGESIZE), mmap.PAGESIZE, 1)
         for one in functions:
-            programs.make_room()
+            compilation.make_room()
             one(x)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=300)

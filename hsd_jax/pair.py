@@ -30,14 +30,14 @@ from hsd_jax.host.distributed import check_mesh, put
 from hsd_jax.host.files import sha256
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.kernels import int8, native, program
-from hsd_jax.loading import Loading, LoadSettings
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.tensor_files import MODEL, checked_dtype, is_stored
-from hsd_jax.settings import Count, NotNegative, shown, take, takes
+from hsd_jax.settings import Loading, LoadSettings
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
+from hsd_jax.validation import Count, NotNegative, shown, take, takes
 
 WITHOUT_WEIGHTS = tuple(method.config for method in DRAFTING_METHODS.values() if method.parse is not None)
 """Configurations that are complete drafters, because their methods have no weights."""

@@ -13,16 +13,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.asked import Length, Sampling, SamplingSettings
 from hsd_jax.config import bucket
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import put
 from hsd_jax.host.files import decoded
 from hsd_jax.infer.sampling import row_keys, with_exclusions
-from hsd_jax.params import Params
-from hsd_jax.settings import MOST, parts_of, row_hint, shown, take
+from hsd_jax.pair import Params
+from hsd_jax.settings import Length, Sampling, SamplingSettings
 from hsd_jax.tokenizer import Messages, check_unicode
 from hsd_jax.types import NO_TOKEN, Limits, SamplingParams
+from hsd_jax.validation import MOST, parts_of, row_hint, shown, take
 
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""

@@ -22,11 +22,11 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import of_first
+from hsd_jax.infer import adapt
 from hsd_jax.infer import rows as row_lib
-from hsd_jax.infer import worth
 from hsd_jax.infer.plain import make_plain_block
+from hsd_jax.infer.round import Step
 from hsd_jax.infer.sampling import without_exclusions
-from hsd_jax.infer.step import Step
 from hsd_jax.kernels import native, program
 from hsd_jax.kernels.check import gpu_kernels_agree
 from hsd_jax.kernels.program import Program
@@ -105,7 +105,7 @@ def make_begin(config: ModelConfig, drafter: Drafter, cache_dtype=jnp.float32) -
             drafter=drafter.init(tokens, length, capacity),
             keys=keys,
             stats=DecodeStats(zeros, jnp.zeros((batch, drafter.max_depth + 1), jnp.int32), zeros),
-            control=None if costs is None else worth.first_control(batch, costs.level_seconds is not None),
+            control=None if costs is None else adapt.first_control(batch, costs.level_seconds is not None),
         )
         return row_lib.placed(state)
 
@@ -174,7 +174,7 @@ def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
     state, sampling, limits = row_lib.copied(rows, slot, new)
     if state.control is not None:
         here = jnp.arange(len(is_live)) == slot
-        state = dataclasses.replace(state, control=worth.after_admission(state.control, is_live, here))
+        state = dataclasses.replace(state, control=adapt.after_admission(state.control, is_live, here))
     return state, sampling, limits
 
 
@@ -196,7 +196,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter) -> Callable:
     """Makes `loop(models, costs, sampling, limits, num_rounds, least_live, state) -> state`.
 
     It runs rounds until `num_rounds` have run, until fewer than `least_live` >= 1 rows are not done, or until a cache
-    is full. If `worth` decides that drafts do not pay, blocks of plain rounds run between those of `step`. Both are
+    is full. If `adapt` decides that drafts do not pay, blocks of plain rounds run between those of `step`. Both are
     inner loops of one program and not branches of one round, because XLA would copy the caches at a branch.
     """
 
@@ -229,15 +229,15 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter) -> Callable:
         plain_block = make_plain_block(config, drafter)
 
         def drafts_pay(carry):
-            return goes_on(*carry) & ~worth.is_waiting(carry[1], costs)
+            return goes_on(*carry) & ~adapt.is_waiting(carry[1], costs)
 
         def waits(done_rounds: Array, num: Array, state: DecodeState) -> Array:
-            return goes_on(done_rounds + num, state) & worth.is_waiting(state, costs)
+            return goes_on(done_rounds + num, state) & adapt.is_waiting(state, costs)
 
         def body(carry):
             num_done, state = lax.while_loop(drafts_pay, round_of, carry)
             state, num = plain_block(functools.partial(waits, num_done), models, sampling, limits, state)
-            return num_done + num, worth.after_plain_rounds(state, num)
+            return num_done + num, adapt.after_plain_rounds(state, num)
 
         return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 
