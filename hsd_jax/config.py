@@ -147,7 +147,7 @@ class DrafterConfig:
     """Fingerprint of the target the drafter was trained for."""
     vocabulary_hash: str = dataclasses.field(default="", repr=False)
     """Fingerprint of that target's vocabulary. A fine-tuned version of the target shares it. Empty: unknown. It is not
-    part of `repr`, by which records of `tune` identify a drafter."""
+    part of `repr`, by which a drafter is known."""
     feature_layers: tuple[Whole, ...] = ()
     """Layers of the target, counted from 0 and ascending, after which the drafter reads the residual stream
     (methods.md, A2). Empty: it reads the final hidden state."""

@@ -186,7 +186,8 @@ class Session:
         if setup.plan.tree is None and may_draft and rates_here(params.mesh is None).skips_positions:
             # Drafts may still pay while few slots are busy.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0, is_refilled=True)
-        known = params.fingerprint_pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
+        known = params.fingerprint_pair, params.dtype, params.precision, slots, max_len, speculation
+        known = known, setup.plan, setup.race is None
         check_same("models and settings of the session", repr(known))
         self._begin(params, setup, num_rows, slots, max_len)
         check_free(
@@ -478,9 +479,8 @@ class Session:
         self._check_open()
         start, has_ended = time.perf_counter(), False
         with self._closes_on_error():
-            race = self.setup.race
-            if race is not None and race.goes_on(rounds) and not reads:
-                raced, has_ended = self._race(race, rounds)
+            if self.setup.race is not None and self._running and not reads:
+                raced, has_ended = self._race(self.setup.race, rounds)
                 rounds -= raced if rounds < UNBOUNDED else 0
             while rounds > 0 and self.num_running >= least_live and not (has_ended and rounds < UNBOUNDED):
                 self._call(rounds, least_live, self.setup.costs)
@@ -502,49 +502,21 @@ class Session:
         self.rows = state, sampling, limits
 
     def _race(self, race: Race, rounds: int) -> tuple[int, bool]:
-        """Runs laps of the race. Returns how many of the `rounds` have run, and whether a row has ended.
-
-        Where rounds with and without drafts may round differently, each lap runs on a copy of the rows: the clock does
-        not choose where a text turns.
-        """
-        setup, kept, running, has_ended = self.setup, self.rows, list(self._running), False
-        assert setup.costs is not None and kept is not None
-        if not running or fetch(setup.costs.drafts)[len(running)] == Drafts.NEVER:
-            return 0, False
-        slot, costs = running[0].slot, [with_drafts(setup.costs, has_drafts) for has_drafts in (False, True)]
-
-        def look() -> tuple[int, float, bool]:
-            """What a row says of the laps: its passes, `Control.plain`, and whether it has ended."""
-            state: Any = self.rows and self.rows[0]
-            found = state.stats.num_target_passes, state.control.plain, state.done
-            passes, plain, is_done = (fetch(x)[slot].item() for x in found)
-            return passes, plain, is_done
-
-        def prepare() -> None:
-            nonlocal known
-            if not setup.is_exact:
-                self.rows = jax.tree.map(jnp.copy, kept[0]), *kept[1:]
-                known = look()
-
-        def lap(num_rounds: int, has_drafts: bool) -> float | None:
-            nonlocal has_ended, known
-            passes, before, _ = known
-            self._call(num_rounds, len(running), costs[has_drafts])
-            has_ended = setup.is_exact and self._collect()
-            now, after, is_done = known = look()
-            if has_ended or is_done or now - passes < num_rounds:
-                return None
-            return mean_ratio(before, after, num_rounds) if has_drafts and num_rounds else 1.0
-
-        known = look()
-        try:
-            num_done = race.run(prepare, lap, rounds)
-        finally:
-            if not setup.is_exact:
-                self.rows, num_done = kept, 0
-        if race.outcome is not None:
-            self.setup = setup.after_race()
-        return num_done, has_ended
+        """Runs laps of the race. Returns how many of the `rounds` have run, and whether a row has ended."""
+        setup, num, has_ended = self.setup, 0, False
+        assert setup.costs is not None
+        if race.goes_on(rounds) and fetch(setup.costs.drafts)[self.num_running] != Drafts.NEVER:
+            laps = _Laps(self)
+            try:
+                num = race.run(laps, rounds, self.num_running, laps.prepare)
+            except MemoryError:
+                race.give_up()
+            finally:
+                self.rows = laps.kept or self.rows
+            num, has_ended = (num, laps.has_ended) if setup.is_exact else (0, False)
+        if race.outcome is not None:  # of these laps, or of others' meanwhile
+            self.setup = setup.after_race(race.outcome)
+        return num, has_ended
 
     def _collect(self) -> bool:
         """Fetches the new tokens of the running rows, and ends those that are done. Returns whether one is."""
@@ -638,6 +610,54 @@ class Session:
 # --- on the device ----------------------------------------------------------------------------------------------------
 
 
+class _Laps:
+    """Runs the laps of a race with the rows of a session.
+
+    Where rounds with and without drafts may round differently, each lap runs on a copy of the rows: the clock does not
+    choose where a text turns.
+    """
+
+    def __init__(self, session: Session):
+        self.session, self.is_exact = session, session.setup.is_exact
+        self.kept = None if self.is_exact else session.rows
+        """The rows of which each lap has a copy."""
+        self.num_running, self.slot = session.num_running, session._running[0].slot
+        assert session.setup.costs is not None
+        self.plainly, self.drafting = (with_drafts(session.setup.costs, always) for always in (False, True))
+        self.has_ended, self.before = False, self.look()
+
+    def prepare(self) -> None:
+        """Copies the rows, if laps have copies. Raises a MemoryError if there is no room for that."""
+        if self.kept is not None:
+            self.session.rows = None  # frees the copy of the lap before
+            mesh, state = self.session.params.mesh, self.kept[0]
+            num_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+            try:
+                check_free(mesh, num_bytes // (1 if mesh is None else mesh.size), "a race", "")
+            except ValueError as error:
+                raise MemoryError from error
+            self.session.rows = jax.tree.map(jnp.copy, state), *self.kept[1:]
+            self.before = self.look()
+
+    def __call__(self, num_rounds: int, has_drafts: bool) -> float | None:
+        """A lap, as `Race.run` takes it."""
+        (passes, plain, _), session = self.before, self.session
+        session._call(num_rounds, self.num_running, self.drafting if has_drafts else self.plainly)
+        self.has_ended = self.is_exact and session._collect()
+        self.before = now, after, is_done = self.look()
+        if self.has_ended or is_done or now - passes < num_rounds:
+            return None
+        return mean_ratio(plain, after, num_rounds) if has_drafts and num_rounds else 1.0
+
+    def look(self) -> tuple[int, float, bool]:
+        """What a row says of the laps: its passes, `Control.plain`, and whether it has ended."""
+        assert self.session.rows is not None
+        state: Any = self.session.rows[0]
+        found = state.stats.num_target_passes, state.control.plain, state.done
+        passes, plain, is_done = (fetch(x)[self.slot].item() for x in found)
+        return passes, plain, is_done
+
+
 def _begun(setup: Setup, given: Given, capacity: int) -> DecodeState:
     """The state before any prompt is read."""
     return setup.decoder.begin(*given[:4], setup.costs, capacity=capacity)
@@ -723,7 +743,7 @@ def prepare(
     capacity = first_capacity(*lengths, setup.lookahead, params.max_len)  # a requested tree may need more
     known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.drafting
-    check_same("models, prompts and settings of the call", repr((known, asked)))
+    check_same("models, prompts and settings of the call", repr((known, asked, setup.race is None)))
     session = Session.__new__(Session)
     session._begin(params, setup, num_rows, len(rows), None)
     session.read_together(rows, capacity)

@@ -98,7 +98,7 @@ class SpeculationSettings(TypedDict, total=False):
     """False decodes plainly, one token per pass of the target."""
     race: Annotated[Flag, Default(True)]
     """Whether the first calls of a kind time rounds with and without drafts, in turns, where a tree was chosen
-    (docs/design.md, "How a plan is chosen"). False, or HSD_RACE=off: the model of costs decides alone, which may be
+    (docs/design.md, "A race"). False, or HSD_RACE=off: the model of costs decides alone, which may be
     wrong for this machine."""
     pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
     """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""

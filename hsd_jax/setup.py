@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig, bucket
@@ -24,13 +26,13 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.lossy import Lossy
 from hsd_jax.infer.rules.table import RULES, make_rule
-from hsd_jax.kernels import native
+from hsd_jax.kernels import attention, native
 from hsd_jax.kernels.program import Program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.pair import Params, default_tree
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.plan import Plan, check_adaptive, is_warm, loop_costs, may_end_early, plan_for
-from hsd_jax.planning.race import Race
+from hsd_jax.planning.plan import Plan, check_adaptive, corrected, is_warm, loop_costs, may_end_early, plan_for
+from hsd_jax.planning.race import Outcome, Race
 from hsd_jax.settings import AUTO, Speculation
 from hsd_jax.types import AcceptRule, Costs, DrawScheme
 
@@ -81,16 +83,18 @@ class Setup:
     """What times the rounds of this plan. None: nothing."""
     is_exact: bool
     """Whether rounds with and without drafts have the same bits."""
-    again: Callable[[], Setup]
-    """Makes this setup again."""
+    costs_after: Callable[[Outcome], Costs]
+    """The costs that an outcome of the race corrects."""
+    is_refilled: bool
 
-    def after_race(self) -> Setup:
+    def after_race(self, outcome: Outcome) -> Setup:
         """The same decoder, planned with the outcome of the race."""
-        new = self.again()
-        if new.decoder is self.decoder:
-            return new
-        assert self.costs is not None
-        return dataclasses.replace(self, plan=new.plan, costs=with_drafts(self.costs, False), race=None)
+        plan, costs = corrected(self.plan, outcome), self.costs_after(outcome)
+        if plan.tree is None and not self.is_refilled:
+            costs = with_drafts(costs, False)
+        elif plan.tree is None and np.asarray(costs.drafts).any():
+            plan = dataclasses.replace(self.plan, reason=f"{plan.reason}; fewer rows may draft")
+        return dataclasses.replace(self, plan=plan, costs=costs, race=None)
 
     @functools.cached_property
     def held(self) -> Any:
@@ -140,35 +144,46 @@ def set_up(
       temperature: the highest of all rows.
       is_refilled: whether other rows follow those that end.
     """
-    again = functools.partial(set_up, params, asked, num_rows, plan_rows, capacity, temperature, is_refilled)
     check_jax_settings()
     check_mesh(params.mesh)
     make_room()
     rule, scheme = rule_and_scheme(asked.accept, asked.draw)
-    plan, race = _plan(params, asked, rule, plan_rows, capacity, temperature, is_refilled)
+    own = program_for(params.matmul_precision, mesh=params.mesh)
+    raced_as = (num_rows, own, os.environ.get(attention.VARIABLE)) if asked.race else None
+    plan, race = _plan(params, asked, rule, plan_rows, capacity, temperature, is_refilled, raced_as)
+    outcome = None if race is None else race.outcome
+    plan = corrected(plan, outcome)
     lossy, drafting, costs = Lossy.parse(asked.lossy, rule), None, None  # wrong also where nothing is drafted
     if plan.tree is not None:
         reuse = ReuseConfig.parse(plan.reuse)
         drafting = Drafting(params.drafter_config, plan.tree, rule, scheme, reuse, lossy, params.drafter_mesh)
     dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
     pad_rows = asked.pad_rows if drafting is None else 1
-    own = program_for(params.matmul_precision, mesh=params.mesh)
     # first of all, because it refuses what no drafter can grow
     decoder = make_decoder(own, params.target_config, drafting, dtype, pad_rows)
+    costs_after: Any = None
     if plan.tree is not None and plan.is_adaptive:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
-        about = {"ends_early": ends_early, "is_sampled": is_warm(temperature)}
-        about |= {"slots_of_trial": None if plan_rows == num_rows else capacity}
-        costs = loop_costs(CostModel.of(params), num_rows, plan.tree, **about, raced=race and race.outcome)
-    if costs is None or decoder.drafter.follow is None or (race is not None and race.outcome is not None):
+        trial = capacity if is_refilled and plan.gain > 1.0 else None  # a requested tree is for any number of rows
+        about = CostModel.of(params), num_rows, plan.tree, ends_early, is_warm(temperature), trial
+        costs_after = functools.partial(loop_costs, *about)
+        costs = costs_after(outcome)
+    if costs is None or decoder.drafter.follow is None or outcome is not None:
         race = None
     models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
-    is_exact = own.isa != native.OFF or params.precision == "exact"
-    return Setup(decoder, models, costs, plan, drafting, race, is_exact, again)
+    is_exact = own.isa != native.OFF or (params.precision == "exact" and params.mesh is None)
+    return Setup(decoder, models, costs, plan, drafting, race, is_exact, costs_after, is_refilled)
 
 
 def _plan(
-    params: Params, asked: Speculation, rule: str, rows: int, capacity: int, temperature: float, is_refilled: bool
+    params: Params,
+    asked: Speculation,
+    rule: str,
+    rows: int,
+    capacity: int,
+    temperature: float,
+    is_refilled: bool,
+    raced_as: Any,
 ) -> tuple[Plan, Race | None]:
     tree, reuse = params.tree if asked.tree is None else asked.tree, ReuseConfig.parse(asked.reuse)
     race = None
@@ -180,7 +195,7 @@ def _plan(
         why = "trees that are drawn or grow from reused states keep all their nodes"
         plan = Plan(default_tree(params.drafter_config), asked.reuse, reason=why)
     else:
-        plan, race = plan_for(params, rows, capacity, temperature, is_refilled, asked.race)
+        plan, race = plan_for(params, rows, capacity, temperature, is_refilled, raced_as)
     if asked.adaptive:
         if params.drafter is None or not asked.speculate:
             raise ValueError(f"adaptive=True: this call has no drafts ({plan.reason})")

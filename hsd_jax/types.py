@@ -198,6 +198,9 @@ class Costs:
     """The largest number of slots that a layer with a sliding window sees."""
     first_trust: Float[Array, ""]
     """The assumed probability, before any draft was tried, that a draft of which the drafter is certain is accepted."""
+    correction: Float[Array, ""]
+    """How many times as long as predicted rounds with drafts take, compared with plain rounds: what a race has measured
+    (`planning/race.py`). 1: nothing was measured."""
     drafts: Int[Array, "B+1"]
     """The `Drafts` of 0, 1, ... running rows."""
     level_seconds: Float[Array, "B+1"] | None = None

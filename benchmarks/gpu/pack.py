@@ -136,7 +136,7 @@ def commands(sizes: tuple[int, int], digest: str, options: str, minutes: float) 
         " && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade"
         f" --target {THERE}/site {THERE}/wheels/*.whl"
         f" && export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:{THERE}/site XLA_PYTHON_CLIENT_MEM_FRACTION=.92"
-        f" HSD_CACHE={THERE}/programs HSD_TUNED=off HSD_RATES=off && set -o pipefail"
+        f" HSD_CACHE={THERE}/programs HSD_RACE=off HSD_RATES=off && set -o pipefail"
         f" && python3 benchmarks/gpu/train_drafter.py --minutes {minutes:g} --out $OUT --work {THERE}/work{options}"
         " 2>&1 | tee $OUT/log.txt"
     )

@@ -223,7 +223,7 @@ def kept_file(variable: str, name: str, kind: type, *about: str) -> Path | None:
 
 
 def keep(path: Path, record: Any) -> None:
-    """Writes a `settings.dataclass` to a file of `kept_file`."""
+    """Writes a `validation.dataclass` to a file of `kept_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, dataclasses.asdict(record))
 

@@ -213,9 +213,9 @@ def round_seconds(drafted: DraftTree, kept: Bool[Array, "B N"], state: DecodeSta
 
 
 def plain_seconds(state: DecodeState, costs: Costs) -> Float[Array, ""]:
-    """The predicted seconds of a plain pass over the unfinished rows."""
+    """The seconds of a plain pass over the unfinished rows, on the scale of the predicted `round_seconds`."""
     attending = _sum(_attention(costs, state.length, jnp.ones(())), ~state.done)
-    return costs.plain_seconds[jnp.sum(~state.done)] + attending
+    return (costs.plain_seconds[jnp.sum(~state.done)] + attending) / costs.correction
 
 
 def _attention(costs: Costs, length: Int[Array, "..."], num_nodes: Array) -> Float[Array, "..."]:

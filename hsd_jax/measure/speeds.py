@@ -31,7 +31,7 @@ FEWEST_BATCHES = 8
 
 
 PLAINLY = Speculation(speculate=False)
-HOW = tuple(name for name in OF_SPECULATION if name not in ("tree", "speculate", "tuned", "pad_rows"))
+HOW = tuple(name for name in OF_SPECULATION if name not in ("tree", "speculate", "race", "pad_rows"))
 """The fields of `Speculation` that the record of a mode has."""
 
 

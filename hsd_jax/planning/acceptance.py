@@ -49,7 +49,7 @@ def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
     Each level holds the W likeliest children of each of the W likeliest nodes of the level above. The likeliest child
     of a node is accepted with the profile's probability a. One of the first W children is accepted with probability
     1 - (1 - a)^(1 + log2(W) / 2). This formula was fitted. For trees of 8 and 16 nodes of SmolLM2 and of the demo
-    pair it gives the tokens within 10 %. The tuner measures instead.
+    pair it gives the tokens within 10 %.
     """
     power = 1 + np.log2(np.arange(1, tree.width + 1)) / 2
     reached, gains = np.ones(1), []

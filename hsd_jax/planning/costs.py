@@ -151,7 +151,7 @@ class CostModel:
             draft += [self.noise(int(num), tree) for num in computed(rows)]
         trust = first_trust(method_of(self.drafter).planning.has_score)
         put = lambda x: jax.device_put(np.asarray(x, np.float32))  # noqa: E731
-        numbers = map(put, (verify, plain, draft, self.slot(), *self.windows, trust))
+        numbers = map(put, (verify, plain, draft, self.slot(), *self.windows, trust, 1.0))
         return Costs(*numbers, drafts=jax.device_put(drafts), level_seconds=put(level) if ends_early else None)
 
 

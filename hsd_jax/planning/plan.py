@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from hsd_jax import validation
-from hsd_jax.config import NO_REUSE_FORM, TreeConfig
+from hsd_jax.config import NO_REUSE_FORM, TreeConfig, bucket
 from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.rules.table import RULES
 from hsd_jax.pair import Params
@@ -25,13 +25,12 @@ from hsd_jax.planning.race import Outcome, Race, is_off, race_of
 from hsd_jax.types import Costs, Drafts
 
 LEAST_GAIN = 1.05
-"""The predicted speed of a chosen tree must be at least this many times that of plain decoding. The ratios
-of short chains were predicted within about 5 per cent on one kind of processor (docs/history.md)."""
+"""The predicted speed of a chosen tree must be at least this many times that of plain decoding. The ratios of short
+chains were predicted within about 5 per cent on one kind of processor (docs/history.md). A race is as exact, and its
+plain rounds, which the drafter follows, are a little slower than those of plain decoding."""
 EQUALLY_GOOD = 0.985
 """Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest is
 chosen, because a round can drop drafts that do not pay, but not add levels; of several that deep, the smallest."""
-MEASURED_GAIN = 1.02
-"""The same after a race."""
 WARM = 0.3
 """Calls with a temperature of at least WARM are planned as sampled calls, the others as greedy ones."""
 AVERAGE_FILL = 1 / 4
@@ -119,12 +118,12 @@ def best_plan(
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"
-    return _judged(Plan(best, is_adaptive=True, gain=gain), LEAST_GAIN, what)
+    return _judged(Plan(best, is_adaptive=True, gain=gain), what)
 
 
-def _judged(plan: Plan, least: float, what: str) -> Plan:
-    """The plan, or plain decoding if it gains less than `least`, with the reason. `what` describes the calls."""
-    if plan.gain >= least:
+def _judged(plan: Plan, what: str) -> Plan:
+    """The plan, or plain decoding if it gains too little, with the reason. `what` describes the calls."""
+    if plan.gain >= LEAST_GAIN:
         return dataclasses.replace(plan, reason=f"should be {plan.gain:.2f} times as fast as plain decoding ({what})")
     reason = f"drafts should not pay here ({plan.gain:.2f} times as fast as plain decoding, with {plan.name}; {what})"
     return Plan(None, gain=plan.gain, reason=reason)
@@ -135,27 +134,25 @@ def corrected(plan: Plan, raced: Outcome | None) -> Plan:
     """A plan with drafts as a race has corrected it."""
     if raced is None or plan.tree is None:
         return plan
-    return _judged(dataclasses.replace(plan, gain=plan.gain / raced.correction), MEASURED_GAIN, f"measured: {raced}")
+    return _judged(dataclasses.replace(plan, gain=plan.gain / raced.correction), f"measured: {raced}")
 
 
 def plan_for(
-    params: Params, rows: int, slots: int, temperature: float, is_refilled: bool = False, has_race: bool = True
+    params: Params, rows: int, slots: int, temperature: float, is_refilled: bool = False, raced_as: Any = None
 ) -> tuple[Plan, Race | None]:
-    """The plan of a call that names no tree, and the race that corrects it, if any.
+    """The plan of a call that names no tree, as the model of costs has it, and the race that corrects it, if any.
 
     Calls of the same sizes share a plan and its programs. All sampled calls are planned as at temperature 1, because
     each tree needs programs of its own.
 
     Args:
       temperature: the highest of all rows.
+      raced_as: what else the seconds of a round depend on; None: no race.
     """
     call = CostModel.of(params), rows, slots, is_warm(temperature), is_refilled
     plan = best_plan(*call)
-    if plan.tree is None or not has_race or is_off():
-        return plan, None
-    mesh = None if params.mesh is None else tuple(params.mesh.shape.items())
-    race = race_of(plan.gain, *call, plan.tree, mesh, params.precision)
-    return corrected(plan, race.outcome), race
+    has_race = plan.tree is not None and raced_as is not None and not is_off()
+    return plan, race_of(plan.gain, *call, plan.tree, raced_as) if has_race else None
 
 
 def may_end_early(config: Any, tree: TreeConfig) -> bool:
@@ -187,16 +184,17 @@ def loop_costs(
     """The costs with which the decode loop decides whether drafts pay, on the device.
 
     Args:
-      slots_of_trial: slots of the caches, for a session that drafts only while few rows run. Drafts are tried with
-        n rows if greedy batches of 1, 2, ... n rows would all get a tree. None: with any number of rows.
+      slots_of_trial: slots of the caches, for a session. Drafts are tried with n rows if 1, 2, ... n rows, rounded up
+        to powers of two, would all get a tree. None: with any number of rows.
       raced: what corrects the costs.
     """
     drafts = np.full(rows + 1, Drafts.IF_THEY_PAY, np.int8)
     if slots_of_trial is not None:
-        plans = (best_plan(model, max(num, 1), slots_of_trial, False, True) for num in range(rows + 1))
-        drafts *= np.logical_and.accumulate([corrected(plan, raced).tree is not None for plan in plans])
-    if raced is not None:
-        costs = loop_costs(model, rows, tree, ends_early, is_sampled, slots_of_trial)
-        plain = costs.plain_seconds / np.float32(raced.correction)
-        return dataclasses.replace(costs, plain_seconds=plain, drafts=jax.device_put(drafts))
-    return model.table(rows, tree, drafts, ends_early, is_sampled)
+        plans = (best_plan(model, bucket(num, 1), slots_of_trial, is_sampled, True) for num in range(rows + 1))
+        pays = np.logical_and.accumulate([corrected(plan, raced).tree is not None for plan in plans])
+        drafts[~pays] = Drafts.NEVER
+    if raced is None:
+        return model.table(rows, tree, drafts, ends_early, is_sampled)
+    costs = loop_costs(model, rows, tree, ends_early, is_sampled)
+    correction, drafts = jax.device_put((np.float32(raced.correction), drafts))
+    return dataclasses.replace(costs, correction=correction, drafts=drafts)

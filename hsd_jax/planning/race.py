@@ -9,13 +9,12 @@ measures only seconds. How many drafts are accepted depends on the text, which t
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +34,11 @@ LAP = 10.0
 LONG_ENOUGH = 0.7
 """A lap that lasts less than this share of that only shows how long rounds last."""
 FEWEST_ROUNDS = 2
-"""Rounds of a lap. The first lap has so many, and does not count."""
+"""Rounds of a lap. The first lap has so many and does not count: the rounds after a prefill are slow."""
 MOST_ROUNDS = 32
 """Rounds of a lap at most, even if it then lasts less long."""
-MOST_CUT = 8
-"""A race in which so many laps were cut short is given up: these calls are too short to be timed."""
+MOST_LOST = 8
+"""So many laps in a row that do not count end a race: these calls are too short to be timed."""
 MOST_PAIRS = 4
 """Pairs of laps after which a race ends in any case."""
 LIKELY = 1.5
@@ -81,12 +80,13 @@ class Race:
 
     def __init__(self, gain: float, path: Path | None = None):
         self.gain, self.path = gain, path
-        self.outcome = _of_first(files.kept(Outcome, path))
+        self.outcome = files.kept(Outcome, path)
         self._lock = threading.Lock()
         self._laps: dict[bool, list[Lap]] = {True: [], False: []}
-        self._num_cut, self._idle_seconds, self._expected = 0, 0.0, 0.0
-        """Laps that were cut short. Seconds of a call of the loop that runs no round, and those expected of a round of
-        the next lap."""
+        self._load = self._num_lost = 0
+        """The number of rows of these laps; laps in a row that did not count."""
+        self._idle_seconds = self._expected = 0.0
+        """Seconds of a call of the loop that runs no round; those expected of a round of the next lap."""
 
     @property
     def _num_rounds(self) -> int:
@@ -96,51 +96,58 @@ class Race:
 
     def goes_on(self, num_rounds: int) -> bool:
         """Whether a lap is due, and so many rounds would last for it."""
-        return self.outcome is None and self._num_cut < MOST_CUT and self._num_rounds <= num_rounds
+        return self.outcome is None and self._num_lost < MOST_LOST and self._num_rounds <= num_rounds
 
-    def run(self, prepare: Callable[[], None], lap: Callable[[int, bool], float | None], most: int) -> int:
+    def give_up(self) -> None:
+        """Ends the race without an outcome."""
+        self._num_lost = MOST_LOST
+
+    def run(self, lap: Callable[[int, bool], float | None], most: int, load: int, prepare: Callable[[], None]) -> int:
         """Runs laps until there is an outcome, or until `most` rounds would not last for another lap.
 
         Args:
-          prepare: what comes before each lap and is not timed.
           lap: `lap(num_rounds, has_drafts)` runs rounds with or without drafts and waits for them. It returns their
             mean predicted seconds over those of plain rounds; None if it ran fewer. The race then goes on in the next
             call of `run`.
+          load: the number of rows. Laps of another number do not compare.
+          prepare: what comes before each lap and is not timed.
         Returns:
           The number of rounds that were asked for.
         """
         if not self._lock.acquire(blocking=False):  # another thread times its own rounds
             return 0
         try:
-            return self._run(prepare, lap, most)
+            return self._run(lap, most, load, prepare)
         finally:
             self._lock.release()
 
-    def _run(self, prepare: Callable[[], None], lap: Callable[[int, bool], float | None], most: int) -> int:
+    def _run(self, lap: Callable[[int, bool], float | None], most: int, load: int, prepare: Callable[[], None]) -> int:
         num_done, ratio = 0, 1.0
+        if load != self._load:
+            self._load, self._laps = load, {True: [], False: []}
         if not self._idle_seconds:
-            for _ in range(2):  # the first one compiles
+            idle = []
+            for _ in range(3):  # the first one compiles
                 prepare()
-                self._idle_seconds, _ = _timed(lap, 0, True)
-        while self.outcome is None and ratio is not None:
+                idle.append(_timed(lap, 0, True)[0])
+            self._idle_seconds = min(idle)
+        while ratio is not None and self.goes_on(most - num_done):
             has_drafts, num = len(self._laps[True]) <= len(self._laps[False]), self._num_rounds
-            if num_done + num > most:
-                break
             prepare()
             seconds, ratio = _timed(lap, num, has_drafts)
             num_done += num
-            if ratio is None:
-                self._num_cut += 1
-            else:
-                self._add(num, Lap(max(seconds - self._idle_seconds, 1e-6) / num, ratio), has_drafts)
+            self._num_lost += 1
+            if ratio is not None and seconds > 2 * self._idle_seconds:
+                self._add(num, Lap((seconds - self._idle_seconds) / num, ratio), has_drafts)
         return num_done
 
     def _add(self, num_rounds: int, lap: Lap, has_drafts: bool) -> None:
         least = LONG_ENOUGH * LAP * self._idle_seconds
         counts = self._expected and (num_rounds == MOST_ROUNDS or num_rounds * lap.round_seconds > least)
         self._expected = lap.round_seconds
-        if not counts:  # the rounds after a prefill are slow
+        if not counts:
             return
+        self._num_lost = 0
         self._laps[has_drafts].append(lap)
         if has_drafts:
             self._expected = lap.round_seconds / lap.ratio
@@ -158,16 +165,29 @@ class Race:
         if pairs < MOST_PAIRS and not (is_clear and is_likely):
             return
         self.outcome = Outcome(drafted.round_seconds, plain, correction)
-        if self.path is not None and files.is_writer():
+        if self.path is not None:
             with contextlib.suppress(OSError):  # then the next process races, too
                 files.keep(self.path, self.outcome)
 
 
-@functools.lru_cache(maxsize=256)
+_races: dict[str, Race] = {}
+
+
 def race_of(gain: float, *about: Any) -> Race:
-    """The race of the calls that `about` describes. A new one knows the outcome that an earlier process has kept."""
-    versions = jax.__version__, sys.modules["hsd_jax"].__version__  # the package is built on top of this module
-    return Race(gain, files.kept_file(FOLDER_VARIABLE, "races", Outcome, device_name(), *versions, repr(about)))
+    """The race of the calls that `about` describes. A new one knows the outcome that an earlier process has kept.
+
+    Several processes keep nothing: their files may differ.
+    """
+    try:
+        own = version("hsd_jax")
+    except PackageNotFoundError:
+        own = "not installed"
+    what = repr((device_name(), jax.__version__, own, about))
+    if what not in _races:
+        alone = jax.process_count() == 1
+        path = files.kept_file(FOLDER_VARIABLE, "races", Outcome, what) if alone else None
+        _races.setdefault(what, Race(gain, path))  # of two threads one finds that of the other
+    return _races[what]
 
 
 def is_off() -> bool:
@@ -180,12 +200,3 @@ def _timed(lap: Callable[[int, bool], float | None], num_rounds: int, has_drafts
     start = time.perf_counter()
     ratio = lap(num_rounds, has_drafts)
     return 1e-6 * of_first(max(round(1e6 * (time.perf_counter() - start)), 1)), ratio
-
-
-def _of_first(outcome: Outcome | None) -> Outcome | None:
-    """The outcome that process 0 has found."""
-    if jax.process_count() == 1:
-        return outcome
-    values = (0.0,) * 3 if outcome is None else (outcome.drafted_seconds, outcome.plain_seconds, outcome.correction)
-    first = [1e-6 * of_first(round(1e6 * value)) for value in values]
-    return Outcome(*first) if all(first) else None

@@ -20,7 +20,7 @@ from hsd_jax.types import Costs, DecodeState, DecodeStats, Drafts, DraftTree, KV
 def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: float = 0.5, slot: float = 0.0) -> Costs:
     """A pass takes `fixed` and `node` a node; plain passes likewise."""
     passes = fixed + node * np.arange(num + 1), fixed + node * np.arange(batch + 1), np.full(batch + 1, draft)
-    numbers = (jnp.asarray(x, jnp.float32) for x in (*passes, slot, 0.0, 0.0, 1.0))
+    numbers = (jnp.asarray(x, jnp.float32) for x in (*passes, slot, 0.0, 0.0, 1.0, 1.0))
     return Costs(*numbers, drafts=jnp.full(batch + 1, Drafts.IF_THEY_PAY, jnp.int8))
 
 

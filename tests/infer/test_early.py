@@ -28,7 +28,7 @@ from hsd_jax.types import Costs, Drafts, DrawScheme, Stop
 def costs(batch: int, level: float, nodes: int = setups.CHAIN_OF_4.nodes) -> Costs:
     """A plain pass takes 1, a level `level`; a whole chain what its levels take."""
     rows = np.ones(batch + 1)
-    numbers = np.ones(batch * nodes + 1), rows, level * (nodes - 1) * rows, 0.0, 0.0, 0.0, 1.0
+    numbers = np.ones(batch * nodes + 1), rows, level * (nodes - 1) * rows, 0.0, 0.0, 0.0, 1.0, 1.0
     drafts, levels = jnp.full(batch + 1, Drafts.IF_THEY_PAY, jnp.int8), jnp.asarray(level * rows, jnp.float32)
     return Costs(*(jnp.asarray(x, jnp.float32) for x in numbers), drafts, levels)
 

@@ -558,4 +558,4 @@ def test_drafter_of_another_target():
         check(knows, False)
     with pytest.raises(ValueError, match=r"a{12}.*b{12}"):
         check(knows, False, vocabulary="b" * 64)
-    assert repr(knows) == repr(DRAFTER), "by which records of `tune` know a drafter"
+    assert repr(knows) == repr(DRAFTER), "by which a drafter is known"

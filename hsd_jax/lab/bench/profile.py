@@ -1,4 +1,4 @@
-"""Times the stages of a round_lib. Each is timed alone, at the shapes of a real decode, inside one compiled loop.
+"""Times the stages of a round. Each is timed alone, at the shapes of a real decode, inside one compiled loop.
 
 Decoding uses nothing of this module.
 """
@@ -27,7 +27,7 @@ from hsd_jax.setup import rule_and_scheme
 from hsd_jax.types import RoundInputs
 
 STAGES = ("draft", "head", "tree", "verify", "commit", "rest")
-"""The stages of a round_lib.
+"""The stages of a round.
 
 `draft` is all of drafting if that cannot be divided; then `head` and `tree` are 0. `commit` has judging, cutting the
 text, and the commit of both caches. `rest` is the round minus the stages. They are timed alone, so it has the effect of
@@ -44,7 +44,7 @@ def profile_mode(
       iterations: runs of a stage inside one compiled loop, and rounds of the whole loop.
       repeats: timings, of which the median is taken.
     Returns:
-      seconds: of each of STAGES, and of the `whole` round_lib. shares: of each of STAGES in the round; they sum to 1.
+      seconds: of each of STAGES, and of the `whole` round. shares: of each of STAGES in the round; they sum to 1.
     """
     params, tree, how = mode.params, mode.tree, dataclasses.replace(mode.how, adaptive=None)
     session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), how)
