@@ -68,8 +68,8 @@ class Params:
     """The dtype of the target's weights, or "int8" if they are quantized. The arrays may have a wider dtype with the
     same values (`Placement.widens`)."""
     fingerprint_pair: tuple[str, str] | None = flax.struct.field(pytree_node=False, default=None)
-    """Fingerprints of target and drafter, by which processes find that they have the same models. None if the params were not made by
-    `load`; then no record is found."""
+    """Fingerprints of target and drafter, by which processes find that they have the same models. None if the params
+    were not made by `load`."""
     drafter_mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
     """The mesh of a drafter that runs beside the target (`pearl`). None: one program runs both, on `mesh`."""
 
