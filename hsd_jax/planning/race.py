@@ -2,8 +2,9 @@
 
 The model of costs (`costs.py`) chooses a tree from the rates of a processor. The first calls of a kind then run some
 rounds with drafts and some without, in turns, and the host times these laps. The program is that of the loop, and the
-tokens count where both kinds of rounds have the same bits. The outcome corrects the model, decides whether such calls draft, and is kept for this user. A race
-measures only seconds. How many drafts are accepted depends on the text, which the loop judges (`infer/adapt.py`).
+tokens count where both kinds of rounds have the same bits. The outcome corrects the model, decides whether such calls
+draft, and is kept for this user. A race measures only seconds. How many drafts are accepted depends on the text, which
+the loop judges (`infer/adapt.py`).
 """
 
 from __future__ import annotations
