@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ERROR, INTERRUPTED = 2, 130
+COMMANDS = "generate", "demo", "show", "plan", "bench", "identity", "train", "generate_data", "compile", "info"
+"""Modules of this folder, in the order of `hsd --help`."""
 EPILOG = """\
 `hsd COMMAND --help` has the options of a command, and examples.
 
@@ -38,8 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands. Imports no jax."""
     import argparse
 
-    from hsd_jax.cli import bench, compile, demo, generate, generate_data, identity, info, plan, show, train
-
     parser = argparse.ArgumentParser(
         prog="hsd",
         description="Decode language models faster without changing a word: hidden-state speculative decoding in JAX.",
@@ -47,8 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, demo, show, plan, bench, identity, train, generate_data, compile, info):
-        module.add_parser(commands)
+    for name in COMMANDS:
+        importlib.import_module(f"hsd_jax.cli.{name}").add_parser(commands)
     return parser
 
 
