@@ -57,6 +57,14 @@ _ONLY = {  # settings of other models, and the values with which they have no ef
     "attention.causal": (True,),
     "use_parallel_residual": (False,),
     "rope.scaling.attn_factor": (0, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
+_YARN = {  # keys after rope.scaling, and those of config.json's rope_scaling
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
 }
 _LAYERS_OF_27B = 62
 """The number of layers of Gemma 3 27B. Only this Gemma 3 does not scale queries by the size of a head. llama.cpp
@@ -129,17 +137,18 @@ def parse(
     if window is not None and name != "gemma3":
         raise ValueError(f"{where}: {name}.attention.sliding_window={window}: only gemma3 may have one")
     kind = get(f"{name}.rope.scaling.type")
-    if kind not in (None, "none", "linear"):
-        raise ValueError(f"{where}: {name}.rope.scaling.type={shown(kind)}: allowed are none, linear")
+    if kind not in (None, "none", "linear", "yarn"):
+        raise ValueError(f"{where}: {name}.rope.scaling.type={shown(kind)}: allowed are none, linear, yarn")
     factor = number("rope.scaling.factor", number("rope.scale_linear", 0))
     is_scaled = kind != "none" and factor not in (0, 1)  # a factor without a type is linear, as in llama.cpp
+    scaling = {own: get(f"{name}.rope.scaling.{key}") for key, own in _YARN.items() if kind == "yarn"}
     values |= {
         "model_type": ARCHITECTURES[name],
         "vocab_size": shapes[EMBEDDING][0],
         "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rope_theta": number("rope.freq_base", 10_000.0),
-        "rope_scaling": {"rope_type": "linear", "factor": factor} if is_scaled else None,
+        "rope_scaling": {"rope_type": kind or "linear", "factor": factor, **scaling} if is_scaled else None,
         "tie_word_embeddings": HEAD not in shapes,
         "attention_bias": tensor_name("layer_0.attn.q.bias") in shapes,
         "mlp_bias": tensor_name("layer_0.mlp.gate.bias") in shapes,
