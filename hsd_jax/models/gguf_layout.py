@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
+from hsd_jax.models import foreign
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.models.layers import rope_frequencies
 from hsd_jax.models.tensor_files import file_name
@@ -106,14 +107,18 @@ def parse(
     get: Callable[[str], Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None, where: str
 ) -> ModelConfig:
     """The architecture that metadata (`get`) and tensors describe, with the numbers of ROPE_FACTORS if they exist."""
-    name = get("general.architecture")
+    name, title, kind = (get(f"general.{key}") for key in ("architecture", "name", "type"))
+    if kind not in (None, "model"):
+        raise ValueError(f"{where}: general.type={shown(kind)}{foreign.kind_of(kind)}: allowed are models")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(f"{where}: general.architecture={shown(name)}: allowed are {', '.join(ARCHITECTURES)}")
+        what = f"general.architecture={shown(name)}{foreign.kind_of(name)}{(title and f' of {shown(title)}') or ''}"
+        raise ValueError(f"{where}: {what}: allowed are {', '.join(ARCHITECTURES)}")
     if get("split.count") not in (None, 0, 1):
         raise ValueError(f"{where}: split.count={shown(get('split.count'))}: only models in one file are read")
     for key, allowed in _ONLY.items():
         if get(f"{name}.{key}") not in (None, *allowed):
-            raise ValueError(f"{where}: {name}.{key}={shown(get(f'{name}.{key}'))}: allowed are {allowed}")
+            what = f"{name}.{key}={shown(get(f'{name}.{key}'))}{foreign.kind_of(key)}"
+            raise ValueError(f"{where}: {what}: allowed are {', '.join(map(str, allowed))}")
 
     def number(key: str, *default: Any) -> Any:
         value = get(f"{name}.{key}")

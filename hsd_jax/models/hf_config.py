@@ -25,6 +25,7 @@ from hsd_jax.config import (
     Theta,
 )
 from hsd_jax.host.files import read_object
+from hsd_jax.models import foreign
 from hsd_jax.validation import Count, NotNegative, OneOf, Positive, PositiveShare, Whole
 
 _GEMMA = {
@@ -125,7 +126,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
     """`read_config` for an object in memory. `where` is its name in errors."""
-    family = values.get("model_type")
+    family, whole = values.get("model_type"), values
     if family == "gemma3":
         if not isinstance(values.get("text_config"), dict):
             raise ValueError(f"{where}: model_type 'gemma3' without a text_config object")
@@ -133,9 +134,10 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
         values, family = tied | values["text_config"], "gemma3_text"
     if not isinstance(family, str) or family not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
-        raise ValueError(f"{where}: model_type {validation.shown(family)}: supported are {supported}, gemma3")
-    if values.get("quantization_config"):
-        raise ValueError(f"{where}: quantization_config is set; only unquantised checkpoints are read")
+        what = f"model_type {validation.shown(family)}{foreign.kind_of(family, values)}"
+        raise ValueError(f"{where}: {what}: supported are {supported}, gemma3")
+    if why := foreign.in_config(whole):
+        raise ValueError(f"{where}: {why}")
     if values.get("use_bidirectional_attention"):
         raise ValueError(f"{where}: use_bidirectional_attention is set; only causal models generate")
     values = _FAMILIES[family] | values  # a file may hold any other keys

@@ -411,7 +411,13 @@ def test_yarn_has_the_numbers_of_transformers(scaling, frequencies, attention_fa
     ("changes", "message"),
     [
         (None, "not JSON"),
-        ({"model_type": "mamba"}, "'mamba'.*llama, mistral"),
+        ({"model_type": "phi3"}, "'phi3'.*llama, mistral"),
+        ({"model_type": "mixtral"}, r"'mixtral' \(a mixture of experts\): .*llama"),
+        ({"model_type": "x", "num_experts": 8}, r"'x' \(a mixture of experts\)"),
+        ({"model_type": "qwen2_5_vl"}, r"'qwen2_5_vl' \(a model of images"),
+        ({"model_type": "drop", "medusa_num_heads": 3}, "None .Medusa heads"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "an EAGLE head"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification'.*ForCausalLM"),
         ({"vocab_size": "drop"}, "'vocab_size'"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"hidden_act": "relu"}, "'relu'.*'silu'"),
@@ -424,7 +430,12 @@ def test_yarn_has_the_numbers_of_transformers(scaling, frequencies, attention_fa
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"model_type": "gemma2", "layer_types": [SLIDING]}, "layer_types"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantization_config: .*quantized \('awq'\)"),
+        ({"quantization": {"bits": 4}}, "quantization: .*quantized"),  # MLX
+        (
+            {"model_type": "gemma3", "text_config": {}, "quantization_config": {"quant_method": "gptq"}},
+            "quantized .'gptq'",
+        ),
     ],
 )
 def test_bad_config_is_named(tmp_path, changes, message):
@@ -497,6 +508,10 @@ def tensors(change):
     return lambda folder: edit_tensors(folder / WEIGHTS, change)
 
 
+def only(name):
+    return lambda folder: (folder / WEIGHTS).rename(folder / name)
+
+
 def index(**values):
     def write(folder):
         (folder / WEIGHTS).rename(folder / "a.safetensors")
@@ -505,10 +520,17 @@ def index(**values):
     return write
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 BAD = {
     "cut": (content(lambda whole: whole[:-100]), ValueError, r"model\.safetensors: "),
     "empty": (content(lambda whole: b""), ValueError, r"model\.safetensors: "),
-    "pickles": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), FileNotFoundError, "pickles"),
+    "nothing": (lambda folder: (folder / WEIGHTS).unlink(), FileNotFoundError, r"no model\.safetensors"),
+    "pickles alone": (only("pytorch_model.bin"), FileNotFoundError, r"pickles.*\(pytorch_model\.bin\)"),
+    "Mistral's own form": (only("consolidated.safetensors"), FileNotFoundError, "weights in the form of Mistral"),
+    "GGUF in a folder": (only("x.Q4.gguf"), FileNotFoundError, r"GGUF files: name one.*x\.Q4\.gguf"),
+    "a Git LFS pointer": (content(lambda whole: LFS_POINTER), ValueError, "git lfs pull"),
+    "EAGLE": (tensors(lambda t: t.update({"fc.weight": t[KEY]})), ValueError, "'fc.weight': layers of an EAGLE head"),
+    "AWQ": (tensors(lambda t: t.update({KEY.replace("weight", "qweight"): t[KEY]})), ValueError, "qweight': quantized"),
     "a shard is missing": (index(weight_map={"x": "b.safetensors"}), FileNotFoundError, r"b\.safetensors"),
     "a shard elsewhere": (index(weight_map={"x": "../a.safetensors"}), ValueError, r"\.\./a\.safetensors"),
     "no map": (index(), ValueError, "weight_map"),

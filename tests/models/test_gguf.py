@@ -249,7 +249,8 @@ def changed(root: Path, metadata: dict[str, Any], tensors: dict[str, Any], name:
     """A file in which these keys and tensors are others; None: gone."""
     config = CONFIGS[name]
     arch = arch or architecture(config)
-    keys = metadata_of(config) | {k if k == "split.count" else f"{arch}.{k}": v for k, v in metadata.items()}
+    whole = ("split.", "general.")
+    keys = metadata_of(config) | {k if k.startswith(whole) else f"{arch}.{k}": v for k, v in metadata.items()}
     arrays = tensors_of(config, folder_of(config, root / "folder")) | tensors
     return write(root / "changed.gguf", arch, keys, {k: v for k, v in arrays.items() if v is not None})
 
@@ -308,8 +309,10 @@ def test_llama3_scaling_is_found_in_its_factors(rope, head_dim, tmp_path):
 
 
 BAD = {
-    "other architecture": ({}, {}, "mamba", "architecture='mamba'"),
-    "experts": ({"expert_count": 8}, {}, "", "expert_count=8"),
+    "other architecture": ({"general.name": "Phi 3"}, {}, "phi3", "architecture='phi3' of 'Phi 3': allowed are llama"),
+    "an architecture of experts": ({}, {}, "qwen3moe", r"'qwen3moe' \(a mixture of experts\)"),
+    "experts": ({"expert_count": 8}, {}, "", r"expert_count=8 \(a mixture of experts\): allowed are 0"),
+    "an adapter": ({"general.type": "adapter"}, {}, "", r"general.type='adapter' .*merge it"),
     "a part of a model": ({"split.count": 2}, {}, "", r"split\.count=2"),
     "integers": ({}, {"output_norm.weight": np.ones(32, np.int8)}, "", "'output_norm.weight': .*I8.*F32"),
     "missing key": ({"block_count": None}, {}, "", "llama.block_count=None"),
