@@ -37,14 +37,18 @@ Precision = Annotated[str, OneOf(PRECISIONS)]
 QUANTIZED = ("int8",)
 """Types to which weights may be quantized."""
 Quantized = Annotated[str, OneOf(QUANTIZED)]
-RopeKind = Annotated[str, OneOf(("default", "linear", "llama3"))]
+RopeKind = Annotated[str, OneOf(("default", "linear", "dynamic", "llama3", "yarn"))]
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LayerType = Annotated[str, OneOf((FULL, SLIDING))]
 
 
 @validation.dataclass
 class RopeConfig:
-    """Rotary embedding of one kind of layer. Which numbers `kind` reads: `models/layers.rope_frequencies`."""
+    """Rotary embedding of one kind of layer. Which numbers `kind` reads: `models/layers.rope_frequencies`.
+
+    "dynamic" is "default" up to `max_position` tokens. No longer text is decoded: there the frequencies depend on the
+    length of the text, and cached keys keep those of an earlier length, so the text would depend on the passes.
+    """
 
     theta: Theta = 10_000.0
     kind: RopeKind = "default"
@@ -52,11 +56,18 @@ class RopeConfig:
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position: Count = 8192
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+    attention_factor: Positive = 1.0
+    """Multiplies cosines and sines, so that scores are multiplied by its square."""
 
     def __post_init__(self):
-        if not self.high_freq_factor > self.low_freq_factor:
-            low = self.low_freq_factor
-            raise ValueError(f"rope: high_freq_factor={self.high_freq_factor} must be above low_freq_factor={low}")
+        for high, low in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
+            if not getattr(self, high) > getattr(self, low):
+                raise ValueError(f"rope: {high}={getattr(self, high)} must be above {low}={getattr(self, low)}")
+        if self.kind == "yarn" and self.theta <= 1:
+            raise ValueError(f"rope: theta={self.theta} must be above 1 for YaRN")
 
 
 def _check_heads(config: Any, section: str) -> None:

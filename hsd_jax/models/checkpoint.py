@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.models import convert, hub
+from hsd_jax.models import convert, foreign, hub
 from hsd_jax.models.convert import Folder
 from hsd_jax.models.gguf_file import GgufFile
+from hsd_jax.models.hf_config import read_config
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import load_tree
@@ -171,6 +172,8 @@ def find(
         _refuse_revision(source, revision)
     else:
         path = _fetched(source, path, revision, weights)
+    if weights and path.is_dir() and not (path / "config.json").exists() and (what := foreign.in_folder(path)):
+        raise ValueError(f"{path}: {what}")
     if not path.is_dir() and path.suffix != ".gguf":
         raise ValueError(f"{path}: expected a Hugging Face folder, or a file that ends in .gguf")
     return Checkpoint(str(source), Folder(path) if path.is_dir() else GgufFile(path), words, drafter)
@@ -181,10 +184,17 @@ def _fetched(source: str | Path, path: Path, revision: str | None, weights: bool
     tried = [f"{source}: not one of {', '.join(BUNDLED)}; no such path ({path.absolute()})"]
     if isinstance(source, str) and hub.is_repo_name(source):
         try:
-            return hub.fetch(source, revision, weights)
+            return hub.fetch(source, revision, weights, _refuse_early)
         except hub.HubError as error:
             raise FileNotFoundError("; ".join([*tried, f"nor from the hub: {error}"])) from error
     raise FileNotFoundError("; ".join([*tried, "nor a name on the hub, which is ORG/NAME"]))
+
+
+def _refuse_early(folder: Path) -> None:
+    """Raises the errors of a model's settings before its weights are fetched. A drafter may lie beside any others."""
+    names = {path.name for path in folder.iterdir()}
+    if "config.json" in names and names.isdisjoint(("drafter_config.json", "ngram_config.json")):
+        read_config(folder)
 
 
 def _refuse_revision(source: Source, revision: str | None) -> None:

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.host.files import read_object, sha256
+from hsd_jax.models import foreign
 from hsd_jax.models.hf_config import format_config, read_config
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
@@ -135,6 +136,8 @@ def _open(folder: Path) -> dict[str, StoredTensor]:
         name = tensor.name
         while name.startswith(_PREFIXES):
             name = name.partition(".")[2]
+        if what := foreign.tensor(name):
+            raise ValueError(f"{tensor}: {what}")
         if not name.startswith(_TEXT) or name.endswith("rotary_emb.inv_freq"):
             continue
         name = name if name == _HEAD else f"model.{name}"
@@ -155,7 +158,8 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():
-        raise FileNotFoundError(f"{folder}: no {WEIGHTS_FILE} or {INDEX_FILE} (pickles are never loaded)")
+        why = foreign.in_folder(folder) or f"no {WEIGHTS_FILE} or {INDEX_FILE} (pickles are never loaded)"
+        raise FileNotFoundError(f"{folder}: {why}")
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: no weight_map")

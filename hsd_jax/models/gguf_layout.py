@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
+from hsd_jax.models import foreign
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.models.layers import rope_frequencies
 from hsd_jax.models.tensor_files import file_name
@@ -57,6 +58,14 @@ _ONLY = {  # settings of other models, and the values with which they have no ef
     "attention.causal": (True,),
     "use_parallel_residual": (False,),
     "rope.scaling.attn_factor": (0, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
+_YARN = {  # keys after rope.scaling, and those of config.json's rope_scaling
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
 }
 _LAYERS_OF_27B = 62
 """The number of layers of Gemma 3 27B. Only this Gemma 3 does not scale queries by the size of a head. llama.cpp
@@ -98,14 +107,18 @@ def parse(
     get: Callable[[str], Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None, where: str
 ) -> ModelConfig:
     """The architecture that metadata (`get`) and tensors describe, with the numbers of ROPE_FACTORS if they exist."""
-    name = get("general.architecture")
+    name, title, kind = (get(f"general.{key}") for key in ("architecture", "name", "type"))
+    if kind not in (None, "model"):
+        raise ValueError(f"{where}: general.type={shown(kind)}{foreign.kind_of(kind)}: allowed are models")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(f"{where}: general.architecture={shown(name)}: allowed are {', '.join(ARCHITECTURES)}")
+        what = f"general.architecture={shown(name)}{foreign.kind_of(name)}{(title and f' of {shown(title)}') or ''}"
+        raise ValueError(f"{where}: {what}: allowed are {', '.join(ARCHITECTURES)}")
     if get("split.count") not in (None, 0, 1):
         raise ValueError(f"{where}: split.count={shown(get('split.count'))}: only models in one file are read")
     for key, allowed in _ONLY.items():
         if get(f"{name}.{key}") not in (None, *allowed):
-            raise ValueError(f"{where}: {name}.{key}={shown(get(f'{name}.{key}'))}: allowed are {allowed}")
+            what = f"{name}.{key}={shown(get(f'{name}.{key}'))}{foreign.kind_of(key)}"
+            raise ValueError(f"{where}: {what}: allowed are {', '.join(map(str, allowed))}")
 
     def number(key: str, *default: Any) -> Any:
         value = get(f"{name}.{key}")
@@ -129,17 +142,18 @@ def parse(
     if window is not None and name != "gemma3":
         raise ValueError(f"{where}: {name}.attention.sliding_window={window}: only gemma3 may have one")
     kind = get(f"{name}.rope.scaling.type")
-    if kind not in (None, "none", "linear"):
-        raise ValueError(f"{where}: {name}.rope.scaling.type={shown(kind)}: allowed are none, linear")
+    if kind not in (None, "none", "linear", "yarn"):
+        raise ValueError(f"{where}: {name}.rope.scaling.type={shown(kind)}: allowed are none, linear, yarn")
     factor = number("rope.scaling.factor", number("rope.scale_linear", 0))
     is_scaled = kind != "none" and factor not in (0, 1)  # a factor without a type is linear, as in llama.cpp
+    scaling = {own: get(f"{name}.rope.scaling.{key}") for key, own in _YARN.items() if kind == "yarn"}
     values |= {
         "model_type": ARCHITECTURES[name],
         "vocab_size": shapes[EMBEDDING][0],
         "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rope_theta": number("rope.freq_base", 10_000.0),
-        "rope_scaling": {"rope_type": "linear", "factor": factor} if is_scaled else None,
+        "rope_scaling": {"rope_type": kind or "linear", "factor": factor, **scaling} if is_scaled else None,
         "tie_word_embeddings": HEAD not in shapes,
         "attention_bias": tensor_name("layer_0.attn.q.bias") in shapes,
         "mlp_bias": tensor_name("layer_0.mlp.gate.bias") in shapes,

@@ -7,6 +7,7 @@ writes the older style, which both versions read. `convert.py` reads the weights
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,8 @@ from hsd_jax.config import (
     Theta,
 )
 from hsd_jax.host.files import read_object
-from hsd_jax.validation import Count, OneOf, Positive, PositiveShare, Whole
+from hsd_jax.models import foreign
+from hsd_jax.validation import Count, NotNegative, OneOf, Positive, PositiveShare, Whole
 
 _GEMMA = {
     "tie_word_embeddings": True,
@@ -101,15 +103,19 @@ class _Keys:
     rope_local_base_freq: Theta = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    original_max_position_embeddings: Count | None = None
     partial_rotary_factor: float | None = None
 
 
+_ORIGINAL = "original_max_position_embeddings"
 _ROPE = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor", _ORIGINAL),
 }
-"""The keys of `rope_scaling` that each kind needs, in the order of the fields of `RopeConfig`."""
+"""The keys of `rope_scaling` of each kind. Their names are those of the fields of `RopeConfig`, without _embeddings."""
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -120,7 +126,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
     """`read_config` for an object in memory. `where` is its name in errors."""
-    family = values.get("model_type")
+    family, whole = values.get("model_type"), values
     if family == "gemma3":
         if not isinstance(values.get("text_config"), dict):
             raise ValueError(f"{where}: model_type 'gemma3' without a text_config object")
@@ -128,9 +134,10 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
         values, family = tied | values["text_config"], "gemma3_text"
     if not isinstance(family, str) or family not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
-        raise ValueError(f"{where}: model_type {validation.shown(family)}: supported are {supported}, gemma3")
-    if values.get("quantization_config"):
-        raise ValueError(f"{where}: quantization_config is set; only unquantised checkpoints are read")
+        what = f"model_type {validation.shown(family)}{foreign.kind_of(family, values)}"
+        raise ValueError(f"{where}: {what}: supported are {supported}, gemma3")
+    if why := foreign.in_config(whole):
+        raise ValueError(f"{where}: {why}")
     if values.get("use_bidirectional_attention"):
         raise ValueError(f"{where}: use_bidirectional_attention is set; only causal models generate")
     values = _FAMILIES[family] | values  # a file may hold any other keys
@@ -184,9 +191,9 @@ def format_config(config: ModelConfig) -> dict[str, Any]:
     name = f"{family.removesuffix('_text').capitalize()}ForCausalLM"  # as transformers names the class of each family
     values: dict[str, Any] = {"architectures": [name], "model_type": family}
     values |= {key: getattr(config, field) for field, key in _SAME.items()}
-    theta, kind, *numbers = dataclasses.astuple(config.rope)
-    scaling = {"rope_type": kind} | dict(zip(_ROPE[kind], numbers, strict=False))
-    values |= {"rope_theta": theta, "rope_scaling": scaling if _ROPE[kind] else None}
+    rope, names = config.rope, _ROPE[config.rope.kind]
+    scaling = {"rope_type": rope.kind} | {name: getattr(rope, _field(name)) for name in names}
+    values |= {"rope_theta": rope.theta, "rope_scaling": scaling if names else None}
     if family.startswith("gemma"):
         values |= {
             "hidden_activation": config.activation,
@@ -243,7 +250,8 @@ def _ropes(keys: _Keys, family: str) -> tuple[RopeConfig, RopeConfig | None]:
         parameters = scaling or by_type
         if FULL in parameters or SLIDING in parameters:
             raise ValueError(f"rope_parameters differ by layer type, which {family} does not support")
-        return _rope(parameters, keys, keys.rope_theta), None
+        original = keys.original_max_position_embeddings or parameters.get(_ORIGINAL)
+        return _rope(parameters | {_ORIGINAL: original}, keys, keys.rope_theta), None
     full, sliding = (
         validation.take(dict | None, by_type.get(name), f"rope_parameters.{name}") for name in (FULL, SLIDING)
     )
@@ -261,7 +269,25 @@ def _rope(parameters: dict[str, Any], keys: _Keys, theta: float) -> RopeConfig:
     if values["partial_rotary_factor"] not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor={values['partial_rotary_factor']!r}: only 1.0 is supported")
     kind = validation.take(RopeKind, values["rope_type"], "rope_scaling.rope_type")
+    if kind == "yarn":
+        values = _yarn_defaults(values, keys.max_position_embeddings) | values
     for key in _ROPE[kind]:
         if key not in values:
             raise ValueError(f"rope_scaling.{key}=None: rope_type {kind!r} needs it")
-    return RopeConfig(values["rope_theta"], kind, *(values[key] for key in _ROPE[kind]))
+    return RopeConfig(values["rope_theta"], kind, **{_field(key): values[key] for key in _ROPE[kind]})
+
+
+def _yarn_defaults(values: dict[str, Any], max_position: int) -> dict[str, Any]:
+    """The keys of YaRN that a file may leave out."""
+
+    def number(hint: Any, key: str, default: Any = None) -> Any:
+        return validation.take(hint, values.get(key, default), f"rope_scaling.{key}")
+
+    factor = number(Positive, "factor", max_position / number(Count, _ORIGINAL))
+    scales = number(NotNegative | None, "mscale"), number(NotNegative | None, "mscale_all_dim")
+    above, below = (1 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in (scales if all(scales) else (1.0, 0.0)))
+    return {"factor": factor, "beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": above / below}
+
+
+def _field(key: str) -> str:
+    return key.removesuffix("_embeddings")

@@ -7,8 +7,10 @@ The library `huggingface_hub` does the caching, the authentication and the downl
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from hsd_jax.models import foreign
 from hsd_jax.tokenizer import OLDER_FILES, TOKENIZER_FILES
 
 ANSWER_SECONDS = 10.0
@@ -41,7 +43,12 @@ def is_repo_name(text: str) -> bool:
     return True
 
 
-def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
+def fetch(
+    name: str,
+    revision: str | None = None,
+    weights: bool = True,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> Path:
     """The folder of a repository in the shared cache of Hugging Face libraries, fetched as far as it is not there.
 
     The hub is asked first, so a branch that has moved is noticed. If it does not answer within ANSWER_SECONDS, or if
@@ -52,28 +59,33 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
       name: ORG/NAME.
       revision: a branch, a tag or a commit. None: the branch `main`.
       weights: whether the safetensors are fetched. Without them the folder serves for its tokenizer.
+      check: called with the folder before weights are fetched. What it raises is raised.
     """
     from huggingface_hub import constants, snapshot_download
 
-    problem = ""
-    try:
-        problem = _no_answer(name, revision)
-        found = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=constants.HF_HUB_CACHE,
-            library_name="hsd_jax",
-            local_files_only=bool(problem),
-            allow_patterns=[*_SETTINGS, *["*.safetensors"] * weights],
-            ignore_patterns=list(_LEFT_OUT),
-        )
-    except Exception as error:  # the library's own, those of its HTTP client, and those of the disk
-        cached = f"{problem}, and {constants.HF_HUB_CACHE} does not hold all of it: " if problem else ""
-        said = " ".join(str(error).split())[:400] or type(error).__name__
-        raise HubError(f"{name} (revision {revision or 'main'}): {cached}{said}") from error
-    folder = Path(found)
+    problem, folder = None, Path()
+    for patterns in (_SETTINGS, (*_SETTINGS, "*.safetensors"))[: 1 + weights]:
+        if problem is not None:
+            check(folder)
+        try:
+            problem = _no_answer(name, revision) if problem is None else problem
+            found = snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=constants.HF_HUB_CACHE,
+                library_name="hsd_jax",
+                local_files_only=bool(problem),
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_LEFT_OUT),
+            )
+        except Exception as error:  # the library's own, those of its HTTP client, and those of the disk
+            cached = f"{problem}, and {constants.HF_HUB_CACHE} does not hold all of it: " if problem else ""
+            said = " ".join(str(error).split())[:400] or type(error).__name__
+            raise HubError(f"{name} (revision {revision or 'main'}): {cached}{said}") from error
+        folder = Path(found)
     if weights and not any(folder.glob("*.safetensors")):
-        raise HubError(f"{name}: no safetensors at its top; pickles are never loaded, and GGUF is read from a file")
+        what = "no safetensors at its top; pickles are never loaded, and GGUF is read from a file"
+        raise ValueError(f"{name}: {foreign.in_folder(folder) or what}")
     if problem and not constants.HF_HUB_OFFLINE:
         print(f"{name}: {problem}; using {folder.name[:12]} from the cache", file=sys.stderr, flush=True)
     return folder

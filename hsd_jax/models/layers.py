@@ -6,6 +6,7 @@ Weights are stored [out, in] as in Hugging Face files. `kernels/ops.py` chooses 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,15 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         scaled = np.where(wavelength > low, inverse / rope.factor, inverse)
         is_middle = (wavelength <= low) & (wavelength >= high)
         return np.where(is_middle, middle, scaled).astype(np.float32)
+    if rope.kind == "yarn":  # between the two places it goes from the plain frequencies to the scaled ones
+        turns = [rope.original_max_position / (2 * math.pi * beta) for beta in (rope.beta_fast, rope.beta_slow)]
+        first, last = (head_dim / 2 * math.log(n) / math.log(rope.theta) for n in turns)
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        width = last - first or 0.001
+        share = np.clip((np.arange(head_dim // 2, dtype=np.float32) - first) / width, 0, 1)
+        return (share * inverse / rope.factor + (1 - share) * inverse).astype(np.float32)
     return inverse.astype(np.float32)
 
 
@@ -103,7 +113,7 @@ def rope_table(
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"]]:
     """Cosine and signed sine for the half-rotation form. Angles are float32: bfloat16 angles are wrong past 256."""
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 

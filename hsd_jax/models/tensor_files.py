@@ -112,6 +112,8 @@ def open_all(files: list[Path]) -> list[StoredTensor]:
             with safe_open(file, framework="np"):  # checks the header and the length of the file
                 pass
         except (SafetensorError, OSError) as error:  # an empty file cannot be mapped
+            if size < 1024 and file.read_bytes().startswith(b"version https://git-lfs."):
+                raise ValueError(f"{file}: a pointer of Git LFS: fetch the file with `git lfs pull`") from error
             raise ValueError(f"{file}: not a complete safetensors file ({error}; {size} bytes found)") from error
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")

@@ -15,6 +15,7 @@ import pytest
 from gguf_writer import save_gguf
 from safetensors.numpy import load_file, save_file
 from support import chat, toy
+from support.checkpoints import edit_json
 
 import hsd_jax
 from hsd_jax.models import checkpoint, convert
@@ -75,7 +76,7 @@ def test_a_bundled_name_comes_before_a_path_and_a_path_before_the_hub(folder, tm
 
 def test_a_name_on_the_hub_is_fetched_at_its_revision(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(checkpoint.hub, "fetch", lambda *call: asked.append(call) or folder)
+    monkeypatch.setattr(checkpoint.hub, "fetch", lambda *call: asked.append(call[:3]) or folder)
     assert find("org/name", "v2").path == folder and str(find("org/name")) == "org/name"
     params = hsd_jax.load("org/name", revision="abc", drafter="org/small")
     assert params.drafter_config.kind == "small_lm" and params.tokenizer == find(folder).tokenizer
@@ -103,6 +104,34 @@ def test_files_of_other_kinds_and_revisions_of_paths_are_refused(folder, tmp_pat
     for source in (folder, "demo", find(folder)):
         with pytest.raises(ValueError, match="revision='v1'"):
             find(source, "v1")
+
+
+def test_an_adapter_is_named_unless_it_lends_its_tokenizer(folder, tmp_path):
+    adapter = tmp_path / "adapter"
+    chat.write_tokenizer(adapter, chat.CHATML)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    save_file({"base_model.model.lora_A.weight": np.zeros((1, 1))}, adapter / "adapter_model.safetensors")
+    for how in ({"target": adapter}, {"target": folder, "drafter": adapter}):
+        with pytest.raises(ValueError, match=r"adapter: an adapter \(LORA\) of 'org/base': merge it") as error:
+            hsd_jax.load(**how)
+        assert "\n" not in str(error.value)
+    assert find(folder, tokenizer=adapter).tokenizer is not None
+    shutil.copy(folder / "config.json", adapter)
+    with pytest.raises(FileNotFoundError, match="an adapter"):
+        find(adapter).weights()
+    shutil.copy(folder / "model.safetensors", adapter)  # merged
+    assert find(adapter).hash() == find(folder).hash()
+
+
+def test_what_is_not_run_is_refused_before_its_weights_are_fetched(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "awq")
+    edit_json(tmp_path / "awq" / "config.json", quantization_config={"quant_method": "awq"})
+    monkeypatch.setattr(checkpoint.hub, "fetch", lambda *call: call[-1](tmp_path / "awq") or tmp_path / "fetched")
+    with pytest.raises(ValueError, match=r"quantized \('awq'\)"):
+        find("org/name")
+    (tmp_path / "fetched").mkdir()
+    (tmp_path / "awq" / "drafter_config.json").write_text("{}")
+    assert find("org/name").path == tmp_path / "fetched"
 
 
 @pytest.mark.skipif(not has_smollm2, reason=SMOLLM2_COMMAND)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ from hsd_jax.kernels import native
 from hsd_jax.models import convert
 from hsd_jax.models.cache import commit, empty_cache
 from hsd_jax.models.checkpoint import Checkpoint, find
-from hsd_jax.models.hf_config import format_config
+from hsd_jax.models.hf_config import format_config, parse_config
+from hsd_jax.models.layers import rope_frequencies, rope_table
 from hsd_jax.models.target import forward, forward_sequence, init_target
 
 NUM_TOKENS = 24
@@ -55,6 +57,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
 GEMMA3_ROPE = {
     FULL: {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
     SLIDING: {"rope_type": "default", "rope_theta": 30.0},
@@ -63,6 +66,19 @@ QWEN2_SIZES = {k: v for k, v in SIZES.items() if k != "head_dim"}  # has no such
 CASES = {
     "llama": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
     "llama3_rope": {"model_type": "llama", **SIZES, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "yarn": {"model_type": "llama", **SIZES, "rope_parameters": YARN},
+    "yarn_mscale": {
+        "model_type": "qwen3",
+        **SIZES,
+        "rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 4},
+        "original_max_position_embeddings": 20,
+    },
+    "dynamic": {  # the tokens reach the limit, from which on transformers changes the frequencies
+        "model_type": "llama",
+        **SIZES,
+        "max_position_embeddings": NUM_TOKENS,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+    },
     "mistral": {"model_type": "mistral", **SIZES, "sliding_window": 5},
     "qwen2": {
         "model_type": "qwen2",
@@ -251,6 +267,15 @@ OLD_STYLE = {
         "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
     },
     "llama linear": {**SMALL, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama dynamic": {**SMALL, "model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "llama yarn": {**SMALL, "model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": None}},
+    "qwen2.5 yarn": {
+        **SMALL,
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131_072,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+    },
     "mistral 0.1": {**LLAMA, "model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0},
     "mistral 0.3": {**LLAMA, "model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
     "mistral bare": {**SMALL, "model_type": "mistral", "num_attention_heads": 8},
@@ -294,10 +319,12 @@ OLD_STYLE = {
 
 def rope_of(parameters: dict) -> RopeConfig:
     kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
-    if kind != "llama3":
-        return RopeConfig(theta, kind, parameters.get("factor", 1.0))
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return RopeConfig(theta, kind, *(parameters[n] for n in names))
+    original = parameters.get("original_max_position_embeddings", 8192)
+    if kind == "yarn":
+        share = 0.1 * math.log(parameters["factor"]) + 1
+        return RopeConfig(theta, kind, parameters["factor"], original_max_position=original, attention_factor=share)
+    names = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return RopeConfig(theta, kind, *(parameters.get(n, default) for n, default in names.items()), original)
 
 
 @pytest.mark.parametrize("style", ["as published", "as transformers 5 saves it", "as we save it"])
@@ -349,18 +376,66 @@ def test_config_agrees_with_transformers(tmp_path, name, style):
 
 
 @pytest.mark.parametrize(
+    ("scaling", "frequencies", "attention_factor"),
+    [
+        (
+            {"rope_theta": 1e4, "factor": 4.0},
+            [1, 0.31622776, 0.1, 0.025693506, 0.0062499996, 0.0013834966, 0.00025, 7.905695e-05],
+            1.138629436111989,
+        ),
+        (
+            {
+                "rope_theta": 1e6,
+                "factor": 8.0,
+                "beta_fast": 16,
+                "beta_slow": 2,
+                "truncate": False,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+            },
+            [1, 0.17782794, 0.02577162, 7.0292666e-4, 1.25e-4, 2.2228493e-05, 3.952847e-06, 7.029267e-07],
+            1.094179988101349,
+        ),
+    ],
+)
+def test_yarn_has_the_numbers_of_transformers(scaling, frequencies, attention_factor):
+    """Stored numbers of transformers 5.24, for heads of 16."""
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 2048, **scaling}
+    rope = parse_config({**SMALL, "model_type": "llama", "rope_scaling": scaling}, "here").rope
+    np.testing.assert_allclose(rope_frequencies(rope, 16), frequencies, rtol=1e-6)
+    cos, sin = rope_table(rope, 16, jnp.array([[5, 3000]]))
+    np.testing.assert_allclose(cos**2 + sin**2, attention_factor**2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (None, "not JSON"),
-        ({"model_type": "mamba"}, "'mamba'.*llama, mistral"),
+        ({"model_type": "phi3"}, "'phi3'.*llama, mistral"),
+        ({"model_type": "mixtral"}, r"'mixtral' \(a mixture of experts\): .*llama"),
+        ({"model_type": "x", "num_experts": 8}, r"'x' \(a mixture of experts\)"),
+        ({"model_type": "qwen2_5_vl"}, r"'qwen2_5_vl' \(a model of images"),
+        ({"model_type": "drop", "medusa_num_heads": 3}, "None .Medusa heads"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "an EAGLE head"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification'.*ForCausalLM"),
         ({"vocab_size": "drop"}, "'vocab_size'"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"hidden_act": "relu"}, "'relu'.*'silu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'llama3'"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "'longrope'.*'llama3'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, r"rope_scaling\.factor='4'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": -1.0}}, "mscale=-1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}}, "beta_fast=0.5.*beta_slow=1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "theta=1.0"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor=None.*'dynamic'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"model_type": "gemma2", "layer_types": [SLIDING]}, "layer_types"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantization_config: .*quantized \('awq'\)"),
+        ({"quantization": {"bits": 4}}, "quantization: .*quantized"),  # MLX
+        (
+            {"model_type": "gemma3", "text_config": {}, "quantization_config": {"quant_method": "gptq"}},
+            "quantized .'gptq'",
+        ),
     ],
 )
 def test_bad_config_is_named(tmp_path, changes, message):
@@ -433,6 +508,10 @@ def tensors(change):
     return lambda folder: edit_tensors(folder / WEIGHTS, change)
 
 
+def only(name):
+    return lambda folder: (folder / WEIGHTS).rename(folder / name)
+
+
 def index(**values):
     def write(folder):
         (folder / WEIGHTS).rename(folder / "a.safetensors")
@@ -441,10 +520,17 @@ def index(**values):
     return write
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 BAD = {
     "cut": (content(lambda whole: whole[:-100]), ValueError, r"model\.safetensors: "),
     "empty": (content(lambda whole: b""), ValueError, r"model\.safetensors: "),
-    "pickles": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), FileNotFoundError, "pickles"),
+    "nothing": (lambda folder: (folder / WEIGHTS).unlink(), FileNotFoundError, r"no model\.safetensors"),
+    "pickles alone": (only("pytorch_model.bin"), FileNotFoundError, r"pickles.*\(pytorch_model\.bin\)"),
+    "Mistral's own form": (only("consolidated.safetensors"), FileNotFoundError, "weights in the form of Mistral"),
+    "GGUF in a folder": (only("x.Q4.gguf"), FileNotFoundError, r"GGUF files: name one.*x\.Q4\.gguf"),
+    "a Git LFS pointer": (content(lambda whole: LFS_POINTER), ValueError, "git lfs pull"),
+    "EAGLE": (tensors(lambda t: t.update({"fc.weight": t[KEY]})), ValueError, "'fc.weight': layers of an EAGLE head"),
+    "AWQ": (tensors(lambda t: t.update({KEY.replace("weight", "qweight"): t[KEY]})), ValueError, "qweight': quantized"),
     "a shard is missing": (index(weight_map={"x": "b.safetensors"}), FileNotFoundError, r"b\.safetensors"),
     "a shard elsewhere": (index(weight_map={"x": "../a.safetensors"}), ValueError, r"\.\./a\.safetensors"),
     "no map": (index(), ValueError, "weight_map"),

