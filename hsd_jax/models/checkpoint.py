@@ -171,7 +171,7 @@ def find(
         _refuse_revision(source, revision)
     else:
         path = _fetched(source, path, revision, weights)
-    if not path.is_dir() and path.suffix != ".gguf":
+    if not path.is_dir() and path.suffix.lower() != ".gguf":
         raise ValueError(f"{path}: expected a Hugging Face folder, or a file that ends in .gguf")
     return Checkpoint(str(source), Folder(path) if path.is_dir() else GgufFile(path), words, drafter)
 
