@@ -126,9 +126,9 @@ def _sentencepiece(header: Header, tokens: list[str], vocabulary: dict[str, int]
     pairs = [
         (token[:at], token[at:])
         for token in sorted(vocabulary, key=lambda token: -scores[vocabulary[token]])
-        # Of two pairs that spell the same token, SentencePiece merges the first in the text. A list of pairs cannot say
-        # that. In a run of one character, which merges from the left, it is the pair with the longer first part.
-        for at in range(len(token) - 1, 0, -1)
+        # Of two pairs that spell the same token, SentencePiece merges the first in the text and BPE the first in this
+        # list. That differs only if they overlap in the text, and in none of the texts on which we compared them.
+        for at in range(1, len(token))
         if token[:at] in vocabulary and token[at:] in vocabulary
     ]
     unknown = next(iter(_ids(header, "unknown_token_id")), 0)
