@@ -112,6 +112,8 @@ def check_messages(messages: Messages, where: str) -> None:
         for key, value in message.items():
             for text in texts_in((key, value)):
                 check_unicode(text, f"{here}: {key}")
+    if messages[-1]["role"] == "assistant" and messages[-1].get("content") is None:
+        raise ValueError(f"{where}, message {len(messages) - 1}: the assistant's last message has no content")
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -107,7 +107,7 @@ REFUSED = {
     "a part without text": ([HI | {"content": [{"type": "text"}]}], "message 0: part 0 of content has text None"),
     "no parts": ([HI | {"content": []}], r"message 0: content is \[\]: expected a text or a list of text parts"),
     "a number": ([HI | {"content": 3}], "message 0: content is 3"),
-    "nothing to continue": ([HI, CALLS], "prompt 0: the chat template refuses.*content"),
+    "nothing to continue": ([HI, CALLS], "prompt 0, message 1: the assistant's last message has no content"),
     "half a character": ([HI | {"content": "a\ud800"}], r"message 0: content.*character 1"),
     "half a character in a call": ([HI, YES | {"tool_calls": ["\ud800"]}], "message 1: tool_calls.*character 0"),
 }
