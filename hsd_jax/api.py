@@ -122,9 +122,9 @@ def decode(
 
     Args:
       prompt: a text, token ids, a conversation, or a list of these. The items of a list may differ in kind and length.
-        A list that holds a mapping is one conversation. Its messages have the keys role and content only, and both
-        values are texts. The role is system (first message only), user or assistant. The last message is the user's.
-        The checkpoint's chat template renders the conversation, ready for the answer. No other start token is added.
+        A list that holds a mapping is one conversation. Its messages have a role and a content, which is a text or a
+        list of text parts, and other keys that the checkpoint's chat template reads. The template renders the
+        conversation, ready for the answer; a last message of the assistant is continued. No other start token is added.
       max_new_tokens: most tokens of each row, one value or one value per row. The end token counts.
     Raises:
       ValueError: for a wrong argument, before anything compiles; it names the value and the allowed ones. Also if all

@@ -53,26 +53,37 @@ NOTHING = Row([0], Sampling(max_new_tokens=0, eos=()))
 """Fills an unused row: it has one token, may get no other, and so is finished from the start."""
 ROW_HINTS = {name: row_hint(part.hint) for kind in (Length, SamplingSettings) for name, part in parts_of(kind).items()}
 """The annotation of one row's value of each setting that rows have of their own."""
-del ROW_HINTS["eos"]  # the same for all rows
+for _name in ("eos", "tools", "template"):  # the same for all rows
+    del ROW_HINTS[_name]
 
 
 def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
     """The rows of a call."""
-    prompts = encode(params, prompt)
+    given = prompts_in(prompt)
+    _check_is_read(asked, given)
+    prompts = encode(params, given, asked)
     per_row = zip(*[_per_row(name, getattr(asked, name), len(prompts)) for name in ROW_HINTS], strict=True)
     folds = range(len(prompts)) if np.ndim(asked.seed) == 0 else [0] * len(prompts)
-    eos, max_len = end_tokens_of(params, asked.eos), params.max_len
-    own = enumerate(zip(prompts, per_row, folds, strict=True))
-    return [_row(f"prompt {row}", tokens, values, eos, max_len, fold) for row, (tokens, values, fold) in own]
+    ends = [end_tokens_of(params, asked.eos, one) for one in given]
+    own, max_len = enumerate(zip(prompts, per_row, ends, folds, strict=True)), params.max_len
+    return [_row(f"prompt {row}", tokens, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own]
 
 
 def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row:
     """The row of a request that comes alone, of at most `max_len` tokens."""
     if isinstance(prompt, (int, np.integer, Mapping)):
         raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}")
-    tokens = _encode_one(params, prompt, "the prompt")
+    _check_is_read(asked, [prompt])
+    tokens = _encode_one(params, prompt, "the prompt", asked)
     values = [take(hint, _plain(getattr(asked, name)), name) for name, hint in ROW_HINTS.items()]
-    return _row("the prompt", tokens, values, end_tokens_of(params, asked.eos), max_len)
+    return _row("the prompt", tokens, values, end_tokens_of(params, asked.eos, prompt), max_len)
+
+
+def _check_is_read(asked: Sampling, prompts: Sequence[Any]) -> None:
+    """Refuses settings of conversations if no prompt is one."""
+    for name in ("tools", "template"):
+        if getattr(asked, name) and not any(map(_is_conversation, prompts)):
+            raise ValueError(f"{name}={shown(getattr(asked, name))}: only for conversations, and no prompt is one")
 
 
 def _row(name: str, tokens: list[int], values: Iterable[Any], eos: tuple[int, ...], max_len: int, fold: int = 0) -> Row:
@@ -131,8 +142,13 @@ def check_length(name: str, num_tokens: int, new: int, max_len: int) -> None:
         )
 
 
-def encode(params: Params, prompt) -> list[list[int]]:
-    """Converts prompts to lists of token ids.
+def encode(params: Params, prompt, asked: Sampling = NOTHING.asked) -> list[list[int]]:
+    """Converts prompts to lists of token ids, conversations with the tools and the variables of `asked`."""
+    return [_encode_one(params, one, f"prompt {i}", asked) for i, one in enumerate(prompts_in(prompt))]
+
+
+def prompts_in(prompt: Any) -> list[Any]:
+    """The prompts of a call.
 
     A sequence that holds a mapping is one conversation. A sequence that holds only integers is one prompt of ids. Any
     other sequence is a batch, whose items may be of different kinds.
@@ -148,7 +164,7 @@ def encode(params: Params, prompt) -> list[list[int]]:
         raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}, or a list of these")
     if not prompts:
         raise ValueError("prompt is an empty list")
-    return [_encode_one(params, p, f"prompt {i}") for i, p in enumerate(prompts)]
+    return prompts
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -156,22 +172,24 @@ def _is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt)
 
 
-def _encode_one(params: Params, prompt, name: str) -> list[int]:
+def _encode_one(params: Params, prompt, name: str, asked: Sampling) -> list[int]:
     if isinstance(prompt, bytes):
         prompt = decoded(prompt, name)
     if isinstance(prompt, str) or _is_conversation(prompt):
         if params.tokenizer is None:
             raise ValueError(f"{name}: the checkpoint has no tokenizer: give token ids")
         if not isinstance(prompt, str):
-            prompt = params.tokenizer.encode_chat(prompt, name)
+            prompt = params.tokenizer.encode_chat(prompt, name, asked.tools, asked.template)
         elif prompt:
             check_unicode(prompt, name)
             prompt = params.tokenizer.encode(prompt)
+        else:
+            prompt = params.tokenizer.starts
     try:
         ids = np.asarray(prompt)
     except (ValueError, OverflowError):  # lists of several lengths
         raise ValueError(f"{name} is {shown(prompt)}: expected a row of integers") from None
-    if isinstance(prompt, str) or ids.size == 0:
+    if ids.size == 0:
         raise ValueError(f"{name} is empty: give at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{name} has shape {ids.shape} and dtype {ids.dtype}: expected a row of integers")
@@ -203,8 +221,14 @@ def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float |
     return jax.device_put(sampling_arrays([Sampling(temperature=temperature, top_k=top_k, top_p=top_p)]))
 
 
-def end_tokens_of(params: Params, eos) -> tuple[int, ...]:
-    """The checked end tokens. None: the end tokens of the checkpoint."""
+def end_tokens_of(params: Params, eos, prompt: Any) -> tuple[int, ...]:
+    """The checked end tokens of a row.
+
+    None: those of the checkpoint, and after a conversation also the line ends, if its turns are lines.
+    """
+    vocab_size, tokenizer = params.target_config.vocab_size, params.tokenizer
+    lines = tokenizer.line_ends if eos is None and tokenizer is not None and _is_conversation(prompt) else ()
     eos = params.eos if eos is None else _plain(eos)
     ids = eos if isinstance(eos, Iterable) and not isinstance(eos, (str, bytes, dict)) else [eos]
-    return tuple(take(int, _plain(token), "eos", ge=0, lt=params.target_config.vocab_size) for token in ids)
+    named = tuple(take(int, _plain(token), "eos", ge=0, lt=vocab_size) for token in ids)
+    return *named, *(token for token in lines if token < vocab_size and token not in named)

@@ -8,7 +8,7 @@ needed to read this.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from pydantic import Field
@@ -47,6 +47,8 @@ MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
 Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
 Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
+Tool = dict[str, Any] | Callable[..., Any]
+"""A JSON schema, or a function from which transformers makes one."""
 
 
 class Length(TypedDict, total=False):
@@ -70,6 +72,10 @@ class SamplingSettings(TypedDict, total=False):
     with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
     eos: Annotated[int | Sequence[int] | None, Default(None)]
     """End tokens of all rows in place of the checkpoint's; () for none."""
+    tools: Annotated[list[Tool] | tuple[Tool, ...] | None, Default(None)]
+    """What the model may call, for the chat template: JSON schemas, or functions with annotations and a docstring."""
+    template: Annotated[dict[str, Any] | None, Default(None)]
+    """Variables of the chat template, as in {"enable_thinking": False}."""
 
 
 class SpeculationSettings(TypedDict, total=False):

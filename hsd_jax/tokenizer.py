@@ -14,10 +14,13 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import jinja2.meta
+import jinja2.sandbox
 import numpy as np
 import tokenizers
 
@@ -27,16 +30,23 @@ from hsd_jax.validation import shown
 
 Tokens = Sequence[int] | np.ndarray
 TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-TOKENIZER_FILES = (TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP, "chat_template.jinja", "chat_template.json")
+NAMES = "default", "tool_use"
+"""The chat templates that a checkpoint may have, as transformers names them: the second is for tools."""
+_OF_TOOLS = "additional_chat_templates/tool_use.jinja"
+TOKENIZER_FILES = (TOKENIZER_JSON, _SETTINGS, _TOKENS_MAP, "chat_template.jinja", "chat_template.json", _OF_TOOLS)
 """The files of a tokenizer that are copied from one folder to another."""
 OLDER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
 """The files from which transformers makes a tokenizer if there is no TOKENIZER_JSON."""
-Messages = Sequence[Mapping[str, str]]
-"""A conversation: a list of messages with the keys `role` and `content`."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: a list of messages with the keys `role` and `content`, and others that the chat template reads."""
+Tools = Sequence[Any]
+"""What a model may call: JSON schemas as transformers has them, or functions from which it makes them."""
 
-ROLES = ("system", "user", "assistant")
 UNFINISHED = "\ufffd"
 """The character that a byte-level decoder prints for an incomplete UTF-8 character."""
+_ROLES = "'system', 'user', 'assistant', 'tool'"
+_PRINTED_PARTS = "[{'type': 'text'"
+"""How a template that does not know lists of parts prints one."""
 _IN_BRACKETS = re.compile(r"[^\w\s].*\w.*[^\w\s]")
 """What a control token looks like: `<|user|>` or `[INST]`. Other added tokens are words or white space."""
 TEMPLATE_SECONDS = 20.0
@@ -48,17 +58,19 @@ def hash_of(vocabulary: Mapping[str, int]) -> str:
     return sha256(*(f"{number} {token}\n" for token, number in sorted(vocabulary.items(), key=lambda item: item[1])))
 
 
-def read_template(folder: Path) -> str | None:
-    """The chat template of a checkpoint folder, None if it has none."""
-    path = folder / "chat_template.jinja"
+def read_template(folder: Path, name: str = "default") -> str | None:
+    """The chat template of a checkpoint folder, or its other one of the name "tool_use". None if it has none."""
+    path = folder / ("chat_template.jinja" if name == "default" else _OF_TOOLS)
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    for name in (_SETTINGS, "chat_template.json"):
-        found = _object(folder / name).get("chat_template")
+    for file in (_SETTINGS, "chat_template.json"):
+        found = _object(folder / file).get("chat_template")
         if isinstance(found, list):  # several templates, each with its name
-            found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+            found = next((one.get("template") for one in found if one.get("name") == name), None)
+        elif name != "default":
+            continue
         if found and not isinstance(found, str):
-            raise ValueError(f"{folder / name}: chat_template={shown(found)}: expected a text")
+            raise ValueError(f"{folder / file}: chat_template={shown(found)}: expected a text")
         if found:
             return found
     return None
@@ -76,22 +88,52 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def check_messages(messages: Messages, where: str) -> None:
-    """Checks that `messages` are a conversation that an assistant can answer. `where` begins the error message."""
+    """Checks that `messages` are a conversation. The template judges roles and order. `where` begins the error."""
     if not messages:
         raise ValueError(f"{where} is a conversation without messages")
     for index, message in enumerate(messages):
-        here, roles = f"{where}, message {index}", ROLES if index == 0 else ROLES[1:]
+        here = f"{where}, message {index}"
         if not isinstance(message, Mapping):
             raise ValueError(f"{here} is {shown(message)}: expected a mapping with role and content")
-        if set(message) != {"role", "content"}:
+        content = message.get("content")
+        if "role" not in message or (content is None and not message.get("tool_calls")):
             raise ValueError(f"{here} has the keys {shown(sorted(map(str, message)))}: expected 'role' and 'content'")
-        if message["role"] not in roles:
-            raise ValueError(f"{here}: role {shown(message['role'])}: allowed are {', '.join(map(repr, roles))}")
-        if not isinstance(message["content"], str):
-            raise ValueError(f"{here}: content is {shown(message['content'])}: expected a text")
-        check_unicode(message["content"], f"{here}: content")
-    if (role := messages[-1]["role"]) != "user":
-        raise ValueError(f"{where}, message {len(messages) - 1}: role {role!r} is last: allowed is 'user'")
+        if not isinstance(message["role"], str) or not message["role"]:
+            raise ValueError(f"{here}: role {shown(message['role'])}: expected a text, as in {_ROLES}")
+        parts = () if content is None or isinstance(content, str) else content
+        if not isinstance(parts, Sequence) or isinstance(parts, bytes) or content == []:
+            raise ValueError(f"{here}: content is {shown(content)}: expected a text or a list of text parts")
+        for number, part in enumerate(parts):
+            kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (part, None)
+            if kind != "text":
+                raise ValueError(f"{here}: part {number} of content is of type {shown(kind)}: allowed is 'text'")
+            if not isinstance(text, str):
+                raise ValueError(f"{here}: part {number} of content has text {shown(text)}: expected a text")
+        for key, value in message.items():
+            for text in texts_in((key, value)):
+                check_unicode(text, f"{here}: {key}")
+    if messages[-1]["role"] == "assistant" and messages[-1].get("content") is None:
+        raise ValueError(f"{where}, message {len(messages) - 1}: the assistant's last message has no content")
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts of a value of JSON, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, Sequence)) and not isinstance(value, bytes):
+        for part in value.items() if isinstance(value, Mapping) else value:
+            yield from texts_in(part)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a value of JSON in Python's own dicts and lists, with every text changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, change): _mapped(part, change) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_mapped(part, change) for part in value]
+    return value
 
 
 def check_unicode(text: str, where: str) -> None:
@@ -118,6 +160,8 @@ class Tokenizer:
     """Special tokens by the names that chat templates use, such as `bos_token`."""
     template: str | None = None
     """The chat template."""
+    template_of_tools: str | None = None
+    """The chat template of conversations with tools, if it is another one."""
     parse_special: bool = False
     """As in `load`."""
 
@@ -154,14 +198,17 @@ class Tokenizer:
                 raw, special = found.backend_tokenizer, {**found.special_tokens_map, **special}
         except Exception as error:  # both libraries raise many kinds of error for a file that they cannot read
             raise ValueError(f"{folder}: the tokenizer cannot be read ({_reason(error)})") from error
-        return cls(raw, _fingerprint(folder), special, read_template(folder))
+        template, of_tools = (read_template(folder, name) for name in NAMES)
+        return cls(raw, _fingerprint(folder), special, template, of_tools)
 
     def save(self, folder: str | Path) -> None:
         """Writes the files that `find` and transformers read."""
         folder = Path(folder)
         write_text(folder / TOKENIZER_JSON, self.raw.to_str(pretty=True))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.special}
-        write_json(folder / _SETTINGS, settings | ({} if self.template is None else {"chat_template": self.template}))
+        named = [{"name": name, "template": template} for name, template in self._templates.items()]
+        templates = named if self.template_of_tools else self.template
+        write_json(folder / _SETTINGS, settings | ({"chat_template": templates} if named else {}))
 
     def special_id(self, name: str) -> int | None:
         """The number of the token of the name "bos" or "eos", None if there is none."""
@@ -217,48 +264,122 @@ class Tokenizer:
 
         `is_open`: whether the text ends where the assistant's answer begins.
         """
+        return self._render(messages, add_generation_prompt=is_open)
+
+    def _render(
+        self, messages: Messages, tools: Tools | None = None, variables: Mapping[str, Any] | None = None, **how: bool
+    ) -> str:
+        """What `apply_chat_template` of transformers writes. `how` says how the text ends."""
         if not self.has_chat_template:
             raise ValueError("this checkpoint has no chat template: give the prompt as text")
-        plain = [dict(message) for message in messages]
-        try:
-            return within(TEMPLATE_SECONDS, lambda: _render(plain, self.template, is_open, self.special))
-        except Exception as error:  # a template is a program in jinja's sandbox: it raises jinja's and Python's errors
-            raise ValueError(f"the chat template refuses this conversation ({_reason(error)})") from error
+        plain, more = _mapped(messages, str), {**self.special, **(variables or {}), **how}
+        lists = [one for one in plain if isinstance(one.get("content"), list)]
+        for one in lists:  # the type first, as in _PRINTED_PARTS
+            one["content"] = [{"type": "text", "text": part["text"], **part} for part in one["content"]]
+        tools = None if tools is None else [*tools]
+        write = lambda: self._writer.apply_chat_template(plain, tools=tools, tokenize=False, **more)  # noqa: E731
+        for is_last in (False, True) if lists else (True,):
+            try:
+                text = within(TEMPLATE_SECONDS, write)
+                if is_last or _PRINTED_PARTS not in text:
+                    return text
+            except Exception as error:  # a template is a program in jinja's sandbox: it raises jinja's and Python's
+                if is_last:
+                    raise ValueError(f"the chat template refuses this conversation ({_reason(error)})") from error
+            for one in lists:  # it reads only texts
+                one["content"] = "".join(part["text"] for part in one["content"])
+        raise AssertionError("the last try returns or raises")
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        """A tokenizer of transformers that has only the chat templates."""
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install torch
+        from transformers import PreTrainedTokenizerFast  # token ids and texts do not need it
+
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=self._templates)
+
+    @property
+    def _templates(self) -> dict[str, str]:
+        pairs = zip(NAMES, (self.template, self.template_of_tools), strict=True)
+        return {name: template for name, template in pairs if template}
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a text from `render`, which already contains its special tokens."""
         return self.raw.encode(text, add_special_tokens=False).ids
 
-    def encode_chat(self, messages: Messages, where: str = "the conversation") -> list[int]:
-        """Token ids of a conversation, up to where the answer begins.
+    def encode_chat(
+        self,
+        messages: Messages,
+        where: str = "the conversation",
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins. A last message of the assistant is continued.
 
-        Control tokens that a message spells out are read as text, unless `parse_special`. So no message can end its
-        own turn and begin another one.
+        Control tokens that a message, a tool or a variable spells out are read as text, unless `parse_special`. So
+        none can end its own turn and begin another one.
+
+        Args:
+          where: begins the error messages.
+          tools: what the template describes to the model.
+          variables: further variables of the template.
+        Raises:
+          ValueError: for what is no conversation, and for roles, tools and variables that the template does not read.
         """
         check_messages(messages, where)
+        end = "continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"
+        render = functools.partial(self._render, **{end: True})
         try:
-            if self.parse_special or not any(self._control.is_in(message["content"]) for message in messages):
-                return self.encode_rendered(self.render(messages))
-            text = self._control.swap(self._render_hidden(messages))
-            return self._control.tokenizer.encode(text, add_special_tokens=False).ids
+            self._check_names(tools, variables)
+            wanted = render(messages, tools, variables)
+            self._check_roles(messages, lambda others: render(others, tools, variables) == wanted)
+            if self.parse_special or not any(map(self._control.is_in, texts_in((messages, tools, variables)))):
+                return self.encode_rendered(wanted)
+            for trusted in ((), ("assistant",)):
+                # Control tokens stay in what the assistant has said if the template looks for them, as for the end of
+                # its reasoning.
+                swap = self._control.swap
+                hidden = [one if one["role"] in trusted else _mapped(one, swap) for one in messages]
+                text = render(hidden, _mapped(tools, swap), _mapped(variables, swap))
+                if self._control.shown(text) == wanted:
+                    return self._control.tokenizer.encode(swap(text), add_special_tokens=False).ids
+            raise ValueError("the chat template reads control tokens that a message spells out (see parse_special)")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
-    def _render_hidden(self, messages: Messages) -> str:
-        """The conversation, with swapped control tokens in the contents.
+    def _check_names(self, tools: Tools | None, variables: Mapping[str, Any] | None) -> None:
+        """Checks that the template reads tools, and each of the variables."""
+        if not tools and not variables:
+            return
+        for text in texts_in((tools, variables)):
+            check_unicode(text, f"{shown(text)} in tools or template")
+        template = self.template if tools is None else self.template_of_tools or self.template
+        try:
+            read = _variables_of(template or "")
+        except jinja2.TemplateError:
+            return  # its rendering says what is wrong
+        if tools and "tools" not in read:
+            raise ValueError("tools: the chat template reads none")
+        allowed = sorted(read - {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
+        for name in variables or {}:
+            if name not in allowed:
+                known = ", ".join(allowed) or "none"
+                raise ValueError(f"template: unknown variable {shown(name)}; the chat template reads {known}")
 
-        They stay in what the assistant has said if the template looks for them, as for the end of its reasoning.
+    def _check_roles(self, messages: Messages, is_same: Callable[[Messages], bool]) -> None:
+        """Checks that the template writes the contents of roles that not all templates know.
+
+        `is_same`: whether the text of other messages is that of these.
         """
-        wanted = self.render(messages)
-        for trusted in ((), ("assistant",)):
-            hidden = [
-                {**one, "content": one["content"] if one["role"] in trusted else self._control.swap(one["content"])}
-                for one in messages
-            ]
-            text = self.render(hidden)
-            if self._control.shown(text) == wanted:
-                return text
-        raise ValueError("the chat template reads control tokens that a message spells out (see parse_special)")
+        for role in sorted({one["role"] for one in messages} - {"user", "assistant"}):
+            others = [one if one["role"] != role else {**one, "content": f"{one.get('content')}!"} for one in messages]
+            try:
+                is_left_out = is_same(others)
+            except ValueError:
+                continue  # it refuses the other content
+            if is_left_out:
+                raise ValueError(f"role {shown(role)}: the chat template leaves its messages out")
 
     @functools.cached_property
     def _control(self) -> _ControlTokens:
@@ -270,10 +391,10 @@ class Tokenizer:
             control += [content for content in others if content in turns]
         return _ControlTokens(self.raw, control)
 
-    def _sample(self, *roles: str, is_open: bool = True) -> str:
+    def _sample(self, *roles: str, is_open: bool = True, answer: str = "Yes.") -> str:
         """A short conversation as the template writes it; empty if the template refuses it, or if there is none."""
         try:
-            return self.render([{"role": x, "content": "Now?" if x == "user" else "Yes."} for x in roles], is_open)
+            return self.render([{"role": x, "content": "Now?" if x == "user" else answer} for x in roles], is_open)
         except ValueError:
             return ""
 
@@ -284,14 +405,24 @@ class Tokenizer:
         ids = self.encode_rendered(after.lstrip()) if found else []
         return (ids[0],) if ids and ids[0] in self.raw.get_added_tokens_decoder() else ()
 
+    @functools.cached_property
+    def line_ends(self) -> tuple[int, ...]:
+        """The tokens with a line end, if the chat template writes every turn as one line, or ().
 
-def _render(messages: list[dict[str, str]], template: str | None, is_open: bool, special: Mapping[str, str]) -> str:
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install torch
-    from transformers.utils.chat_template_utils import render_jinja_template  # token ids and texts do not need it
+        Such a template folds the lines of an answer, so a line end closes the turn.
+        """
+        if not re.search(r"Yes\. No\.\n", self._sample("user", "assistant", is_open=False, answer="Yes.\nNo.")):
+            return ()
+        texts = self.raw.decode_batch([[token] for token in range(self.raw.get_vocab_size())])
+        return tuple(token for token, text in enumerate(texts) if "\n" in text)
 
-    names: dict[str, Any] = dict(special)
-    [text], _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=is_open, **names)
-    return text
+
+@functools.lru_cache(maxsize=8)
+def _variables_of(template: str) -> frozenset[str]:
+    """The variables that a chat template reads."""
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag of transformers
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(plain)))
 
 
 def _reason(error: Exception) -> str:
@@ -352,7 +483,8 @@ class _ControlTokens:
 def _fingerprint(folder: Path) -> str:
     """Hash of the names and contents of all files from which a tokenizer may be read."""
     kinds = (".json", ".model", ".txt", ".jinja")
-    files = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.is_file())
+    found = *folder.iterdir(), folder / _OF_TOOLS
+    files = sorted(path for path in found if path.suffix in kinds and path.is_file())
     contents = {path.name: path.read_bytes() for path in files}
     return sha256(*(part for name, content in contents.items() for part in (f"{name} {len(content)} ", content)))
 

@@ -275,7 +275,7 @@ def _text(error: ValidationError, hint: Any, place: str) -> str:
 def _keys(place: tuple[int | str, ...]) -> list[str]:
     """The place of a pydantic error, without pydantic's names for the members of a union."""
     keys = [str(key) for key in place if re.fullmatch(r"[a-z_]\w*|\d+", str(key))]
-    return [key for key in keys if key not in ("bool", "int", "float", "str")]
+    return [key for key in keys if key not in ("bool", "int", "float", "str", "callable")]
 
 
 def _fields(hint: Any, keys: list[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ decoded behind it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -13,6 +14,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from support import chat, toy
 
 import hsd_jax
@@ -216,6 +218,16 @@ def test_a_text_that_begins_with_the_start_token_gets_no_second_one(tmp_path):
     with pytest.warns(UserWarning, match="'<s>'"):
         assert tokenizer.encode("<s><s>10") == [0, *tokenizer.encode("10")]
     assert tokenizer.encode("1<s>0").count(0) == 2
+
+
+def test_an_empty_text_continues_from_the_start_token(folder):
+    params = hsd_jax.load(target=folder, precision="exact")
+    out = hsd_jax.decode(params, ["", b"", [BOS]], max_new_tokens=3)
+    assert out.text == ["once upon a"] * 3
+    bare = dataclasses.replace(params, tokenizer=Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), ""))
+    for prompt in ("", [[]]):
+        with pytest.raises(ValueError, match="prompt 0 is empty: give at least one token"):
+            hsd_jax.decode(bare, prompt)
 
 
 def test_tokens_that_a_tokenizer_adds_before_and_behind_a_text(tmp_path):

@@ -6,12 +6,16 @@ import argparse
 import codecs
 import json
 import sys
+from pathlib import Path
 from typing import Any
+
+from pydantic import Json
 
 from hsd_jax.cli import options
 from hsd_jax.host.files import decoded, with_unix_lines
 from hsd_jax.lab.bench.tables import print_pieces
 from hsd_jax.settings import Length, SamplingSettings, SpeculationSettings
+from hsd_jax.validation import parse
 
 
 def add_parser(commands) -> None:
@@ -45,8 +49,16 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
     either = text.add_mutually_exclusive_group()
     either.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
     text.add_argument("--system", type=options.argument_text, metavar="TEXT", help="system message, with --chat")
+    kinds = {"tools": (_tools, "FILE"), "template": (options.value_of(Json[dict[str, Any]]), "JSON")}
+    of_chat: Any = {name: {"type": kind, "nargs": None, "metavar": what} for name, (kind, what) in kinds.items()}
+    options.add_record(text, SamplingSettings, *kinds, **of_chat)
     either.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
     options.add_text_settings(parser, **defaults)
+
+
+@options.checked
+def _tools(path: str) -> list[dict[str, Any]]:
+    return parse(Json[list[dict[str, Any]]], Path(path).read_text(encoding="utf-8"), path)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,8 +95,9 @@ def run(args: argparse.Namespace) -> int:
 
 def read_prompt(prompt: str, args: argparse.Namespace) -> str | bytes:
     """The prompt, or stdin for "-"."""
-    if args.system is not None and not args.chat:
-        raise ValueError("--system needs --chat")
+    for name in ("system", "tools", "template"):
+        if getattr(args, name, None) is not None and not args.chat:
+            raise ValueError(f"--{name} needs --chat")
     if prompt == "-":
         if sys.stdin is None:
             raise ValueError('prompt "-" reads stdin, which is closed')

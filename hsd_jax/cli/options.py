@@ -210,7 +210,7 @@ def add_text_settings(parser: argparse.ArgumentParser, *names: str, **defaults: 
     group = parser.add_argument_group("sampling")
     changes = {name: {"default": value} for name, value in defaults.items()}
     for kind in (Length, SamplingSettings):
-        add_record(group, kind, *names, **changes | {"eos": None})
+        add_record(group, kind, *names, **changes | dict.fromkeys(("eos", "tools", "template")))
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -142,6 +142,7 @@ class Checkpoint:
         if (source / TOKENIZER_JSON).is_file():
             for name in TOKENIZER_FILES:
                 if (source / name).is_file() and source.resolve() != folder.resolve():
+                    (folder / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(source / name, folder / name)
         elif self.tokenizer is not None:
             self.tokenizer.save(folder)

@@ -14,7 +14,7 @@ from hsd_jax.train.journal import Report
 BOS, EOS = "<s>", "</s>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ 'User' if m['role'] == 'user' else 'Assistant' }}: "
-    "{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    "{{ m['content'].split() | join(' ') }}\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 
 

@@ -144,6 +144,25 @@ def test_generate_applies_the_chat_template(folders, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == expected.text
 
 
+def test_generate_takes_tools_and_variables_of_the_template(tmp_path, capsys):
+    folder, tools = chat.write_target(tmp_path / "agent", chat.AGENT), [{"name": "at", "parameters": {}}]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    options = ["--tools", tmp_path / "tools.json", "--template", '{"enable_thinking": false}']
+    assert hsd("generate", "--target", folder, *SHORT, "--json", "--chat", *options, "the dog") == 0
+    asked = {"tools": tools, "template": {"enable_thinking": False}}
+    wanted = hsd_jax.decode(hsd_jax.load(folder), [{"role": "user", "content": "the dog"}], 12, **asked)
+    assert json.loads(capsys.readouterr().out)["tokens"] == wanted.tokens.tolist()
+    (tmp_path / "tools.json").write_text('{"name": "at"}')
+    for wrong, message in (
+        ([*options[:2], "--chat"], "tools.json={'name': 'at'}: should be a valid array"),
+        (["--template", "{x", "--chat"], "--template: '{x': "),
+        (options[2:], "--template needs --chat"),
+        (["--chat", "--template", '{"fast": 1}'], "unknown variable 'fast'"),
+    ):
+        assert hsd("generate", "--target", folder, *wrong, "the dog") == 2
+        assert message in capsys.readouterr().err.replace("hsd generate: error: argument ", ""), wrong
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -219,12 +238,25 @@ def test_the_demo_asks_a_chat_model_questions(tmp_path, capsys):
 
 def test_info_of_target_and_drafter(folders, capsys):
     assert hsd("info", folders.target) == 0
-    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    out = capsys.readouterr().out
+    shown = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert shown["kind"] == "target" and shown["tokenizer"] == "yes" and len(shown["hash"]) == 64
+    assert "sampling defaults  none" in out
     assert hsd("info", folders.drafter) == 0
     drafter = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert drafter["target_hash"] == shown["hash"] and drafter["kind"] == "hidden drafter"
     assert int(drafter["parameters"].replace(",", "")) > 0
+
+
+def test_info_shows_how_the_authors_sample(tmp_path, capsys):
+    values = {"eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": None, "top_k": 20}
+    folder = chat.write_target(tmp_path / "target", None)
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": chat.CHATML}))
+    assert hsd("info", folder) == 0
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "chat template yes" in shown and hsd_jax.load(folder).tokenizer.template == chat.CHATML
+    assert "sampling defaults do_sample True, temperature 0.6, top_k 20 (of generation_config.json; not used)" in shown
 
 
 @pytest.fixture

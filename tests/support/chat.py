@@ -36,6 +36,43 @@ SPLITTING = (  # drops what stands before the last answer, as Qwen3's and DeepSe
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
 TOJSON = "{{ bos_token }}{{ messages | tojson }}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+AGENT = (  # tools, calls, reasoning and a switch, as Qwen's; it leaves out the roles that it does not know
+    "{%- macro say(who, text) %}{{ '<|im_start|>' + who + ' ' + text + '<|im_end|> ' }}{%- endmacro %}"
+    "{{- bos_token }}{%- if tools %}{{- say('system', 'call <' + (tools | tojson) + '>') }}{%- endif %}"
+    "{%- for m in messages %}{%- set text = m.content if m.content is string else '' %}"
+    "{%- if m.content is not string and m.content is iterable %}{%- set ns = namespace(text='') %}"
+    "{%- for part in m.content %}{%- set ns.text = ns.text + part.text %}{%- endfor %}{%- set text = ns.text %}"
+    "{%- endif %}{%- if m.role in ('user', 'system') %}{{- say(m.role, text) }}{%- elif m.role == 'assistant' %}"
+    "{{- '<|im_start|>assistant ' }}{%- if m.reasoning_content %}{{- '<' + m.reasoning_content + '>' }}{%- endif %}"
+    "{{- text }}{%- for call in m.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) }}"
+    "{%- endfor %}{{- '<|im_end|> ' }}{%- elif m.role == 'tool' %}{{- say('user', 'got ' + text) }}{%- endif %}"
+    "{%- endfor %}{%- if name is defined %}{{- name }}{%- endif %}{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant ' }}{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think></think>' }}{%- endif %}{%- endif %}"
+)
+PARTS = (  # trims, reads lists of parts, and wants roles to alternate, as Gemma's
+    "{{ bos_token }}{%- if messages[0].role == 'system' -%}{%- set rest = messages[1:] -%}"
+    "{%- set first = messages[0].content -%}{%- else -%}{%- set rest = messages -%}{%- set first = '' -%}{%- endif -%}"
+    "{%- for m in rest -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('roles must alternate') }}{%- endif -%}"
+    "{{ '<|start|>' + ('model' if m.role == 'assistant' else m.role) + ' ' + (first if loop.first else '') }}"
+    "{%- if m.content is string -%}{{ m.content | trim }}{%- elif m.content is iterable -%}"
+    "{%- for part in m.content -%}{%- if part.type == 'text' -%}{{ part.text | trim }}{%- endif -%}{%- endfor -%}"
+    "{%- else -%}{{ raise_exception('no content') }}{%- endif -%}{{ '<|end|> ' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|start|>model ' }}{%- endif -%}"
+    "{%- if tools or enable_thinking -%}{{ tools }}{%- endif -%}"
+)
+DATED = (  # variables with defaults, a call as the last word, and a tag of transformers, as Llama's
+    "{{ bos_token }}{%- if not date is defined %}{%- set date = '26 Jul' %}{%- endif %}"
+    "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{- '<|start|>system<|end|> ' + date }}"
+    "{%- if tools is not none %}{%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}{%- endif %}"
+    "{{- '<|eot_id|>' }}{%- for m in messages %}{{- '<|start|>' + m.role + '<|end|> ' }}{% generation %}"
+    "{%- if m.tool_calls %}{{- m.tool_calls[0].function.arguments | tojson }}"
+    "{%- elif m.content is string %}{{- m.content | trim }}{%- else %}"
+    "{%- for part in m.content %}{{- part.text }}{%- endfor %}{%- endif %}{{- '<|eot_id|>' }}{% endgeneration %}"
+    "{%- endfor %}{%- if enable_thinking is defined %}{{- 'fast' }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|> ' }}{%- endif %}"
+)
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 

@@ -78,7 +78,7 @@ def make_page(params, prompt, asked: Sampling, how: Speculation, command: str, m
     with prepare(params, prompt, asked, how) as session:
         assert session.setup.drafting is not None, "a tree is drawn"
         rounds = replay(session, params.target_config, session.setup.drafting.accept_rule)
-    ids, tokenizer = encode(params, prompt)[0], params.tokenizer
+    ids, tokenizer = encode(params, prompt, asked)[0], params.tokenizer
     trees, text = [], list(ids)
     for drafted in rounds[:max_rounds]:
         trees.append(tree_of(drafted, text, functools.partial(label_of, tokenizer)))
