@@ -1,4 +1,4 @@
-"""The table of drafters. Each kind is one folder beside this file and one entry here."""
+"""The table of drafters. Each kind is a file or a folder beside this one, and one entry here."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.drafters.table import method_of, parse
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.sampling import draw, row_keys

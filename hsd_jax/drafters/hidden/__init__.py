@@ -7,9 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from hsd_jax.config import RECURRENT, REUSES, TreeConfig, weights_of_trunk
-from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, parts
-from hsd_jax.drafters.hidden.weights import begin_from, init_weights, inject, read_paths, token_bias
+from hsd_jax.drafters.hidden.weights import HiddenConfig, begin_from, init_weights, inject, read_paths, token_bias
 from hsd_jax.drafters.method import DraftingMethod, TokenInformation, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 

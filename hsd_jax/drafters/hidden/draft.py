@@ -1,7 +1,7 @@
 """The hidden-state drafter: K token-free trunk states, one product with the LM head, and a tree with token information.
 
 The trunk reads only the target's features and its own states. Drafted tokens first appear in `grow_tree` (Lyanna,
-arXiv:2602.21224; methods.md 1.5). `schedule.py` decides when the trunk runs and how unused states are reused. The trunk
+arXiv:2602.21224; methods.md 1.5). `reuse.py` decides when the trunk runs and how unused states are reused. The trunk
 is in `models/trunk.py`, and token information in `weights.py`.
 """
 
@@ -18,9 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
-from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import fresh_logits, logits_of_round
-from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.hidden.reuse import fresh_logits, logits_of_round
+from hsd_jax.drafters.hidden.weights import HiddenConfig, inject
 from hsd_jax.drafters.reading import joined
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
 from hsd_jax.infer.tree import grow_tree, token_free

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
 from hsd_jax.drafters.method import DraftingMethod, Planning
-from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.pearl.draft import pearl_drafter
+from hsd_jax.drafters.pearl.draft import PearlConfig, pearl_drafter
 from hsd_jax.drafters.pearl.overlap import Overlapped
 
 PEARL = DraftingMethod(

@@ -28,9 +28,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.pearl.draft import DraftChain, PearlState, RoundOutcome, first_outcome, halves, pearl_drafter
-from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
+from hsd_jax.drafters.pearl.draft import (
+    DraftChain,
+    PearlConfig,
+    PearlState,
+    RoundOutcome,
+    first_outcome,
+    halves,
+    pearl_drafter,
+)
+from hsd_jax.drafters.small_lm import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer import round as round_lib
 from hsd_jax.infer import rows

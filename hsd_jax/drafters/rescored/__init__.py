@@ -7,9 +7,8 @@ from typing import Any
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
 from hsd_jax.drafters.method import DraftingMethod, planning_on_base
-from hsd_jax.drafters.rescored.config import RescoredConfig
-from hsd_jax.drafters.rescored.draft import rescored_drafter
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.rescored.draft import RescoredConfig, rescored_drafter
+from hsd_jax.drafters.small_lm import SmallLMConfig
 
 
 def scoring_seconds(model: Any, config: RescoredConfig, rows: int, tree: TreeConfig) -> float:
