@@ -1,4 +1,4 @@
-"""Stores trained drafters in folders, and reads drafters and scorers. Every file is checked against its configuration."""
+"""Stores trained drafters in folders; reads drafters and scorers. Every file is checked against its configuration."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Drawn chains under the `recursive` rule are standard speculative sampling (Levia
 1; Chen et al., arXiv:2302.01318, algorithm 2). Drawn trees are RSD (Jeon et al., arXiv:2402.14160). Any language model
 with the target's vocabulary can draft without training.
 
-The cache keeps the drafts of a chain. It keeps no node of a tree: when nodes are read it is not known which of them will
-be accepted, and not all of them are verified.
+The cache keeps the drafts of a chain. It keeps no node of a tree: when nodes are read it is not known which of them
+will be accepted, and not all of them are verified.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of a drafter with a trunk, and all functions of its `Drafter` except `draft`.
 
 The target's features of committed positions wait in `TrunkState.pending` until the trunk reads them and adds them to
-its cache. This code is the same for a trunk that reads no drafted tokens (`hidden/`) and for one that does (`eagle.py`).
+its cache. This code is the same for a trunk that reads no drafted tokens (`hidden/`) and one that does (`eagle.py`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class RescoredConfig(Based):
 
     base: DrafterConfig
     scorer: Any = None
-    """An `NgramConfig`, a `HiddenConfig` (its token information), a `SmallLMConfig`, or None: "0-gram", which adds nothing."""
+    """An `NgramConfig`, a `HiddenConfig` (its token information), a `SmallLMConfig`, or None: it adds nothing."""
     arcs: Count = ARCS
     """The number of tokens that may follow a node: the likeliest ones of its state."""
 
