@@ -40,7 +40,7 @@ from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.infer import round as round_lib
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.chains import chain_of
-from hsd_jax.infer.draw import inverse_temperature
+from hsd_jax.infer.levels import inverse_temperature
 from hsd_jax.infer.plain import follow_path
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.models import cache as cache_lib
