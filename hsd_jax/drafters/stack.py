@@ -8,7 +8,7 @@ nest: `inner` may be a stack.
 How many drafts the target verifies. Its tree is a chain of at most D drafts, and a chain of the inner drafter has L
 drafts. A round of the middle model adds at most L + 1 tokens. Rounds go on until there are at least D - L tokens, so
 the tokens of the last round still fit. The target verifies all accumulated tokens, at most D. (So T = D - L in
-`planning/stack.py`.) Whether a token is passed to the target depends only on earlier tokens. Its own value can only
+`measure/stack.py`.) Whether a token is passed to the target depends only on earlier tokens. Its own value can only
 stop later tokens. So a chain that ends there is lossless.
 
 Which noise is used. COUPLED drafts are drawn with the target's own noise. Then every level drafts the token that the
