@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.both import BOTH
 from hsd_jax.drafters.eagle import EAGLE
-from hsd_jax.drafters.hidden import HIDDEN
+from hsd_jax.drafters.hidden.draft import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.medusa import MEDUSA
 from hsd_jax.drafters.method import DRAFTING_METHODS, DraftingMethod, method_of
 from hsd_jax.drafters.pearl import PEARL
-from hsd_jax.drafters.rescored import RESCORED
+from hsd_jax.drafters.rescored.draft import RESCORED
 from hsd_jax.drafters.small_lm import SMALL_LM
 from hsd_jax.drafters.stack import STACK
 from hsd_jax.drafters.steered import STEERED

@@ -117,36 +117,23 @@ def logits_of_round(
     live: Bool[Array, "B"],
 ) -> tuple[Float[Array, "B D C"], Int[Array, "B"] | None, TrunkState]:
     """The logits from which the tree grows, the number of levels of each row that have logits (None: all), and the
-    state. The trunk runs if the round needs it. `live` is `RoundInputs.live`."""
-    if reuse.form == SKIP:
-        return _run_if_needed(models, target_config, config, tree, reuse, state, live)
-    num_states, spares = reuse.num_states(tree.depth, config.num_steps), state.spares
-    fresh, state = fresh_logits(models, target_config, config, num_states, state)
-    if reuse.form == NO_REUSE_FORM:
-        return fresh, None, state
-    # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
-    state = dataclasses.replace(state, spares=fresh_spares(fresh))
-    if reuse.form == AHEAD:  # the tree grows from states of the last round, so the trunk may run beside the target
-        return spares.logits[:, : tree.depth], None, state
-    with jax.named_scope("reuse"):  # SUM: old and new states make one tree, so one target pass judges both
-        return add(fresh, spares), None, state
+    state. The trunk runs if the round needs it. `live` is `RoundInputs.live`.
 
-
-def _run_if_needed(
-    models,
-    target_config: ModelConfig,
-    config: TrunkConfig,
-    tree: TreeConfig,
-    reuse: ReuseConfig,
-    state: TrunkState,
-    live: Bool[Array, "B"],
-) -> tuple[Float[Array, "B D C"], Int[Array, "B"], TrunkState]:
-    """SKIP: rows with enough spare states draft from these. The trunk runs if any other row needs it.
-
-    A row with enough spare states uses them even if the trunk runs for another row. So the states that a row drafts
-    from do not depend on the other rows. A finished row needs no run, so that the others do not wait for one.
+    SKIP: rows with enough spare states draft from these. The trunk runs if any other row needs it. A row with enough
+    spare states uses them even if the trunk runs for another row. So the states that a row drafts from do not depend on
+    the other rows. A finished row needs no run, so that the others do not wait for one.
     """
-    old, num_states = state.spares, reuse.num_states(tree.depth, config.num_steps)
+    num_states, old = reuse.num_states(tree.depth, config.num_steps), state.spares
+    if reuse.form != SKIP:
+        fresh, state = fresh_logits(models, target_config, config, num_states, state)
+        if reuse.form == NO_REUSE_FORM:
+            return fresh, None, state
+        # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
+        state = dataclasses.replace(state, spares=fresh_spares(fresh))
+        if reuse.form == AHEAD:  # the tree grows from states of the last round: the trunk may run beside the target
+            return old.logits[:, : tree.depth], None, state
+        with jax.named_scope("reuse"):  # SUM: old and new states make one tree, so one target pass judges both
+            return add(fresh, old), None, state
     needs = live & (old.num < enough_spares(reuse, tree.depth, config.num_steps))
 
     def run():

@@ -19,8 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax import validation
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.drafters.method import Based, method_of
+from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.method import Based, DraftingMethod, method_of, planning_on_base
 from hsd_jax.drafters.rescored.scorers import make_scorer
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.infer.tree import coupled, grow_tree, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models.draft_vocab import to_tokens
@@ -145,3 +147,13 @@ def rescored_drafter(
 
     lookahead = max(base.lookahead, tree.depth + 1)
     return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, lookahead=lookahead)
+
+
+def scoring_seconds(model: Any, config: RescoredConfig, rows: int, tree: TreeConfig) -> float:
+    """Seconds of scoring: for a small language model those of drafting such a tree, else a few operations per level."""
+    if isinstance(config.scorer, SmallLMConfig):
+        return small_lm.drafting_seconds(model, config.scorer, rows, tree)
+    return 40 * tree.depth * model.rates.operation_seconds
+
+
+RESCORED = DraftingMethod(RescoredConfig, rescored_drafter, planning_on_base(scoring_seconds))
