@@ -122,26 +122,6 @@ def read_prompt(
     return dataclasses.replace(state, cache=cache)
 
 
-def steered_prompt(
-    weights: Weights,
-    steered: Steered,
-    state: SmallLMState,
-    output: ModelOutput,
-    start: Int[Array, ""] | int,
-    length: Int[Array, "B"],
-) -> tuple[Steer, SmallLMState]:
-    """The steering of a chunk's tokens, each by the target's states of the token before it; and the state.
-
-    The state has the features of the newest token so far. After the last chunk that is the token before the root.
-    """
-    features, before = joined_features(output.features), state.features[:, :1]
-    shifted = jnp.concatenate([before, features[:, :-1]], 1)
-    with native.only(start + jnp.arange(features.shape[1]) < length[:, None] - 1):
-        steer = steered.steer(weights, shifted)
-    newest = newest_feature(features, start, length, before[:, 0])
-    return steer, dataclasses.replace(state, features=state.features.at[:, 0].set(newest))
-
-
 def biases(
     weights: Weights, steered: Steered | None, state: SmallLMState
 ) -> tuple[Float[Array, "B M L F"] | None, Float[Array, "B 1 L F"] | None]:
@@ -256,9 +236,16 @@ def small_lm_drafter(
         return empty_state(config, tokens, length, capacity, max_pending, cache_dtype, steered)
 
     def read(models, state: SmallLMState, output: ModelOutput, tokens: Int[Array, "B chunk"], following, start, length):
+        """With steering, each token of the chunk is steered by the target's states of the token before it. `features`
+        becomes those of the newest token so far, after the last chunk those of the token before the root."""
         steer = None
         if steered is not None:
-            steer, state = steered_prompt(models["drafter"], steered, state, output, start, length)
+            features, before = joined_features(output.features), state.features[:, :1]
+            shifted = jnp.concatenate([before, features[:, :-1]], 1)
+            with native.only(start + jnp.arange(features.shape[1]) < length[:, None] - 1):
+                steer = steered.steer(models["drafter"], shifted)
+            newest = newest_feature(features, start, length, before[:, 0])
+            state = dataclasses.replace(state, features=state.features.at[:, 0].set(newest))
         return read_prompt(models["drafter"], config, state, tokens, start, length, steer)
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):

@@ -106,12 +106,7 @@ class Overlapped(Decoder):
             return round_lib.target_pass(models, config, half, state, tree), noise
 
         def judge(
-            sampling: SamplingParams,
-            limits: Limits,
-            state: DecodeState,
-            fresh: DraftChain,
-            output: ModelOutput,
-            noise: Array,
+            sampling: SamplingParams, limits: Limits, state: DecodeState, fresh: DraftChain, output: ModelOutput, noise
         ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
             """The state after the round and its outcome. The last result is for the host."""
             tree, phase = both.chained(state.drafter, fresh, *round_lib.root_of(state))

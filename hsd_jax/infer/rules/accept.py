@@ -88,14 +88,7 @@ def match_rule(max_depth: int) -> AcceptRule:
     not which token (Daliri et al., arXiv:2408.07978).
     """
 
-    def judge(
-        keys: jax.Array,
-        tree: DraftTree,
-        logits: Float[Array, "B N V"],
-        sampling: SamplingParams,
-        root_position: Int[Array, "B"],
-        noise: Float[Array, "B M V"],
-    ) -> Verdict:
+    def judge(keys, tree: DraftTree, logits, sampling: SamplingParams, root_position, noise) -> Verdict:
         # All nodes of a depth predict the same position.
         chosen = sampling_lib.perturb(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling, ops.argmax)
         return match_path(tree, chosen, max_depth)
@@ -216,14 +209,7 @@ def rule_with_coins(
     their probability. By default siblings are judged in their order.
     """
 
-    def judge(
-        keys: jax.Array,
-        tree: DraftTree,
-        logits: Float[Array, "B N V"],
-        sampling: SamplingParams,
-        root_position: Int[Array, "B"],
-        noise: Float[Array, "B M V"],
-    ) -> Verdict:
+    def judge(keys, tree: DraftTree, logits, sampling: SamplingParams, root_position, noise) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if judges_jointly else keys
         chance, residual = acceptance_of(tree, target_logp)
