@@ -131,7 +131,7 @@ def static_tree(tree: TreeConfig) -> StaticTree:
 
 
 def branching_tree(tree: TreeConfig) -> StaticTree:
-    """The layout of `levels.likeliest_tree`: level by level, the children of a node together, the likeliest first."""
+    """The layout of `levels.tree_of_levels`: level by level, the children of a node together, the likeliest first."""
     parents, depths, ranks, first = [NO_PARENT], [0], [0], 0
     for depth, count in enumerate(tree.branching or ()):
         above = first + levels.parents_of_level(tree, depth)

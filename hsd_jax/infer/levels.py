@@ -11,7 +11,7 @@ It is zero in rows that do not draw, which take the likeliest tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,16 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.chains import Draft, Pick
 from hsd_jax.kernels import ops
 from hsd_jax.models.draft_vocab import to_tokens, to_vocabulary
-from hsd_jax.types import NO_PARENT, Candidates, DraftTree, DrawScheme, Expand, RoundInputs, SamplingParams
+from hsd_jax.types import (
+    DRAWN_SCHEMES,
+    NO_PARENT,
+    Candidates,
+    DraftTree,
+    DrawScheme,
+    Expand,
+    RoundInputs,
+    SamplingParams,
+)
 
 NumLevels = Int[Array, "B"] | None
 """The number of levels of each row that have logits. Nodes below are not valid. None: all levels."""
@@ -213,44 +222,24 @@ def level_noise(
     return sampling_lib.if_any(is_sampled, drawn, lambda: jnp.zeros(shape))
 
 
-def likeliest_tree(
+def tree_of_levels(
     expand: Expand, carry: Any, inputs: RoundInputs, config: TreeConfig, scheme: DrawScheme, num_levels: NumLevels
-) -> tuple[DraftTree, Any]:
-    """The tree of the `config.branching[depth]` likeliest children of every node."""
-    assert config.branching is not None, "a beam grows the others"
-    branching, scale = config.branching, inverse_temperature(inputs.sampling.temperature, scheme)
-    below = lambda depth, said, above: likeliest(said, scale, above, branching[depth])  # noqa: E731
-    return _grow(expand, carry, inputs.root, config, scheme, num_levels, below)
-
-
-def drawn_tree(
-    expand: Expand, carry: Any, inputs: RoundInputs, config: TreeConfig, scheme: DrawScheme, num_levels: NumLevels
-) -> tuple[DraftTree, Any]:
-    """A tree that is drawn by the scheme. A token that is not among the candidates has no mass and is never drawn."""
-    widths = config.level_widths()
-    # Each independent child has its own row of noise. In other schemes the children of a node share one row.
-    num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
-    noise = jnp.split(_noise_of(inputs, num_rows), np.cumsum(num_rows)[:-1], axis=1)
-
-    def below(depth: int, said: Candidates, above: Level) -> Level:
-        return _drawn(config, scheme, depth, noise[depth], said, above, inputs.sampling)
-
-    return _grow(expand, carry, inputs.root, config, scheme, num_levels, below)
-
-
-def _grow(
-    expand: Expand,
-    carry: Any,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    scheme: DrawScheme,
-    num_levels: NumLevels,
-    below: Callable[[int, Candidates, Level], Level],
 ) -> tuple[DraftTree, Any]:
     """A tree with `config.level_widths()` nodes per level, in the order of levels, and the last carry.
 
-    `below(depth, said, above)` chooses the children of the nodes `above` of that depth. `expand` gave `said` for them.
+    It is drawn by the scheme: a token that is not among the candidates has no mass and is never drawn. Under a scheme
+    that draws nothing it has the `config.branching[depth]` likeliest children of every node.
     """
+    root, sampling, widths = inputs.root, inputs.sampling, config.level_widths()
+    if scheme in DRAWN_SCHEMES:
+        # Each independent child has its own row of noise. In other schemes the children of a node share one row.
+        num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
+        noise = jnp.split(_noise_of(inputs, num_rows), np.cumsum(num_rows)[:-1], axis=1)
+        below = lambda depth, said, above: _drawn(config, scheme, depth, noise[depth], said, above, sampling)  # noqa: E731
+    else:
+        assert config.branching is not None, "a beam grows the others"
+        branching, scale = config.branching, inverse_temperature(sampling.temperature, scheme)
+        below = lambda depth, said, above: likeliest(said, scale, above, branching[depth])  # noqa: E731
     level = root_level(root)
     levels, parents, first_id = [level], [jnp.full_like(level.parents, NO_PARENT)], 0
     for depth in range(config.depth):
@@ -278,7 +267,7 @@ def _grow(
 
 
 def drawn_draft(inputs: RoundInputs, config: TreeConfig, scheme: DrawScheme) -> Pick:
-    """The `Pick` that draws the next node of a chain, as `drawn_tree` does.
+    """The `Pick` that draws the next node of a chain, as `tree_of_levels` does.
 
     The confidence of a draft must not depend on its token. A drawn token is accepted far more often than its
     probability says, so the confidence is (1 + the largest probability) / 2. `Control` corrects it.
@@ -289,8 +278,8 @@ def drawn_draft(inputs: RoundInputs, config: TreeConfig, scheme: DrawScheme) -> 
         own = lax.dynamic_slice_in_dim(noise, level, 1, 1)
         below = _drawn(config, scheme, 0, own, said, root_level(inputs.root), inputs.sampling)
         assert below.draft_logp is not None
-        likeliest = jnp.max(below.draft_logp, -1)
-        return Draft(below.tokens, jnp.log1p(jnp.exp(likeliest)) - jnp.log(2.0), below.draft_logp)
+        best = jnp.max(below.draft_logp, -1)
+        return Draft(below.tokens, jnp.log1p(jnp.exp(best)) - jnp.log(2.0), below.draft_logp)
 
     return pick
 

@@ -83,9 +83,10 @@ def grow_tree(
     if is_chain and inputs.stop is not None:
         pick = levels.drawn_draft(inputs, config, scheme) if is_drawn else likeliest_draft(inputs, scheme)
         return grow_chain(expand, carry, inputs, config.depth, pick, scheme)
-    if is_drawn:
-        return levels.drawn_tree(expand, carry, inputs, config, scheme, num_levels)
-    grow = chain if is_chain else beam if config.branching is None else levels.likeliest_tree
+    if is_drawn or (config.branching is not None and not is_chain):
+        grow = levels.tree_of_levels
+    else:
+        grow = chain if is_chain else beam
     return grow(expand, carry, inputs, config, scheme, num_levels)
 
 
