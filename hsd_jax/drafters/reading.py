@@ -53,19 +53,6 @@ def read_on(
     return output, cache_lib.commit(cache, output.new_kv, None, num, after=output.hidden)
 
 
-def logits_after(
-    weights: Weights,
-    config: ModelConfig,
-    cache: KVCache,
-    tokens: Int[Array, "B M"],
-    num: Int[Array, "B"],
-    **options: Any,
-) -> tuple[Float[Array, "B 1 V"], KVCache]:
-    """As `read_on`, but returns the logits after the last token that it reads, and the cache."""
-    output, cache = read_on(weights, config, cache, tokens, num, **options)
-    return jnp.take_along_axis(output.logits, num[:, None, None] - 1, 1), cache
-
-
 def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: int | None = None) -> Array:
     """The first `num_waiting` entries of each row of `waiting` [B, M, ...], then those of `new` [B, M2, ...].
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax import validation
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Distilled, DraftedFor, DraftingMethod, Planning, check_shape, check_vocabulary
-from hsd_jax.drafters.reading import Ancestry, at_root, joined, logits_after, newest_feature, read_on, unread
+from hsd_jax.drafters.reading import Ancestry, at_root, joined, newest_feature, read_on, unread
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
@@ -145,7 +145,8 @@ def read_pending_tokens(
     """The logits after the root, and the state with all pending tokens in the cache."""
     is_there = jnp.arange(state.pending.shape[1]) < state.num_pending[:, None]
     options = {"active": is_there, "up_bias": up_bias}
-    first, cache = logits_after(weights, config, state.cache, state.pending, state.num_pending, **options)
+    output, cache = read_on(weights, config, state.cache, state.pending, state.num_pending, **options)
+    first = jnp.take_along_axis(output.logits, state.num_pending[:, None, None] - 1, 1)
     return first, dataclasses.replace(state, cache=cache)
 
 
@@ -257,8 +258,8 @@ def small_lm_drafter(
             num_read = state.num_pending if is_first else jnp.ones_like(inputs.root)
             nodes = state.pending if is_first else tokens
             up_bias = of_pending if is_first else of_drafts
-            logits, cache = logits_after(models["drafter"], config, cache, nodes, num_read, up_bias=up_bias)
-            return Candidates(logits), cache
+            output, cache = read_on(models["drafter"], config, cache, nodes, num_read, up_bias=up_bias)
+            return Candidates(jnp.take_along_axis(output.logits, num_read[:, None, None] - 1, 1)), cache
 
         drafted, cache = grow_tree(expand, state.cache, inputs, tree, scheme)
         num_drafted = jnp.max(jnp.where(drafted.valid, drafted.depth, 0), 1)

@@ -16,7 +16,7 @@ from hsd_jax.drafters.hidden.draft import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.medusa import MEDUSA
 from hsd_jax.drafters.method import DRAFTING_METHODS, DraftingMethod, method_of
-from hsd_jax.drafters.pearl import PEARL
+from hsd_jax.drafters.pearl.overlap import PEARL
 from hsd_jax.drafters.rescored.draft import RESCORED
 from hsd_jax.drafters.small_lm import SMALL_LM
 from hsd_jax.drafters.stack import STACK

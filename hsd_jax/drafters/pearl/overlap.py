@@ -28,6 +28,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.method import DraftingMethod, Planning
 from hsd_jax.drafters.pearl.draft import (
     DraftChain,
     PearlConfig,
@@ -237,3 +239,17 @@ def _apart(state: DecodeState) -> Apart:
     """The two states that `_joined` joins."""
     both: PearlState = state.drafter
     return dataclasses.replace(state, drafter=both.phase), (both.base, both.outcome)
+
+
+PEARL = DraftingMethod(
+    PearlConfig,
+    pearl_drafter,
+    Planning(
+        # As the small model alone, because nothing overlaps on one device.
+        lambda model, config, *call: small_lm.drafting_seconds(model, config.base, *call),
+        lambda config: TreeConfig.chain(config.gamma),
+        lambda config: config.gamma,
+        has_score=False,
+    ),
+    overlapped=Overlapped,
+)
