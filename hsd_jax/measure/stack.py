@@ -187,11 +187,7 @@ def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
 def round_seconds(
     params: Params, prompts: Sequence[Sequence[int]], num_tokens: int, drafts: Sequence[int], temperature: float
 ) -> list[float]:
-    """Median seconds of rounds with chains of some numbers of drafts, which decode the prompts in turns.
-
-    Args:
-      drafts: 0 stands for a pass of plain decoding.
-    """
+    """Median seconds of rounds with chains of 1, 2, ... drafts, and of plain passes for 0. They decode in turns."""
     modes = [Mode(f"{n} drafts", params, Speculation(TreeConfig.chain(n)) if n else PLAINLY) for n in drafts]
     runs = time_modes(modes, prompts, max_new_tokens=num_tokens, temperature=temperature, repeats=REPEATS)
     return [mode_record(mode, runs, modes[0].name)["seconds_per_round"]["median"] for mode in modes]
@@ -313,11 +309,8 @@ def measure_stacks(
     folders: Sequence[str],
     load: Callable[[str], Params],
     ids: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
+    call: dict[str, Any],
     max_length: int,
-    seed: int,
     repeats: int,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -328,6 +321,7 @@ def measure_stacks(
         of them or for the target; or lookup.
       load: returns the pair of the target and the model of a folder.
       ids: prompts.
+      call: max_new_tokens, temperature and seed.
       max_length: the most tokens that a level collects.
       report: called with a line of text at each stage.
     """
@@ -335,7 +329,6 @@ def measure_stacks(
     largest = (LARGEST_TREE - 1) // (1 + sum(one.alone is not None for one in models))
     if max_length > largest:
         raise ValueError(f"--max-length {max_length}: with so many models, allowed are 1 to {largest}")
-    call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     names, parts = measured_parts(params, models, load, ids, call, max_length, report)
     chosen = chosen_of(parts)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
@@ -359,7 +352,7 @@ def measure_stacks(
             }
         )
     return {
-        "temperature": temperature,
+        "temperature": call["temperature"],
         "num_prompts": len(ids),
         "models": names,
         "plain_seconds": [parts.plain.get(i) for i in range(len(names))],

@@ -1,3 +1,1 @@
-"""Hidden-state drafting: K states that read no drafted token, and token information after the LM head (Lyanna,
-arXiv:2602.21224).
-"""
+"""Hidden-state drafting: states that read no drafted token, then token information (Lyanna, arXiv:2602.21224)."""

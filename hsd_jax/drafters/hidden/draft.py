@@ -84,11 +84,11 @@ def hidden_drafter(
         spares = reuse_lib.after_commit(state.spares, num_committed)
         if runs_every_round:
             return dataclasses.replace(after, spares=spares)
-        num, slots = state.num_pending, max_pending
+        num = state.num_pending
         return dataclasses.replace(
             state,
-            pending=joined(state.pending, num, after.pending, slots),
-            next_tokens=joined(state.next_tokens, num, after.next_tokens, slots),
+            pending=joined(state.pending, num, after.pending, max_pending),
+            next_tokens=joined(state.next_tokens, num, after.next_tokens, max_pending),
             num_pending=num + num_committed,
             spares=spares,
         )
