@@ -79,7 +79,7 @@ class SmallLMState:
 
 
 class Steered(NamedTuple):
-    """The steering of a model (`drafters/steered`), as functions of the weights."""
+    """The steering of a model (`drafters/steered.py`), as functions of the weights."""
 
     feature_layers: tuple[int, ...]
     width: int

@@ -6,7 +6,7 @@ target reads the root only together with the drafts. So one vector g steers all 
 at `commit`. If a cached draft is accepted, its cache entry does not change. The first token of a text has no token
 before it and is steered by zeros.
 
-Drafting is that of the small model (`drafters/small_lm`), with this bias.
+Drafting is that of the small model (`drafters/small_lm.py`), with this bias.
 """
 
 from __future__ import annotations
