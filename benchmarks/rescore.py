@@ -17,7 +17,7 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.rescored.config import ZERO_GRAM
+from hsd_jax.drafters.files import ZERO_GRAM
 from hsd_jax.inputs import encode
 from hsd_jax.lab.bench.prompts import HALVES, Workload
 from hsd_jax.lab.bench.tables import Table, print_tables, say

@@ -9,7 +9,7 @@ TYPE_CHECKING = False  # as in `typing`, which is not imported here, because Ctr
 if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-    from hsd_jax.drafters.lookup.config import LookupConfig
+    from hsd_jax.drafters.lookup import LookupConfig
     from hsd_jax.host.compilation import compilation_cache
     from hsd_jax.host.distributed import initialize, is_writer
     from hsd_jax.measure.pearl import pearl
@@ -49,7 +49,7 @@ _MODULES = {
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.host.distributed": ("initialize", "is_writer"),
-    "hsd_jax.drafters.lookup.config": ("LookupConfig",),
+    "hsd_jax.drafters.lookup": ("LookupConfig",),
     "hsd_jax.pair": ("Params", "load", "place", "rescore", "restrict", "stack"),
     "hsd_jax.host.compilation": ("compilation_cache",),
     "hsd_jax.session": ("Generated", "RequestStats", "Session", "Taken"),

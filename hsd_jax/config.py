@@ -114,7 +114,7 @@ class ModelConfig:
     model_type: str = "llama"
     stored_vocab_size: ClassVar[int | None] = None
     """The size of the vocabulary in the model's own files, if it drafts for a model of another size
-    (`drafters/small_lm/config.py`)."""
+    (`drafters/small_lm.py`)."""
 
     def __post_init__(self):
         _check_heads(self, "ModelConfig")

@@ -18,12 +18,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax.config import QUANTIZED, ModelConfig, TreeConfig
-from hsd_jax.drafters.both.config import BothConfig
-from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.files import DRAFTER, read_drafter, read_drafter_config
-from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
-from hsd_jax.drafters.rescored.files import read_scorer
-from hsd_jax.drafters.stack.config import StackConfig, at_bottom
+from hsd_jax.drafters.both import BothConfig
+from hsd_jax.drafters.files import DRAFTER, read_drafter, read_drafter_config, read_scorer
+from hsd_jax.drafters.method import DraftedFor
+from hsd_jax.drafters.rescored.draft import ALPHA, RescoredConfig
+from hsd_jax.drafters.stack import StackConfig, at_bottom
 from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with, load_foreign, make_drafter, method_of, parse
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put

@@ -357,8 +357,8 @@ class AcceptRule(NamedTuple):
     name: str
     schemes: frozenset[DrawScheme]
     judge: Callable[..., Verdict]
-    """`judge(keys, tree, logits, sampling, root_position, noise) -> Verdict`. `noise` is that of
-    `sampling.round_noise` for one position more than the depth of the tree."""
+    """`judge(keys [B], tree, logits [B, N, V], sampling, root_position [B], noise [B, D + 1, V]) -> Verdict`. The noise
+    is that of `sampling.round_noise`."""
     emits_argmax: bool = False
     """Whether every token it emits comes from `ops.argmax`, which on a mesh itself returns INVALID_TOKEN."""
     judges_jointly: bool = False

@@ -36,7 +36,7 @@ LAYERS = [
     "cli",
 ]
 INFER_LAYERS = [
-    "sampling draw chains levels tree",
+    "sampling chains levels tree",
     "rules",
     "adapt",
     "round",

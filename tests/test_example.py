@@ -15,8 +15,7 @@ import pytest
 
 import hsd_jax
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.hidden.weights import HiddenConfig, inject
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.infer.sampling import position_noise, row_keys
 from hsd_jax.infer.tree import ancestor_mask, grow_tree, token_free

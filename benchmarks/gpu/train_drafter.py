@@ -32,7 +32,7 @@ from answers import Counts, Stage, Words, Writer
 import hsd_jax
 from hsd_jax.config import ModelConfig
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import compilation
 from hsd_jax.host.files import check_new_folder, read_json, write_json

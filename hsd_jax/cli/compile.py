@@ -273,8 +273,8 @@ hsd compile --target DIR --drafter DIR --device v5e:2x4 --mesh model=8 --json co
 def run(args: argparse.Namespace) -> int:
     """Compiles, prints a line for each program and writes the record. Returns 1 if a program does not fit."""
     prepare_process()
-    from hsd_jax.drafters.drafted_for import DraftedFor
     from hsd_jax.drafters.files import check_drafter, read_drafter_config
+    from hsd_jax.drafters.method import DraftedFor
     from hsd_jax.host.sharding import rows_multiple
     from hsd_jax.measure.speeds import parse_tree
     from hsd_jax.models.checkpoint import find

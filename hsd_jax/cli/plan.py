@@ -46,10 +46,9 @@ def run(args: argparse.Namespace) -> int:
     params = load(None)
     ids = [prompt.tokens(params.tokenizer) for prompt in options.prompts_of(args, params)]
     work = options.record_of(args, Workload)
-    how = {name: getattr(work, name) for name in ("max_new_tokens", "seed", "repeats")}
-    how |= {"temperature": args.temperature, "max_length": args.max_length}
+    call = {"max_new_tokens": work.max_new_tokens, "temperature": args.temperature, "seed": work.seed}
     record = {"command": args.command_line, "hardware": hardware()}
-    record |= measure_stacks(params, args.models, load, ids, **how, report=options.say)
+    record |= measure_stacks(params, args.models, load, ids, call, args.max_length, work.repeats, options.say)
     print_stacks(record)
     options.write_record(args.json, record)
     return 0

@@ -1,1 +1,1 @@
-"""Drafters, each in a folder of its own. A drafter proposes a `DraftTree` and knows nothing about acceptance."""
+"""Drafters, each in its own file or folder. A drafter proposes a `DraftTree` and knows nothing about acceptance."""

@@ -1,4 +1,4 @@
-"""Stores trained drafters in folders and reads them. Every file is checked against its configuration."""
+"""Stores trained drafters in folders; reads drafters and scorers. Every file is checked against its configuration."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ import jax.numpy as jnp
 
 from hsd_jax import validation
 from hsd_jax.config import DrafterConfig
-from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.hidden.weights import HiddenConfig
+from hsd_jax.drafters.method import DraftedFor
+from hsd_jax.drafters.rescored.ngram import NGRAM, read_ngram
+from hsd_jax.drafters.steered import STEERING
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.host.files import read_object
+from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.models.draft_vocab import checked_ids, restrict
 from hsd_jax.models.placement import HERE, Placement
-from hsd_jax.models.tensor_files import config_file, read, store, weights_file
+from hsd_jax.models.tensor_files import config_file, is_stored, read, store, weights_file
 from hsd_jax.types import Weights
 from hsd_jax.validation import OneOf
 
 DRAFTER = "drafter"
 """The name of the files of a drafter (`tensor_files.store`)."""
 _DRAFT_TO_TARGET = "draft_to_target"
+ZERO_GRAM = "0-gram"
+"""The name of the scorer that adds nothing: the trees have the likeliest paths of the heads alone."""
 
 
 def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
@@ -89,3 +96,30 @@ def _stored(key: jax.Array, config: DrafterConfig) -> Weights:
     """What is in a drafter's file: the learned weights, and the `draft_to_target` ids if there are any."""
     weights, hot = init_drafter(key, config), config.reduced_vocab_size
     return weights if hot is None else {**weights, _DRAFT_TO_TARGET: jnp.zeros(hot, jnp.int32)}
+
+
+def read_scorer(
+    scorer: Source, target: DraftedFor, dtype: Any = "float32", placement: Placement = HERE
+) -> tuple[Any, Weights]:
+    """The configuration and the weights of a scorer, named as in `params.rescore`."""
+    if scorer == ZERO_GRAM:
+        return None, {}
+    checkpoint = find(scorer)
+    folder = checkpoint.path
+    if is_stored(folder, NGRAM):
+        config, weights = read_ngram(folder, placement)
+        vocabulary = target.vocabulary_hash or config.vocabulary
+        if (config.vocab_size, config.vocabulary) != (target.config.vocab_size, vocabulary):
+            raise ValueError(
+                f"{folder}: n-grams of the vocabulary {config.vocabulary[:12]} ({config.vocab_size:,} tokens), but this"
+                f" target has {vocabulary[:12]} ({target.config.vocab_size:,} tokens)"
+            )
+        return config, weights
+    if is_stored(folder, DRAFTER):
+        config, weights = read_drafter(folder, dtype, placement, target)
+        if not isinstance(config, HiddenConfig) or config.rank == 0:
+            raise ValueError(f"{folder}: this drafter has no token information, so it cannot score")
+        return config, {name: weights[name] for name in ("injector", "draft_to_target") if name in weights}
+    if is_stored(folder, STEERING):
+        raise ValueError(f"{folder}: a small model that is steered by its target cannot score")
+    return small_lm.load(checkpoint, target, dtype, placement)

@@ -1,16 +1,55 @@
-"""The interface of a kind of drafter to the rest of the package."""
+"""The interface of a kind of drafter to the rest of the package, and the checks that several kinds share."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hsd_jax.config import NO_REUSE_FORM, TreeConfig
-from hsd_jax.types import Drafter, Weights
+from hsd_jax.config import NO_REUSE_FORM, DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.types import DRAWN_SCHEMES, Drafter, DrawScheme, Weights
 
 CHEAP_OPERATIONS = 20
 """The number of small operations in a round of a drafter that runs no model."""
+
+
+class DraftedFor(NamedTuple):
+    """A model for which a drafter is loaded."""
+
+    config: ModelConfig
+    hash: str
+    """The fingerprint of the weights in its files, before any quantization."""
+    tokenizer: Tokenizer | None
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary in its files, for which drafters are trained."""
+        return self.config.stored_vocab_size or self.config.vocab_size
+
+    @property
+    def vocabulary_hash(self) -> str:
+        """The hash of its tokenizer's vocabulary; empty without a tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.vocabulary_hash
+
+    def check_weights(self, trained_for: str, target_hash: str, vocabulary_hash: str, strict: bool) -> None:
+        """Warns of a drafter that was trained for other weights of the right sizes, as those of a fine-tune.
+
+        Its guesses change only the speed. A drafter for another vocabulary is refused. `strict` refuses any other
+        weights. `trained_for` is text for messages. Nothing is checked if `target_hash` is empty.
+        """
+        if target_hash in ("", self.hash):
+            return
+        other = f"{trained_for}; this target is {self.hash[:12]}, same sizes but other weights"
+        own = self.vocabulary_hash
+        if vocabulary_hash and own and vocabulary_hash != own:
+            other += f", and another vocabulary ({vocabulary_hash[:12]} there, {own[:12]} here)"
+        elif not strict:
+            doubt = "" if vocabulary_hash and own else ", and the vocabularies could not be compared"
+            warnings.warn(f"{other}{doubt}: fewer drafts may be accepted; strict=True refuses it", stacklevel=2)
+            return
+        raise ValueError(other)
 
 
 class TokenInformation(NamedTuple):
@@ -158,3 +197,38 @@ def planning_on_base(more_seconds: Callable[..., float], chains_nest: bool = Tru
         grows_wide=True,
         chains_nest=chains_nest,
     )
+
+
+def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, scheme: DrawScheme) -> None:
+    """Raises a ValueError if a trained drafter cannot draft such trees, or cannot draft for this target."""
+    config.check_feature_layers(target_config.num_layers)
+    check_depth(tree, config.num_steps)
+    whole = "vocabulary" if config.reduced_vocab_size is None else "reduced draft vocabulary"
+    check_shape(tree, scheme, config.draft_vocab_size, whole)
+
+
+def check_depth(tree: TreeConfig, num_steps: int) -> None:
+    """Raises a ValueError for a tree that is deeper than the drafter was trained for."""
+    if tree.depth > num_steps:
+        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {num_steps} steps")
+
+
+def check_shape(tree: TreeConfig, scheme: DrawScheme, draft_vocab_size: int, whole: str = "vocabulary") -> None:
+    """Raises a ValueError for a tree without a layout, or with more children of a node than tokens to draft."""
+    if scheme in DRAWN_SCHEMES:
+        tree.level_widths()  # raises here, before anything compiles
+    if tree.width > draft_vocab_size:
+        asked = f"width={tree.width}" if tree.branching is None else f"branching={tree.branching}"
+        raise ValueError(f"TreeConfig.{asked}: allowed are 1 to {draft_vocab_size}, the size of the {whole}")
+
+
+def check_chain(tree: TreeConfig, who: str) -> None:
+    """Raises a ValueError for a tree that is no chain."""
+    if tree.width != 1:
+        raise ValueError(f"TreeConfig.width={tree.width}: {who} chains, allowed is 1")
+
+
+def check_vocabulary(config: ModelConfig, target_config: ModelConfig, what: str) -> None:
+    """Raises a ValueError if a model that drafts has another vocabulary size than the target."""
+    if config.vocab_size != target_config.vocab_size:
+        raise ValueError(f"{what} has vocab_size={config.vocab_size}, the target {target_config.vocab_size}")

@@ -53,27 +53,14 @@ def read_on(
     return output, cache_lib.commit(cache, output.new_kv, None, num, after=output.hidden)
 
 
-def logits_after(
-    weights: Weights,
-    config: ModelConfig,
-    cache: KVCache,
-    tokens: Int[Array, "B M"],
-    num: Int[Array, "B"],
-    **options: Any,
-) -> tuple[Float[Array, "B 1 V"], KVCache]:
-    """As `read_on`, but returns the logits after the last token that it reads, and the cache."""
-    output, cache = read_on(weights, config, cache, tokens, num, **options)
-    return jnp.take_along_axis(output.logits, num[:, None, None] - 1, 1), cache
-
-
-def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: int | None = None) -> Array:
+def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_entries: int | None = None) -> Array:
     """The first `num_waiting` entries of each row of `waiting` [B, M, ...], then those of `new` [B, M2, ...].
 
-    The result has `num_slots` entries (None: M + M2). Entries after the joined ones are arbitrary.
+    The result has `num_entries` entries (None: M + M2). Entries after the joined ones are arbitrary.
     """
     room = waiting.shape[1]
-    slot, num = jnp.arange(num_slots or room + new.shape[1]), num_waiting[:, None]
-    index = jnp.where(slot < num, slot, room + slot - num)
+    place, num = jnp.arange(num_entries or room + new.shape[1]), num_waiting[:, None]
+    index = jnp.where(place < num, place, room + place - num)
     return take_nodes(jnp.concatenate([waiting, new], 1), index, axis=1)
 
 

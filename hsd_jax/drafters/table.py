@@ -1,4 +1,4 @@
-"""The table of drafters. Each kind is one folder beside this file and one entry here."""
+"""The table of drafters. Each kind is a file or a folder beside this one, and one entry here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.both import BOTH
 from hsd_jax.drafters.eagle import EAGLE
-from hsd_jax.drafters.hidden import HIDDEN
+from hsd_jax.drafters.hidden.draft import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.medusa import MEDUSA
 from hsd_jax.drafters.method import DRAFTING_METHODS, DraftingMethod, method_of
-from hsd_jax.drafters.pearl import PEARL
-from hsd_jax.drafters.rescored import RESCORED
+from hsd_jax.drafters.pearl.overlap import PEARL
+from hsd_jax.drafters.rescored.draft import RESCORED
 from hsd_jax.drafters.small_lm import SMALL_LM
 from hsd_jax.drafters.stack import STACK
 from hsd_jax.drafters.steered import STEERED

@@ -1,7 +1,7 @@
 """The state of a drafter with a trunk, and all functions of its `Drafter` except `draft`.
 
 The target's features of committed positions wait in `TrunkState.pending` until the trunk reads them and adds them to
-its cache. This code is the same for a trunk that reads no drafted tokens (`hidden/`) and for one that does (`eagle/`).
+its cache. This code is the same for a trunk that reads no drafted tokens (`hidden/`) and one that does (`eagle.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
+from hsd_jax.drafters.method import check_tree
 from hsd_jax.drafters.reading import newest_feature, unread
-from hsd_jax.drafters.shared import check_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import STATES, embed_committed, trunk_features, trunk_pass

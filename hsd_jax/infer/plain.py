@@ -21,7 +21,7 @@ from hsd_jax.infer.rules.accept import verdict_of
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
-from hsd_jax.types import Costs, DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams
+from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams
 
 
 def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
@@ -30,9 +30,7 @@ def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
     Some CPUs multiply 4 rows of bfloat16 faster than 1.
     """
 
-    def step(
-        models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None
-    ) -> DecodeState:
+    def step(models, sampling, limits, state: DecodeState, costs=None) -> DecodeState:
         return plain_round(config, models, sampling, limits, state, pad_rows)[0]
 
     return step

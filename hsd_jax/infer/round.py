@@ -1,8 +1,8 @@
 """One round: draft, target, judge, commit. It combines a drafter with a rule.
 
-Stacks and overlapped PEARL (`drafters/stack`, `drafters/pearl/overlap.py`) run rounds of their own with the functions
-of this file. `make_step` binds everything static and returns a pure transition of `DecodeState`. Each stage is a
-separate function, so that `lab/bench/profile.py` can time it.
+Stacks and overlapped PEARL (`drafters/stack.py`, `drafters/pearl/overlap.py`) run rounds of their own with
+the functions of this file. `make_step` binds everything static and returns a pure transition of `DecodeState`. Each
+stage is a separate function, so that `lab/bench/profile.py` can time it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer import draw, levels
+from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.chains import Draft, Pick, chain_of, grow_chain
 from hsd_jax.infer.levels import NumLevels
@@ -83,9 +83,10 @@ def grow_tree(
     if is_chain and inputs.stop is not None:
         pick = levels.drawn_draft(inputs, config, scheme) if is_drawn else likeliest_draft(inputs, scheme)
         return grow_chain(expand, carry, inputs, config.depth, pick, scheme)
-    if is_drawn:
-        return levels.drawn_tree(expand, carry, inputs, config, scheme, num_levels)
-    grow = chain if is_chain else beam if config.branching is None else levels.likeliest_tree
+    if is_drawn or (config.branching is not None and not is_chain):
+        grow = levels.tree_of_levels
+    else:
+        grow = chain if is_chain else beam
     return grow(expand, carry, inputs, config, scheme, num_levels)
 
 
@@ -109,16 +110,16 @@ def beam(
 ) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
-    At every level the `width` best nodes are expanded, each into its `width` likeliest children (`draw.likeliest`).
+    At every level the `width` best nodes are expanded, each into its `width` likeliest children (`levels.likeliest`).
     Scores fall along a path, and the shallower node wins a tie. The kept nodes therefore include all their ancestors,
     and the order of scores puts parents first. Nodes below a row's levels come last.
     """
-    frontier, scale = draw.root_level(inputs.root), draw.inverse_temperature(inputs.sampling.temperature, scheme)
+    frontier, scale = levels.root_level(inputs.root), levels.inverse_temperature(inputs.sampling.temperature, scheme)
     ids, tokens, parents, scores = frontier.parents, [frontier.tokens], [frontier.parents], [frontier.logp]
     for level in range(config.depth):
         said, carry = expand(level, frontier.tokens, frontier.parents, carry)
         count = min(config.width, said.logits.shape[-1])
-        below = draw.likeliest(said, scale, frontier, count)
+        below = levels.likeliest(said, scale, frontier, count)
         score = below.logp
         if num_levels is not None:
             score = jnp.where(level < num_levels[:, None], score, -jnp.inf)
@@ -128,7 +129,7 @@ def beam(
         tokens.append(below.tokens)
         scores.append(score)
         best_tokens = jnp.take_along_axis(below.tokens, best, 1)
-        frontier = draw.Level(best_tokens, best // count, best_scores, best_scores)
+        frontier = levels.Level(best_tokens, best // count, best_scores, best_scores)
     depths = np.repeat(np.arange(len(scores), dtype=np.int32), [x.shape[1] for x in scores])
     scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
     depths = jnp.broadcast_to(depths, tokens.shape)
@@ -137,7 +138,7 @@ def beam(
 
 def likeliest_draft(inputs: RoundInputs, scheme: DrawScheme) -> Pick:
     """The `Pick` of the likeliest child. Its confidence is the log-softmax of the logits, scaled as in a beam."""
-    scale = draw.inverse_temperature(inputs.sampling.temperature, scheme)
+    scale = levels.inverse_temperature(inputs.sampling.temperature, scheme)
 
     def pick(level: Any, said: Candidates) -> Draft:
         best = ops.argmax(said.logits)[:, :, None]

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax.config import LARGEST_TREE, TreeConfig
-from hsd_jax.drafters.pearl.config import PearlConfig
+from hsd_jax.drafters.pearl.draft import PearlConfig
 from hsd_jax.drafters.table import language_model_of
 from hsd_jax.host import sharding
 from hsd_jax.measure.speeds import Mode, time_modes

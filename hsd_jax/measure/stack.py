@@ -1,8 +1,11 @@
 """Finds which of several models should draft for which on this machine, and measures the result (`hsd plan`).
 
 1. Rounds of pairs are timed, and the tokens that they accept are counted on text that the verifying model wrote.
-2. `planning/stack.py` predicts every stack from them. The best single drafter and the best stack are chosen.
+2. Every stack is predicted from them. The best single drafter and the best stack are chosen.
 3. These two and plain decoding decode the prompts in turns. Any of them may be the fastest.
+
+The models are numbered from the smallest to the target. Level i collects at least T_i tokens of its model, and the
+model above judges them in one pass (Globerson et al., arXiv:2510.19705; methods.md 4.3).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +22,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.drafters.table import method_of, parse
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.sampling import draw, row_keys
@@ -31,8 +34,7 @@ from hsd_jax.measure.texts import Texts, write_texts
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.tensor_files import is_stored
 from hsd_jax.pair import Params, stack
-from hsd_jax.planning.acceptance import Distribution, mean
-from hsd_jax.planning.stack import RoundParts, Stack, all_stacks
+from hsd_jax.planning.acceptance import Distribution, accumulated, mean, mixed
 from hsd_jax.settings import Speculation
 from hsd_jax.types import SamplingParams
 
@@ -42,6 +44,83 @@ TIMED_PROMPTS, REPEATS = 4, 2
 """Prompts on which rounds of pairs are timed, and how often."""
 TIMED_DRAFTS = (1, 2, 4, 8)
 """Drafts of the rounds that are timed, besides the most. Times between them are interpolated linearly."""
+
+
+Edge = tuple[int, int]
+"""The numbers of a model that drafts and of the model that verifies its drafts."""
+
+
+class RoundParts(NamedTuple):
+    """What is measured of models and of pairs in which one model drafts for the other."""
+
+    plain: dict[int, float]
+    """Seconds of a pass of plain decoding of each language model."""
+    rounds: dict[Edge, list[float]]
+    """Seconds of a round of a pair alone with 0, 1, ... drafts, drafting included."""
+    laws: dict[Edge, list[Distribution]]
+    """The tokens that a verification of 1, 2, ... drafts of the first model adds to the second's text."""
+    longest: dict[Edge, int]
+    """The largest T to try for each pair."""
+
+
+class Stack(NamedTuple):
+    """A chain of models, how many tokens each passes to the next, and what a round of the last model is predicted to
+    add and to take."""
+
+    chain: tuple[int, ...]
+    """The numbers of the models, the smallest first. A single model means plain decoding."""
+    lengths: tuple[int, ...]
+    """T of each model but the last: the number of tokens that it collects at least."""
+    adds: Distribution
+    """The tokens that a round of the last model adds."""
+    seconds: float
+    """Seconds of such a round, with all rounds of the models below."""
+
+    @property
+    def latency(self) -> float:
+        """Seconds per token of the last model."""
+        return self.seconds / mean(self.adds)
+
+    @property
+    def tree(self) -> TreeConfig | None:
+        """The longest chain that the last model verifies."""
+        return None if not self.lengths else TreeConfig.chain(self.most(len(self.lengths) - 1))
+
+    def most(self, level: int) -> int:
+        """The largest number of tokens that a level hands up: a round adds one token more than the level below handed
+        up, and up to T - 1 are there before the last round."""
+        return sum(self.lengths[: level + 1])
+
+
+def extended(parts: RoundParts, below: Stack, model: int, length: int) -> Stack:
+    """A stack whose last model hands at least `length` tokens up to `model`.
+
+    Acceptance may depend on the position in the chain. But the number of tokens that a level accumulates and the number
+    of them that the next level accepts are taken to be independent.
+    """
+    middle = below.chain[-1]
+    taken, laws, one = parts.rounds[middle, model], parts.laws[middle, model], parts.plain[middle]
+    handed_up = accumulated(below.adds, length)
+    seconds = mean(handed_up) / mean(below.adds) * below.seconds  # so many rounds of the level below (Wald's equation)
+    for num, p in handed_up.items():
+        # The pair drafted with a pass per draft. Here the drafts are there, but after a round that accepted all of them
+        # the middle model has yet to read the bonus token.
+        own = max(taken[num] - num * one, parts.plain[model])
+        seconds += p * (own + one * laws[num - 1].get(num + 1, 0.0))
+    adds = mixed(handed_up, lambda num: laws[num - 1])
+    return Stack((*below.chain, model), (*below.lengths, length), adds, seconds)
+
+
+def all_stacks(parts: RoundParts) -> list[Stack]:
+    """Plain decoding of the largest model, and every stack that ends in it, over all chains and all lengths."""
+    target = max(parts.plain)
+    found: dict[int, list[Stack]] = {model: [] for model in range(target + 1)}
+    for i, model in sorted(parts.rounds, key=lambda edge: edge[1]):
+        for length in range(1, parts.longest[i, model] + 1):
+            law, taken = parts.laws[i, model][length - 1], parts.rounds[i, model][length]
+            found[model].append(Stack((i, model), (length,), law, taken))
+            found[model] += [extended(parts, below, model, length) for below in found[i]]
+    return [Stack((target,), (), {1: 1.0}, parts.plain[target]), *found[target]]
 
 
 def stacked(params: Params, levels: Sequence[str]) -> Params:
@@ -108,11 +187,7 @@ def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
 def round_seconds(
     params: Params, prompts: Sequence[Sequence[int]], num_tokens: int, drafts: Sequence[int], temperature: float
 ) -> list[float]:
-    """Median seconds of rounds with chains of some numbers of drafts, which decode the prompts in turns.
-
-    Args:
-      drafts: 0 stands for a pass of plain decoding.
-    """
+    """Median seconds of rounds with chains of 1, 2, ... drafts, and of plain passes for 0. They decode in turns."""
     modes = [Mode(f"{n} drafts", params, Speculation(TreeConfig.chain(n)) if n else PLAINLY) for n in drafts]
     runs = time_modes(modes, prompts, max_new_tokens=num_tokens, temperature=temperature, repeats=REPEATS)
     return [mode_record(mode, runs, modes[0].name)["seconds_per_round"]["median"] for mode in modes]
@@ -204,26 +279,28 @@ def chosen_of(parts: RoundParts) -> dict[str, Stack]:
     return {PLAIN: plain} | {name: min(some, key=lambda way: way.latency) for name, some in groups.items() if some}
 
 
+def drafters_of(way: Stack, folders: Sequence[str]) -> list[str]:
+    """What drafts for the target, as --drafter takes it; then the levels below, as --stack takes them."""
+    below = [f"{folders[way.chain[i]]}@{way.most(i)}" for i in reversed(range(len(way.chain) - 2))]
+    return [folders[way.chain[-2]], *below]
+
+
 def mode_of(name: str, way: Stack, folders: Sequence[str], load: Callable[[str], Params], params: Params) -> Mode:
     """The mode that decodes a way. Raises a ValueError before anything compiles if its models do not fit together."""
     if way.tree is None:
         return Mode(name, params)
-    own = dataclasses.replace(load(folders[way.chain[-2]]), target=params.target)
-    mode = Mode(name, stacked(own, levels_of(way, folders)), Speculation(way.tree))
+    drafter, *levels = drafters_of(way, folders)
+    own = dataclasses.replace(load(drafter), target=params.target)
+    mode = Mode(name, stacked(own, levels), Speculation(way.tree))
     mode.check()
     return mode
-
-
-def levels_of(way: Stack, folders: Sequence[str]) -> list[str]:
-    """The models below the one that drafts for the target, as --stack takes them."""
-    return [f"{folders[way.chain[i]]}@{way.most(i)}" for i in reversed(range(len(way.chain) - 2))]
 
 
 def use_of(way: Stack, folders: Sequence[str]) -> str:
     """The options that decode in this way."""
     if way.tree is None:
         return "decode without a drafter: none of these pays here"
-    models = " --stack ".join([folders[way.chain[-2]], *levels_of(way, folders)])
+    models = " --stack ".join(drafters_of(way, folders))
     return f"decode with --drafter {models} --nodes {way.tree.nodes} --depth {way.tree.depth} --width 1"
 
 
@@ -232,11 +309,8 @@ def measure_stacks(
     folders: Sequence[str],
     load: Callable[[str], Params],
     ids: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
+    call: dict[str, Any],
     max_length: int,
-    seed: int,
     repeats: int,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -247,6 +321,7 @@ def measure_stacks(
         of them or for the target; or lookup.
       load: returns the pair of the target and the model of a folder.
       ids: prompts.
+      call: max_new_tokens, temperature and seed.
       max_length: the most tokens that a level collects.
       report: called with a line of text at each stage.
     """
@@ -254,7 +329,6 @@ def measure_stacks(
     largest = (LARGEST_TREE - 1) // (1 + sum(one.alone is not None for one in models))
     if max_length > largest:
         raise ValueError(f"--max-length {max_length}: with so many models, allowed are 1 to {largest}")
-    call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     names, parts = measured_parts(params, models, load, ids, call, max_length, report)
     chosen = chosen_of(parts)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
@@ -278,7 +352,7 @@ def measure_stacks(
             }
         )
     return {
-        "temperature": temperature,
+        "temperature": call["temperature"],
         "num_prompts": len(ids),
         "models": names,
         "plain_seconds": [parts.plain.get(i) for i in range(len(names))],

@@ -145,7 +145,7 @@ def forward(
       feature_layers: layers whose residual stream is returned in `features`.
       active: nodes whose output is used. None: all. The output of other nodes has no meaning.
       earlier: keys and values of earlier passes over drafts, which are not in the cache.
-      up_bias: the steering of a drafter, added to the up-projection of every layer's MLP (`drafters/steered`).
+      up_bias: the steering of a drafter, added to the up-projection of every layer's MLP (`drafters/steered.py`).
     """
     with native.only(active):
         output = Target(config, remat).apply(

@@ -24,8 +24,8 @@ from hsd_jax import validation
 from hsd_jax.api import decode
 from hsd_jax.config import ChainLength, Layers, ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Distilled
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.steered.config import Layer
+from hsd_jax.drafters.small_lm import SmallLMConfig
+from hsd_jax.drafters.steered import Layer
 from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with
 from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import forward_sequence, lm_head

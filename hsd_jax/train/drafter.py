@@ -30,7 +30,7 @@ from hsd_jax.config import (
     TreeConfig,
     TreeNodes,
 )
-from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
+from hsd_jax.drafters.hidden.weights import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, kinds_with, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hsd_jax.drafters.rescored.config import NgramConfig
-from hsd_jax.drafters.rescored.ngram import save_ngram
+from hsd_jax.drafters.rescored.ngram import NgramConfig, save_ngram
 from hsd_jax.host.files import replace_folder
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.train.data import DataConfig, read_encoded

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from hsd_jax.config import TrunkConfig, model_of
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.drafters.table import init_drafter, load_foreign
 from hsd_jax.host.distributed import fetch, wait_for_all
 from hsd_jax.host.files import is_writer, read_json, replace_folder, write_json

@@ -16,12 +16,10 @@ from support.trees import assert_well_formed
 import hsd_jax
 from hsd_jax import pair as pair_lib
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.both import draft as both
-from hsd_jax.drafters.both.config import BothConfig
-from hsd_jax.drafters.both.draft import LONGEST, first_record
-from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.drafters.lookup.draft import Copied
+from hsd_jax.drafters import both
+from hsd_jax.drafters.both import LONGEST, BothConfig, first_record
+from hsd_jax.drafters.lookup import Copied, LookupConfig
+from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import adapt
 from hsd_jax.infer.rules.accept import verdict_of

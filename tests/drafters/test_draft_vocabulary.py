@@ -32,7 +32,7 @@ from support.training import (
 
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.weights import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.kernels.attention import MASKED

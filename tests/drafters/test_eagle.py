@@ -14,7 +14,7 @@ import pytest
 from oracles import tree as oracle
 from support import calls, setups, toy
 
-from hsd_jax.infer.draw import inverse_temperature
+from hsd_jax.infer.levels import inverse_temperature
 from hsd_jax.infer.round import root_of
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass

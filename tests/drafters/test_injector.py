@@ -17,9 +17,8 @@ from oracles.tree import grow_paths, log_softmax, paths_of
 from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
 from hsd_jax.drafters.hidden.draft import lattice
-from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, token_bias
+from hsd_jax.drafters.hidden.weights import FIRST_SIZE, PATH, PREVIOUS, inject, read_paths, token_bias
 from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.round import root_of
 from hsd_jax.train.trained import started_from

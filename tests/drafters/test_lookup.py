@@ -11,8 +11,7 @@ from support import calls, setups, toy
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.drafters.lookup.draft import LookupState, copied_chain
+from hsd_jax.drafters.lookup import LookupConfig, LookupState, copied_chain
 from hsd_jax.drafters.table import make_drafter
 
 BATCH, ROOM, DEPTH = 300, 24, 6

@@ -12,7 +12,7 @@ from oracles.tree import paths_of
 from support import calls, setups, toy
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.medusa.draft import FIRST_RANK, NEXT_RANK, static_tree
+from hsd_jax.drafters.medusa import FIRST_RANK, NEXT_RANK, static_tree
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.sampling import position_noise
 from hsd_jax.models.target import forward_sequence

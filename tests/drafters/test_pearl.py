@@ -18,7 +18,7 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.pearl import draft as pearl_lib
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer import draw
+from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.loop import Decoder, program_for
 from hsd_jax.infer.round import make_step
@@ -56,7 +56,7 @@ def noise_of(keys, is_sampled, width: int):
     """What decides the token of every absolute position but 0: noise of the draft, coin, noise of the target."""
     depth = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(keys), width))
     chain, root = DraftTree(depth, depth - 1, depth, depth >= 0), jnp.zeros(len(keys), jnp.int32)
-    of_draft = draw.level_noise(keys, (1,) * (width - 1), root, toy.VOCAB, is_sampled)
+    of_draft = levels.level_noise(keys, (1,) * (width - 1), root, toy.VOCAB, is_sampled)
     return of_draft, coins_of(keys, chain, root)[:, 1:], sampling_lib.position_noise(keys, depth[:, 1:], toy.VOCAB)
 
 

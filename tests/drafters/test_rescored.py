@@ -20,7 +20,7 @@ from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_pair, tiny_tex
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.rescored.config import RescoredConfig
+from hsd_jax.drafters.rescored.draft import RescoredConfig
 from hsd_jax.drafters.rescored.ngram import save_ngram
 from hsd_jax.drafters.rescored.scorers import low_rank_scorer
 from hsd_jax.drafters.table import DRAFTING_METHODS, make_drafter

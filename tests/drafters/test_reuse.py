@@ -19,8 +19,7 @@ from support import calls, setups, toy
 import hsd_jax
 from hsd_jax.config import SKIP, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
-from hsd_jax.drafters.hidden.reuse import Spares
-from hsd_jax.drafters.hidden.schedule import fresh_logits
+from hsd_jax.drafters.hidden.reuse import Spares, fresh_logits
 from hsd_jax.infer.round import root_of
 
 NUM_STATES, COLUMNS = 5, 3

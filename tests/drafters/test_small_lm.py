@@ -15,7 +15,7 @@ from support.tiny_pairs import FEW_SLOTS, decoder_of, many_rows
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find

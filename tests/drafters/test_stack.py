@@ -24,8 +24,8 @@ from support.tiny_pairs import FALSE_ALARM, FEW_SLOTS, decoder_of, many_rows
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.files import save_drafter
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
+from hsd_jax.drafters.stack import StackConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.loop import Decoder
 from hsd_jax.infer.round import root_of

@@ -20,12 +20,10 @@ from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_
 
 import hsd_jax
 from hsd_jax.config import ModelConfig
-from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.rescored.files import read_scorer
-from hsd_jax.drafters.small_lm.tree import joined_features
-from hsd_jax.drafters.steered.config import SteeredConfig
-from hsd_jax.drafters.steered.files import save_steering
-from hsd_jax.drafters.steered.steering import STEERING, init_steering, steer
+from hsd_jax.drafters.files import read_scorer
+from hsd_jax.drafters.method import DraftedFor
+from hsd_jax.drafters.small_lm import joined_features
+from hsd_jax.drafters.steered import STEERING, SteeredConfig, init_steering, save_steering, steer
 from hsd_jax.kernels.ops import matmul
 from hsd_jax.lab.bench.facts import facts_of
 from hsd_jax.models.convert import save_target

@@ -15,7 +15,7 @@ from support import toy
 
 from hsd_jax import validation
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.medusa.draft import static_tree
+from hsd_jax.drafters.medusa import static_tree
 from hsd_jax.measure.speeds import parse_tree, parse_trees
 from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, SamplingParams
 

@@ -13,7 +13,7 @@ from oracles import sampling as sampling_oracle
 from support import calls, setups
 from support.texts import first_difference
 
-from hsd_jax.infer import draw
+from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.rules.accept import coins_of, recursive_rule
 from hsd_jax.types import DraftTree, DrawScheme, SamplingParams
@@ -152,7 +152,7 @@ def test_coins_and_drafts_are_those_of_their_absolute_position():
     here, later = (np.asarray(coins_of(keys, tree, at(position)))[0] for position in (7, 8))
     np.testing.assert_array_equal(here[2:], later[1:3])
     assert len(set(here)) == 4
-    noise = [np.asarray(draw.level_noise(keys, (1, 1), at(position), 5, jnp.ones(1, bool)))[0] for position in (7, 8)]
+    noise = [np.asarray(levels.level_noise(keys, (1, 1), at(position), 5, jnp.ones(1, bool)))[0] for position in (7, 8)]
     np.testing.assert_array_equal(noise[0][1], noise[1][0])
     rounds = [sampling_lib.round_row_keys(keys, at(position)) for position in (7, 8)]
     assert coins_of(rounds[0], tree, at(7))[0, 2] != coins_of(rounds[1], tree, at(8))[0, 1]

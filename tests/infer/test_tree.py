@@ -16,7 +16,7 @@ from support import toy
 from support.trees import assert_well_formed
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer import draw
+from hsd_jax.infer import levels
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, SamplingParams
 
@@ -197,9 +197,9 @@ def test_beam_scores_are_gumbels_under_their_parents():
     rng = np.random.default_rng(0)
     logp = np.log(rng.dirichlet(np.ones(VOCAB), (1, 2))).astype(np.float32)
     logp[0, 1, 2:] = -np.inf
-    above = draw.Level(*(jnp.asarray(x) for x in ([[0, 1]], [[0, 0]], [[-0.5, -1.5]], [[-0.2, -2.0]])))
+    above = levels.Level(*(jnp.asarray(x) for x in ([[0, 1]], [[0, 0]], [[-0.5, -1.5]], [[-0.2, -2.0]])))
     noise = jax.random.gumbel(jax.random.key(0), (1, 2, VOCAB))
-    level = jax.jit(draw.stochastic_beam, static_argnums=3)(noise, jnp.asarray(logp), above, VOCAB, jnp.ones(1, bool))
+    level = jax.jit(levels.stochastic_beam, static_argnums=3)(noise, jnp.asarray(logp), above, VOCAB, jnp.ones(1, bool))
     noise = np.asarray(noise[0], np.float64)
     noisy = np.array([[-0.5], [-1.5]]) + np.float64(logp[0]) + noise
     parent, best = np.array([[-0.2], [-2.0]]), noisy.max(1, keepdims=True)
@@ -215,10 +215,10 @@ def test_children_of_an_unlikely_path_follow_their_own_distribution(path):
     """Behind e^-10,000,000 the sum of path and child has no bits left for the child; false alarm 10^-6."""
     scheme = np.array([0.1, 0.2, 0.3, 0.4])
     column = jnp.full((ROWS, 1), path, jnp.float32)
-    above = draw.Level(jnp.zeros((ROWS, 1), jnp.int32), jnp.full((ROWS, 1), NO_PARENT), column, column)
+    above = levels.Level(jnp.zeros((ROWS, 1), jnp.int32), jnp.full((ROWS, 1), NO_PARENT), column, column)
     is_sampled = jnp.ones(ROWS, bool)
     keys, zero = jax.vmap(jax.random.key)(jnp.arange(ROWS)), jnp.zeros(ROWS, jnp.int32)
-    noise = jax.jit(draw.level_noise, static_argnums=(1, 3))(keys, (1,), zero, 4, is_sampled)
+    noise = jax.jit(levels.level_noise, static_argnums=(1, 3))(keys, (1,), zero, 4, is_sampled)
     logp = jnp.broadcast_to(jnp.log(jnp.asarray(scheme, jnp.float32)), (ROWS, 1, 4))
-    level = jax.jit(draw.stochastic_beam, static_argnums=3)(noise, logp, above, 1, is_sampled)
+    level = jax.jit(levels.stochastic_beam, static_argnums=3)(noise, logp, above, 1, is_sampled)
     assert p_value(np.asarray(level.tokens[:, 0]), scheme) > FALSE_ALARM

@@ -21,7 +21,7 @@ import hsd_jax
 from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host import sharding
-from hsd_jax.infer import draw, loop, sampling
+from hsd_jax.infer import levels, loop, sampling
 from hsd_jax.infer.loop import Decoder, program_for
 from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.accept import match_rule
@@ -274,7 +274,7 @@ def test_a_program_for_a_gpu_branches_only_for_filters(warm, filters, is_branchi
 
     def draws(some):
         noise = sampling.round_noise(keys, root, 2, 50, some)
-        drafts = draw.level_noise(keys, (1, 2), root, 50, some.temperature > 0.0)
+        drafts = levels.level_noise(keys, (1, 2), root, 50, some.temperature > 0.0)
         positions = root[:, None] + jnp.array([1, 2], jnp.int32)
         return sampling.perturb(noise, logits, some, ops.argmax), sampling.draw(keys, logits, positions, some), drafts
 

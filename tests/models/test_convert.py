@@ -25,7 +25,7 @@ from support.training import random_weights
 
 from hsd_jax.config import FULL, SLIDING, RopeConfig
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.kernels import native
 from hsd_jax.models import convert
 from hsd_jax.models.cache import commit, empty_cache

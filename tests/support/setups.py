@@ -29,15 +29,14 @@ from hsd_jax.config import (
     RopeConfig,
     TreeConfig,
 )
-from hsd_jax.drafters.both.config import BothConfig
-from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
-from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.rescored.config import RescoredConfig
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.stack.config import StackConfig
-from hsd_jax.drafters.steered.config import SteeredConfig
-from hsd_jax.drafters.steered.steering import STEERING, init_steering
+from hsd_jax.drafters.both import BothConfig
+from hsd_jax.drafters.hidden.weights import PATH, HiddenConfig
+from hsd_jax.drafters.lookup import LookupConfig
+from hsd_jax.drafters.pearl.draft import PearlConfig
+from hsd_jax.drafters.rescored.draft import RescoredConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
+from hsd_jax.drafters.stack import StackConfig
+from hsd_jax.drafters.steered import STEERING, SteeredConfig, init_steering
 from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.infer import round as round_lib

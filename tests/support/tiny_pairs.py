@@ -11,7 +11,7 @@ from oracles import sampling as sampling_oracle
 from scipy import stats
 
 from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.loop import Decoder, program_for
 from hsd_jax.infer.round import make_step

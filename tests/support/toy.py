@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
-from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.hidden.weights import PATH, HiddenConfig, inject
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.tree import grow_tree as grow

@@ -12,7 +12,7 @@ from oracles import injector
 from oracles.divergence import kl, log_softmax
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.drafters.medusa.weights import head_states
+from hsd_jax.drafters.medusa import head_states
 from hsd_jax.drafters.reading import at_root
 from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.drafters.trunk_state import trunk_states

@@ -20,7 +20,7 @@ from support.recipes import LOOP, write_target
 from support.training import TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
 import hsd_jax
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from oracles.ngram import Ngrams
 
-from hsd_jax.drafters.rescored.config import NgramConfig
-from hsd_jax.drafters.rescored.ngram import contexts_of, log_probabilities, read_ngram, save_ngram
+from hsd_jax.drafters.rescored.ngram import NgramConfig, contexts_of, log_probabilities, read_ngram, save_ngram
 from hsd_jax.train import ngram
 from hsd_jax.types import NO_TOKEN
 

@@ -16,7 +16,7 @@ from oracles import divergence as oracle
 from support.toy import causal_pass
 from support.training import ROWS, TARGET, random_rows, random_weights
 
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.measure.texts import Texts
 from hsd_jax.models.target import init_target
 from hsd_jax.pair import Params

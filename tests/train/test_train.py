@@ -25,7 +25,7 @@ from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
 
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.models.checkpoint import find
 from hsd_jax.train import data, drafter, journal, loop, pretrain, run
 

@@ -1,7 +1,7 @@
 """The hidden-state drafter: K token-free trunk states, one product with the LM head, and a tree with token information.
 
 The trunk reads only the target's features and its own states. Drafted tokens first appear in `grow_tree` (Lyanna,
-arXiv:2602.21224; methods.md 1.5). `schedule.py` decides when the trunk runs and how unused states are reused. The trunk
+arXiv:2602.21224; methods.md 1.5). `reuse.py` decides when the trunk runs and how unused states are reused. The trunk
 is in `models/trunk.py`, and token information in `weights.py`.
 """
 
@@ -16,15 +16,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE, NO_REUSE_FORM, SKIP, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import (
+    AHEAD,
+    NO_REUSE,
+    NO_REUSE_FORM,
+    RECURRENT,
+    REUSES,
+    SKIP,
+    ModelConfig,
+    ReuseConfig,
+    TreeConfig,
+    weights_of_trunk,
+)
 from hsd_jax.drafters.hidden import reuse as reuse_lib
-from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import fresh_logits, logits_of_round
-from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.hidden.reuse import fresh_logits, logits_of_round
+from hsd_jax.drafters.hidden.weights import HiddenConfig, begin_from, init_weights, inject, read_paths, token_bias
+from hsd_jax.drafters.method import DraftingMethod, TokenInformation, Training, planning_of_trained
 from hsd_jax.drafters.reading import joined
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
 from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.models.trunk import base_logits
+from hsd_jax.models.unroll import unroll
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict, Weights
 
 
@@ -72,11 +84,11 @@ def hidden_drafter(
         spares = reuse_lib.after_commit(state.spares, num_committed)
         if runs_every_round:
             return dataclasses.replace(after, spares=spares)
-        num, slots = state.num_pending, max_pending
+        num = state.num_pending
         return dataclasses.replace(
             state,
-            pending=joined(state.pending, num, after.pending, slots),
-            next_tokens=joined(state.next_tokens, num, after.next_tokens, slots),
+            pending=joined(state.pending, num, after.pending, max_pending),
+            next_tokens=joined(state.next_tokens, num, after.next_tokens, max_pending),
             num_pending=num + num_committed,
             spares=spares,
         )
@@ -117,3 +129,39 @@ def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, 
     """As `DraftingMethod.lattice`: the base logits of fresh states, and the injector if there is one."""
     logits, state = fresh_logits(models, target_config, config, tree.depth, state)
     return logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state
+
+
+ROWS_PER_STATE = 0.9
+"""Rows that the pass of a parallel trunk computes, per state. This number and the next two were set by hand. Only for a
+GPU were they compared with a measurement (`tests/planning/test_rates.py`)."""
+PARALLEL_OPERATIONS = 30
+"""Small operations that a parallel trunk adds to its pass."""
+LEVEL_OPERATIONS = 12
+"""Small operations of each level of a chain."""
+
+
+def drafting_seconds(model: Any, config: HiddenConfig, rows: int, tree: TreeConfig) -> float:
+    """Seconds of the trunk, of one product of all states with the head, and of token information level by level."""
+    small = model.rates.operation_seconds
+    per_pass = model.layers(config)
+    if config.trunk == RECURRENT:
+        states = tree.depth * (float(model.product(weights_of_trunk(config), rows)) + per_pass)
+    else:
+        positions = ROWS_PER_STATE * rows * tree.depth
+        states = float(model.product(weights_of_trunk(config), positions)) + per_pass + PARALLEL_OPERATIONS * small
+    logits = float(model.product(config.draft_vocab_size * config.hidden_size, rows * tree.depth))
+    bias = model.product(config.rank * config.draft_vocab_size, rows * tree.most_expanded)
+    level = LEVEL_OPERATIONS * small * (model.rates.wide_levels if tree.width > 1 else 1.0)
+    return states + logits + tree.depth * float(bias + level)
+
+
+HIDDEN = DraftingMethod(
+    HiddenConfig,
+    hidden_drafter,
+    planning_of_trained(drafting_seconds),
+    Training(init_weights, unroll),
+    parts=parts,
+    token_information=TokenInformation(inject, read_paths, token_bias, begin_from),
+    reuses=REUSES,
+    lattice=lattice,
+)

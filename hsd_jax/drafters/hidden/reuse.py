@@ -2,7 +2,7 @@
 
 A trunk state reads no drafted token. So the states after a rejected draft stay valid: they still predict the same
 absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5 step 6). Only their base logits are kept, because a tree
-needs nothing else of a state. This module uses neither trunks nor targets.
+needs nothing else of a state.
 
 Forms (`config.REUSES`), with K states per trunk run:
     none   the trunk runs in every round, and spare states are dropped
@@ -13,14 +13,30 @@ Forms (`config.REUSES`), with K states per trunk run:
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 
 import flax.struct
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE_FORM, SKIP, SUM, DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import (
+    AHEAD,
+    NO_REUSE_FORM,
+    SKIP,
+    SUM,
+    DrafterConfig,
+    ModelConfig,
+    ReuseConfig,
+    TreeConfig,
+    TrunkConfig,
+)
+from hsd_jax.drafters.trunk_state import TrunkState, run_trunk, trunk_states
+from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.trunk import base_logits
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -78,3 +94,61 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
         raise ValueError(f"reuse={str(reuse)!r} with {trained} trained steps: allowed: {allowed}")
     if form == SUM and depth < 2:
         raise ValueError(f"reuse={form!r} with TreeConfig.depth={depth}: allowed are depths of 2 and more")
+
+
+def fresh_logits(
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+) -> tuple[Float[Array, "B K C"], TrunkState]:
+    """The base logits of `trunk_states`, and the state with the pending features committed."""
+    with jax.named_scope("trunk"):
+        states, cache = trunk_states(models, target_config, config, num_states, state)
+    with jax.named_scope("head"):
+        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+    return logits, dataclasses.replace(state, cache=cache)
+
+
+def logits_of_round(
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    tree: TreeConfig,
+    reuse: ReuseConfig,
+    state: TrunkState,
+    live: Bool[Array, "B"],
+) -> tuple[Float[Array, "B D C"], Int[Array, "B"] | None, TrunkState]:
+    """The logits from which the tree grows, the number of levels of each row that have logits (None: all), and the
+    state. The trunk runs if the round needs it. `live` is `RoundInputs.live`.
+
+    SKIP: rows with enough spare states draft from these. The trunk runs if any other row needs it. A row with enough
+    spare states uses them even if the trunk runs for another row. So the states that a row drafts from do not depend on
+    the other rows. A finished row needs no run, so that the others do not wait for one.
+    """
+    num_states, old = reuse.num_states(tree.depth, config.num_steps), state.spares
+    if reuse.form != SKIP:
+        fresh, state = fresh_logits(models, target_config, config, num_states, state)
+        if reuse.form == NO_REUSE_FORM:
+            return fresh, None, state
+        # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
+        state = dataclasses.replace(state, spares=fresh_spares(fresh))
+        if reuse.form == AHEAD:  # the tree grows from states of the last round: the trunk may run beside the target
+            return old.logits[:, : tree.depth], None, state
+        with jax.named_scope("reuse"):  # SUM: old and new states make one tree, so one target pass judges both
+            return add(fresh, old), None, state
+    needs = live & (old.num < enough_spares(reuse, tree.depth, config.num_steps))
+
+    def run():
+        states, kv = run_trunk(models, target_config, config, num_states, state)
+        return base_logits(models["drafter"], config, models["target"], target_config, states), kv
+
+    def keep():
+        return old.logits, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)[1])
+
+    with jax.named_scope("trunk"):
+        logits, kv = lax.cond(jnp.any(needs), run, keep)
+        # Written for all rows, but counted only for rows whose trunk ran. The next write overwrites the rest.
+        cache = cache_lib.commit(state.cache, kv, None, jnp.where(needs, state.num_pending, 0), after=logits)
+    logits = jnp.where(needs[:, None, None], logits, old.logits)
+    num = jnp.where(needs, num_states, old.num)
+    num_pending, spares = jnp.where(needs, 0, state.num_pending), Spares(logits, num)
+    state = dataclasses.replace(state, cache=cache, num_pending=num_pending, spares=spares)
+    return logits[:, : tree.depth], jnp.minimum(num, tree.depth), state

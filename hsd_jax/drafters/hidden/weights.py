@@ -6,15 +6,36 @@ drafted tokens of the path up to it. The trunk is in `models/trunk.py`.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Annotated, ClassVar
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
+from hsd_jax import validation
+from hsd_jax.config import RECURRENT, TRUNKS, TrunkConfig
 from hsd_jax.host.distributed import fetch
 from hsd_jax.kernels.ops import matmul, rms_norm, take_rows
 from hsd_jax.models.trunk import init_fusion, init_trunk
 from hsd_jax.types import Weights
+from hsd_jax.validation import OneOf, Whole
+
+PREVIOUS, PATH = INJECTIONS = ("previous", "path")
+"""What token information reads: the previous token, or all drafted tokens up to it (`read_token`)."""
+
+
+@validation.dataclass
+class HiddenConfig(TrunkConfig):
+    """A trunk that never reads a drafted token, and token information that is added to its logits."""
+
+    kind: ClassVar[str] = "hidden"
+
+    _: dataclasses.KW_ONLY
+    trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
+    rank: Whole = 128
+    injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
+    committed_embeddings: bool = True
 
 
 def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:

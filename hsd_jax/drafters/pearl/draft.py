@@ -24,19 +24,18 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hsd_jax import validation
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.pearl.config import PearlConfig
+from hsd_jax.drafters.method import check_chain
 from hsd_jax.drafters.reading import joined
-from hsd_jax.drafters.shared import check_chain
-from hsd_jax.drafters.small_lm.draft import MAX_PENDING, small_lm_drafter
-from hsd_jax.drafters.small_lm.tree import SmallLMState
+from hsd_jax.drafters.small_lm import MAX_PENDING, SmallLMConfig, SmallLMState, small_lm_drafter
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.rules.accept import verdict_of
 from hsd_jax.infer.sampling import round_noise
@@ -50,6 +49,33 @@ from hsd_jax.types import (
     SamplingParams,
     Verdict,
 )
+from hsd_jax.validation import Count
+
+
+@validation.dataclass
+class PearlConfig:
+    """A small language model, and the number of tokens that it drafts in a round, `gamma`."""
+
+    kind: ClassVar[str] = "pearl"
+
+    base: SmallLMConfig
+    gamma: Count = 4
+    ratio: float | None = dataclasses.field(default=None, repr=False, compare=False)
+    """Passes of this model in the time of a pass of the target, from which gamma was chosen. None: gamma was given."""
+
+    @property
+    def choice(self) -> str | None:
+        """A sentence that says how gamma was chosen; None if it was given."""
+        if self.ratio is None:
+            return None
+        return (
+            f"PEARL with gamma {self.gamma}: a pass of the target takes as long as {self.ratio:.2f} passes of the small"
+            " model"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays

@@ -28,9 +28,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.pearl.draft import DraftChain, PearlState, RoundOutcome, first_outcome, halves, pearl_drafter
-from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
+from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.method import DraftingMethod, Planning
+from hsd_jax.drafters.pearl.draft import (
+    DraftChain,
+    PearlConfig,
+    PearlState,
+    RoundOutcome,
+    first_outcome,
+    halves,
+    pearl_drafter,
+)
+from hsd_jax.drafters.small_lm import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer import round as round_lib
 from hsd_jax.infer import rows
@@ -99,12 +108,7 @@ class Overlapped(Decoder):
             return round_lib.target_pass(models, config, half, state, tree), noise
 
         def judge(
-            sampling: SamplingParams,
-            limits: Limits,
-            state: DecodeState,
-            fresh: DraftChain,
-            output: ModelOutput,
-            noise: Array,
+            sampling: SamplingParams, limits: Limits, state: DecodeState, fresh: DraftChain, output: ModelOutput, noise
         ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
             """The state after the round and its outcome. The last result is for the host."""
             tree, phase = both.chained(state.drafter, fresh, *round_lib.root_of(state))
@@ -235,3 +239,17 @@ def _apart(state: DecodeState) -> Apart:
     """The two states that `_joined` joins."""
     both: PearlState = state.drafter
     return dataclasses.replace(state, drafter=both.phase), (both.base, both.outcome)
+
+
+PEARL = DraftingMethod(
+    PearlConfig,
+    pearl_drafter,
+    Planning(
+        # As the small model alone, because nothing overlaps on one device.
+        lambda model, config, *call: small_lm.drafting_seconds(model, config.base, *call),
+        lambda config: TreeConfig.chain(config.gamma),
+        lambda config: config.gamma,
+        has_score=False,
+    ),
+    overlapped=Overlapped,
+)

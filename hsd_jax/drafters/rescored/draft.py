@@ -10,21 +10,47 @@ from __future__ import annotations
 
 import functools
 import typing
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.method import method_of
-from hsd_jax.drafters.rescored.config import RescoredConfig
+from hsd_jax import validation
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.method import Based, DraftingMethod, method_of, planning_on_base
 from hsd_jax.drafters.rescored.scorers import make_scorer
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.infer.tree import coupled, grow_tree, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.types import Candidates, Drafter, DrawScheme, Expand, Inject, ModelOutput, RoundInputs, Verdict
+from hsd_jax.validation import Count
+
+ARCS = 16
+"""The number of tokens of each state that may be drafted (Kim et al., arXiv:2404.09221: top-16 lattices)."""
+ALPHA = 0.5
+"""The default factor of a scorer's log p."""
+
+
+@validation.dataclass
+class RescoredConfig(Based):
+    """A drafter with token-free states, and a scorer of the transitions between their tokens."""
+
+    kind: ClassVar[str] = "rescored"
+
+    base: DrafterConfig
+    scorer: Any = None
+    """An `NgramConfig`, a `HiddenConfig` (its token information), a `SmallLMConfig`, or None: it adds nothing."""
+    arcs: Count = ARCS
+    """The number of tokens that may follow a node: the likeliest ones of its state."""
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """The largest number of children of a node, which are its arcs."""
+        return min(self.arcs, self.base.draft_vocab_size)
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -121,3 +147,13 @@ def rescored_drafter(
 
     lookahead = max(base.lookahead, tree.depth + 1)
     return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, lookahead=lookahead)
+
+
+def scoring_seconds(model: Any, config: RescoredConfig, rows: int, tree: TreeConfig) -> float:
+    """Seconds of scoring: for a small language model those of drafting such a tree, else a few operations per level."""
+    if isinstance(config.scorer, SmallLMConfig):
+        return small_lm.drafting_seconds(model, config.scorer, rows, tree)
+    return 40 * tree.depth * model.rates.operation_seconds
+
+
+RESCORED = DraftingMethod(RescoredConfig, rescored_drafter, planning_on_base(scoring_seconds))

@@ -12,23 +12,41 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+from pydantic import Field
 
 from hsd_jax import validation
-from hsd_jax.drafters.rescored.config import NgramConfig
 from hsd_jax.host.files import read_object
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import config_file, read, store
 from hsd_jax.types import Weights
+from hsd_jax.validation import Count
 
 NGRAM = "ngram"
 """The name of its files (`tensor_files.store`)."""
 NO_NODE = -1
 """Stands for the node of an n-gram that the model does not have."""
+
+
+@validation.dataclass
+class NgramConfig:
+    """The sizes of an n-gram model, and the tokenizer with which it was counted."""
+
+    kind: ClassVar[str] = "ngram"
+
+    order: Annotated[int, Field(ge=2, le=8)]
+    vocab_size: Count
+    num_nodes: Count
+    """The number of n-grams of all orders, including those of one token."""
+    most_children: Count
+    """The largest number of different tokens after one context."""
+    vocabulary: str
+    """`tokenizer.hash_of` the tokenizer's vocabulary."""
 
 
 def init_ngram(key: jax.Array, config: NgramConfig) -> Weights:

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.weights import read_token
+from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.hidden.weights import HiddenConfig, read_token
 from hsd_jax.drafters.reading import at_root
 from hsd_jax.drafters.rescored import ngram
-from hsd_jax.drafters.rescored.config import NgramConfig
-from hsd_jax.drafters.small_lm import tree
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.rescored.ngram import NgramConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.kernels.ops import take_rows
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import to_columns
@@ -122,24 +121,24 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
     as in a uniform distribution.
     """
 
-    def root_carry(weights: Weights, state: tree.SmallLMState):
-        logits, state = tree.read_pending_tokens(weights, config, state)
+    def root_carry(weights: Weights, state: small_lm.SmallLMState):
+        logits, state = small_lm.read_pending_tokens(weights, config, state)
         return (state.cache, logits, at_root(len(logits))), state
 
     def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, carry: tuple):
         """The carry is the cache of all committed tokens, and the logits and the ancestry of the last level."""
         cache, logits, ancestry = carry
         if level > 0:
-            logits, ancestry = tree.read_level(weights, config, cache, level, tokens, parents, ancestry)
+            logits, ancestry = small_lm.read_level(weights, config, cache, level, tokens, parents, ancestry)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), arcs, 2)
         return jnp.where(arcs < config.num_tokens, logp, -math.log(config.num_tokens)), (cache, logits, ancestry)
 
     return Scorer(
-        init=lambda tokens, length, capacity: tree.empty_state(
+        init=lambda tokens, length, capacity: small_lm.empty_state(
             config, tokens, length, capacity, depth + 1, cache_dtype
         ),
-        read=lambda weights, *chunk: tree.read_prompt(weights, config, *chunk),
+        read=lambda weights, *chunk: small_lm.read_prompt(weights, config, *chunk),
         root_carry=root_carry,
         score=score,
-        commit=lambda weights, *judged: tree.all_pending(*judged),
+        commit=lambda weights, *judged: small_lm.all_pending(*judged),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.rules.lossy import Lossy
-from hsd_jax.infer.rules.siblings import children_of, normalised
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
@@ -88,19 +88,42 @@ def match_rule(max_depth: int) -> AcceptRule:
     not which token (Daliri et al., arXiv:2408.07978).
     """
 
-    def judge(
-        keys: jax.Array,
-        tree: DraftTree,
-        logits: Float[Array, "B N V"],
-        sampling: SamplingParams,
-        root_position: Int[Array, "B"],
-        noise: Float[Array, "B M V"],
-    ) -> Verdict:
+    def judge(keys, tree: DraftTree, logits, sampling: SamplingParams, root_position, noise) -> Verdict:
         # All nodes of a depth predict the same position.
         chosen = sampling_lib.perturb(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling, ops.argmax)
         return match_path(tree, chosen, max_depth)
 
     return AcceptRule("match", frozenset(DrawScheme), judge, emits_argmax=True)
+
+
+class Children(NamedTuple):
+    """The valid children, among the N nodes, of each of the I nodes with a distribution."""
+
+    tokens: Int[Array, "B N"]
+    is_child: Bool[Array, "B I N"]
+    place: Int[Array, "B I N"]
+    """The index of each child among the children of its node."""
+
+    def at(self, j: Int[Array, ""] | int) -> tuple[Bool[Array, "B I N"], Bool[Array, "B I 1"], Int[Array, "B I 1"]]:
+        """Marks the j-th child of each node. Returns also whether it exists, and its token."""
+        is_jth = self.is_child & (self.place == j)
+        token = jnp.take_along_axis(self.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
+        return is_jth, jnp.any(is_jth, -1)[:, :, None], token
+
+
+def children_of(tree: DraftTree, by_layout: bool = False) -> Children:
+    """The valid children of every node that has a distribution. `by_layout`: `place` also counts those not valid."""
+    assert tree.draft_logp is not None
+    is_below = tree.parents[:, None, :] == jnp.arange(tree.draft_logp.shape[1])[:, None]
+    is_child = is_below & tree.valid[:, None, :]
+    counted = is_below if by_layout else is_child
+    return Children(tree.tokens, is_child, jnp.cumsum(counted, -1, dtype=jnp.int32) - 1)
+
+
+def normalised(rest: Float[Array, "*rows V"], otherwise: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+    """`rest`, normalised to a distribution, or `otherwise` where `rest` has no mass."""
+    mass = jnp.sum(rest, -1, keepdims=True)
+    return jnp.where(mass > 0.0, rest / jnp.where(mass > 0.0, mass, 1.0), otherwise)
 
 
 def recursion(
@@ -186,14 +209,7 @@ def rule_with_coins(
     their probability. By default siblings are judged in their order.
     """
 
-    def judge(
-        keys: jax.Array,
-        tree: DraftTree,
-        logits: Float[Array, "B N V"],
-        sampling: SamplingParams,
-        root_position: Int[Array, "B"],
-        noise: Float[Array, "B M V"],
-    ) -> Verdict:
+    def judge(keys, tree: DraftTree, logits, sampling: SamplingParams, root_position, noise) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if judges_jointly else keys
         chance, residual = acceptance_of(tree, target_logp)

@@ -7,8 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer.rules.accept import RECURSIVE_SCHEMES, rule_with_coins
-from hsd_jax.infer.rules.siblings import normalised
+from hsd_jax.infer.rules.accept import RECURSIVE_SCHEMES, normalised, rule_with_coins
 from hsd_jax.types import AcceptRule, DraftTree
 
 

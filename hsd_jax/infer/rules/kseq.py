@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.infer.rules.accept import rule_with_coins
-from hsd_jax.infer.rules.siblings import children_of, normalised
+from hsd_jax.infer.rules.accept import children_of, normalised, rule_with_coins
 from hsd_jax.types import AcceptRule, DraftTree, DrawScheme
 
 STEPS = 24

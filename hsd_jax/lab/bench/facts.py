@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.steered import files as steered_files
-from hsd_jax.drafters.steered.steering import STEERING, init_steering
+from hsd_jax.drafters import steered
+from hsd_jax.drafters.steered import STEERING, init_steering
 from hsd_jax.host.files import read_object
 from hsd_jax.kernels import native
 from hsd_jax.models import convert
@@ -56,8 +56,8 @@ def facts_of(source: Source) -> dict[str, Any]:
     folder = checkpoint.path
     if is_stored(folder, drafter_files.DRAFTER):
         return _drafter(folder)
-    if (stored := steered_files.read_stored(folder)) is not None:
-        config = steered_files.SteeredConfig(**vars(checkpoint.config), **vars(stored))
+    if (stored := steered.read_stored(folder)) is not None:
+        config = steered.SteeredConfig(**vars(checkpoint.config), **vars(stored))
         size = _parameters(read(checkpoint.path, STEERING, init_steering, config))
         own = {"kind": "steered drafter", "parameters of the steering": size}
         return _target(checkpoint) | dataclasses.asdict(stored) | own

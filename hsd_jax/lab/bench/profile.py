@@ -54,8 +54,7 @@ def profile_mode(
     rule_name, scheme = rule_and_scheme(how.accept, how.draw)
     drafter = make_drafter(config, params.drafter_config, tree, state.cache.keys[0].dtype, scheme)
     rule = make_rule(rule_name, tree)
-    root_position = state.length - 1
-    root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
+    root, root_position = round_lib.root_of(state)
     # Drawn once per round, for drafts and target. Its time belongs to `rest` and to no stage.
     noise = jax.jit(round_noise, static_argnums=(2, 3))(
         state.keys, root_position, tree.depth + 1, config.vocab_size, sampling

@@ -1,7 +1,8 @@
 """Decodes round by round and returns every draft tree, its verdict and the committed tokens, for pictures and
 debugging.
 
-The rounds are those of `step.py`. Each is compiled alone and returns the tree and the verdict beside the new state.
+The rounds are those of `infer/round.py`. Each is compiled alone and returns the tree and the verdict beside the new
+state.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -18,14 +19,43 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.both.config import LONGEST, BothConfig
-from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_drafter
-from hsd_jax.drafters.method import method_of
+from hsd_jax import validation
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.drafters.lookup import LOOKUP, Copied, LookupConfig, LookupState, copied, lookup_drafter
+from hsd_jax.drafters.method import Based, DraftingMethod, method_of, planning_on_base
 from hsd_jax.infer import adapt
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
 from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
+
+LONGEST = 8
+"""The longest repetition in tokens. Longer ones count as this long."""
+
+
+@validation.dataclass
+class BothConfig(Based):
+    """A drafter that is trained on its target's features, with prompt lookup in addition, which has no weights."""
+
+    kind: ClassVar[str] = "both"
+
+    base: DrafterConfig
+    lookup: LookupConfig = LookupConfig(LONGEST)
+
+    @staticmethod
+    def split(name: str) -> tuple[str, LookupConfig] | None:
+        """The base's name and the lookup in "NAME+lookup" or "NAME+lookup:2-4"; None for any other text.
+
+        Without numbers the n-grams have up to LONGEST tokens, because the acceptance probability of a copied token
+        depends on the length of its repetition.
+        """
+        base, plus, rest = name.rpartition("+")
+        lookup = LookupConfig.parse(rest) if plus and base else None
+        lookup = LookupConfig(LONGEST) if lookup is not None and rest == "lookup" else lookup
+        return None if lookup is None else (base, lookup)
+
+    num_heads = property(attrgetter("base.num_heads"))  # an AttributeError, as of the base, if that has no trunk
+    num_kv_heads = property(attrgetter("base.num_kv_heads"))
+
 
 SHARED, LEAVES, BEYOND = range(3)
 """The place of a copied token: on a node of the base's tree, where the chain leaves that tree, or after that. Where the
@@ -246,3 +276,14 @@ def both_drafter(
         return dataclasses.replace(state, base=own, lookup=other)
 
     return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow)
+
+
+def copying_seconds(model: Any, config: BothConfig, rows: int, tree: TreeConfig) -> float:
+    """Seconds of lookup, and as much again to merge the two drafts and to update their record."""
+    return 2 * LOOKUP.planning.drafting_seconds(model, config.lookup, rows, tree)
+
+
+# The length of a chain decides which drafter makes it, so chains do not nest.
+BOTH = DraftingMethod(
+    BothConfig, both_drafter, planning_on_base(copying_seconds, chains_nest=False), has_weights_of_base=True
+)

@@ -14,12 +14,14 @@ import jax
 from jaxtyping import Array
 
 from hsd_jax import validation
-from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
+from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig, weights_of_trunk
+from hsd_jax.drafters.method import DraftingMethod, Training, planning_of_trained
 from hsd_jax.drafters.reading import Ancestry, at_root
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.trunk import base_logits, embed_committed, init_fusion, init_trunk, trunk_pass
+from hsd_jax.models.unroll import unroll
 from hsd_jax.types import Candidates, Drafter, DrawScheme, NewKV, RoundInputs, Weights
 
 
@@ -67,3 +69,16 @@ def eagle_drafter(
         return drafted, dataclasses.replace(state, cache=cache)
 
     return trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme)
+
+
+def drafting_seconds(model: Any, config: EagleConfig, rows: int, tree: TreeConfig) -> float:
+    """A trunk pass and a product with the head for every level."""
+    positions = rows * tree.most_expanded
+    trunk, head = weights_of_trunk(config), config.draft_vocab_size * config.hidden_size
+    level = model.product(trunk, positions) + model.product(head, positions)
+    return tree.depth * (float(level) + model.layers(config) + 10 * model.rates.operation_seconds)
+
+
+EAGLE = DraftingMethod(
+    EagleConfig, eagle_drafter, planning_of_trained(drafting_seconds), Training(init_weights, unroll)
+)

@@ -8,7 +8,7 @@ nest: `inner` may be a stack.
 How many drafts the target verifies. Its tree is a chain of at most D drafts, and a chain of the inner drafter has L
 drafts. A round of the middle model adds at most L + 1 tokens. Rounds go on until there are at least D - L tokens, so
 the tokens of the last round still fit. The target verifies all accumulated tokens, at most D. (So T = D - L in
-`planning/stack.py`.) Whether a token is passed to the target depends only on earlier tokens. Its own value can only
+`measure/stack.py`.) Whether a token is passed to the target depends only on earlier tokens. Its own value can only
 stop later tokens. So a chain that ends there is lossless.
 
 Which noise is used. COUPLED drafts are drawn with the target's own noise. Then every level drafts the token that the
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax
@@ -30,16 +31,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from hsd_jax import validation
 from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.method import method_of
+from hsd_jax.drafters.method import DraftingMethod, Planning, check_chain, check_vocabulary, method_of
 from hsd_jax.drafters.reading import read_on
-from hsd_jax.drafters.shared import check_chain, check_vocabulary
-from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.small_lm import SmallLMConfig
 from hsd_jax.infer import round as round_lib
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.chains import chain_of
-from hsd_jax.infer.draw import inverse_temperature
+from hsd_jax.infer.levels import inverse_temperature
 from hsd_jax.infer.plain import follow_path
 from hsd_jax.infer.rules.accept import match_rule
 from hsd_jax.models import cache as cache_lib
@@ -57,7 +58,44 @@ from hsd_jax.types import (
     RoundInputs,
     SamplingParams,
     Verdict,
+    Weights,
 )
+from hsd_jax.validation import Count
+
+
+@validation.dataclass
+class StackConfig:
+    """A small language model that drafts for the target, and a drafter that drafts for this model.
+
+    Args:
+      middle: the small language model.
+      inner: the configuration of any drafter for the middle model. It may be another stack.
+      length: tokens that the inner drafter drafts in a round (T of the level below in methods.md 4.3).
+    """
+
+    kind: ClassVar[str] = "stack"
+
+    middle: SmallLMConfig
+    inner: Any
+    length: Count = 4
+
+    def __post_init__(self):
+        own = getattr(self.inner, "vocab_size", self.middle.vocab_size)
+        if own != self.middle.vocab_size:
+            raise ValueError(f"StackConfig.inner has vocab_size={own}, the middle model {self.middle.vocab_size}")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.middle.vocab_size
+
+
+def at_bottom(config: Any, weights: Weights, change: Callable[..., tuple[Any, Weights]]) -> tuple[Any, Weights]:
+    """Applies `change(config, weights)` to the drafter at the bottom of a stack, or to a drafter that is no stack."""
+    if not isinstance(config, StackConfig):
+        return change(config, weights)
+    inner, own = at_bottom(config.inner, weights["inner"], change)
+    return dataclasses.replace(config, inner=inner), {**weights, "inner": own}
+
 
 LONGEST = 2**30
 """A text length that is never reached. The middle model has no limit of its own."""
@@ -306,3 +344,28 @@ def sane(output: ModelOutput) -> ModelOutput:
     least = float(jnp.finfo(jnp.float32).min)
     logits, hidden = (jnp.nan_to_num(x, nan=0.0, posinf=0.0, neginf=least) for x in (output.logits, output.hidden))
     return dataclasses.replace(output, logits=logits, hidden=hidden)
+
+
+ENOUGH = 4
+"""The default of the least number of the middle model's tokens that the target verifies in a round."""
+TOKENS_A_ROUND = 2.0
+"""The number of tokens that a round of the middle model is assumed to add."""
+
+
+def drafting_seconds(model: Any, config: StackConfig, rows: int, tree: TreeConfig) -> float:
+    """Seconds of the middle model's rounds: each has a pass and the inner drafter's drafting."""
+    middle, chain = config.middle, TreeConfig.chain(min(config.length, max(tree.depth - 1, 1)))
+    one = model.drafter_pass(middle, rows * chain.nodes)
+    one += method_of(config.inner).planning.drafting_seconds(model, config.inner, rows, chain)
+    return max(tree.depth - chain.depth, 1) / TOKENS_A_ROUND * one
+
+
+STACK = DraftingMethod(
+    StackConfig,
+    stack_drafter,
+    Planning(
+        drafting_seconds,
+        lambda config: TreeConfig.chain(config.length + ENOUGH),
+        lambda config: config.length + 2 * ENOUGH,
+    ),
+)

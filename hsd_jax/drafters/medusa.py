@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import typing
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -17,17 +17,70 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.medusa.weights import MedusaConfig, head_states
+from hsd_jax import validation
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.drafters.method import DraftingMethod, Training, check_tree, planning_of_trained
 from hsd_jax.drafters.reading import newest_feature
-from hsd_jax.drafters.shared import check_tree
 from hsd_jax.infer import levels
 from hsd_jax.infer.tree import coupled, grow_tree, token_free
 from hsd_jax.kernels import ops
+from hsd_jax.kernels.ops import matmul
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import to_tokens
-from hsd_jax.models.trunk import base_logits, trunk_features
-from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
+from hsd_jax.models.trunk import base_logits, init_fusion, trunk_features
+from hsd_jax.types import (
+    DRAWN_SCHEMES,
+    NO_PARENT,
+    Drafter,
+    DraftTree,
+    DrawScheme,
+    ModelOutput,
+    RoundInputs,
+    Verdict,
+    Weights,
+)
+
+
+@validation.dataclass
+class MedusaConfig(DrafterConfig):
+    """`num_steps` heads over one feature."""
+
+    kind: ClassVar[str] = "medusa"
+
+
+def init_weights(key: jax.Array, config: MedusaConfig) -> Weights:
+    """Heads that add nothing yet, so the first logits are those of the feature."""
+    rows = config.num_steps * config.hidden_size
+    heads = {"kernel": jnp.zeros((rows, config.hidden_size)), "bias": jnp.zeros(rows)}
+    return init_fusion(key, config) | {"heads": heads}
+
+
+def head_states(
+    weights: Weights, config: MedusaConfig, features: Float[Array, "... H"], num_states: int
+) -> Float[Array, "... K H"]:
+    """The states of the first K heads, f + SiLU(W_k f + b_k), for each feature f.
+
+    References:
+      Medusa (arXiv:2401.10774, section 2.1.1). As in blockwise parallel decoding (Stern et al., arXiv:1811.03115), all
+      heads share the target's own LM head.
+    """
+    width = num_states * config.hidden_size
+    added = matmul(features, weights["heads"]["kernel"][:width]) + weights["heads"]["bias"][:width].astype(jnp.float32)
+    added = jax.nn.silu(added).reshape(*features.shape[:-1], num_states, config.hidden_size)
+    return features[..., None, :] + added
+
+
+def unroll(
+    weights: Weights,
+    config: MedusaConfig,
+    features: Float[Array, "B T H"],
+    embeddings: Float[Array, "B T H"] | None,
+    anchors: Int[Array, "B A"],
+    starts: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B A K H"]:
+    """As `models.unroll.unroll`: the heads read the anchors' features and nothing else."""
+    return head_states(weights, config, jax.vmap(lambda f, a: f[a])(features, anchors), config.num_steps)
+
 
 FIRST_RANK, NEXT_RANK = 0.6, 0.3
 """A prior that only decides the shape of the tree: the probability that a head's likeliest token is right, and the
@@ -78,7 +131,7 @@ def static_tree(tree: TreeConfig) -> StaticTree:
 
 
 def branching_tree(tree: TreeConfig) -> StaticTree:
-    """The layout of `levels.likeliest_tree`: level by level, the children of a node together, the likeliest first."""
+    """The layout of `levels.tree_of_levels`: level by level, the children of a node together, the likeliest first."""
     parents, depths, ranks, first = [NO_PARENT], [0], [0], 0
     for depth, count in enumerate(tree.branching or ()):
         above = first + levels.parents_of_level(tree, depth)
@@ -131,3 +184,19 @@ def medusa_drafter(
         return MedusaState(cache_lib.take_nodes(features, last, axis=1)[:, 0])
 
     return Drafter(init, read, draft, commit, scheme, tree.depth, config.feature_layers, follow=commit)
+
+
+def drafting_seconds(model: Any, config: MedusaConfig, rows: int, tree: TreeConfig) -> float:
+    """One product for all heads, and one with the LM head."""
+    heads = model.product(tree.depth * config.hidden_size**2, rows)
+    logits = model.product(config.draft_vocab_size * config.hidden_size, rows * tree.depth)
+    return float(heads + logits) + 20 * model.rates.operation_seconds
+
+
+MEDUSA = DraftingMethod(
+    MedusaConfig,
+    medusa_drafter,
+    planning_of_trained(drafting_seconds, has_score=False),
+    Training(init_weights, unroll),
+    lattice=lattice,
+)

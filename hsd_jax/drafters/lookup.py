@@ -6,20 +6,52 @@ github.com/apoorvumang/prompt-lookup-decoding). LLMA (arXiv:2304.04487) copies i
 
 from __future__ import annotations
 
+import re
 import typing
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+from pydantic import Field
 
+from hsd_jax import validation
 from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.drafters.shared import check_chain
+from hsd_jax.drafters.method import DraftingMethod, Planning, check_chain
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
+
+
+@validation.dataclass
+class LookupConfig:
+    """Prompt lookup: finds the longest n-gram at the end of the context that occurred before, and drafts what followed.
+
+    Args:
+      max_ngram: the longest n-gram, in tokens. Longer repetitions count as this long.
+      min_ngram: the shortest n-gram. If the last `min_ngram` tokens did not occur before, nothing is drafted.
+    """
+
+    MAX_NGRAM: ClassVar[int] = 16
+
+    max_ngram: Annotated[int, Field(ge=1, le=MAX_NGRAM)] = 3
+    min_ngram: Annotated[int, Field(ge=1, le=MAX_NGRAM)] = 1
+
+    kind: ClassVar[str] = "lookup"
+
+    def __post_init__(self):
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"LookupConfig.min_ngram={self.min_ngram}: allowed are 1 to max_ngram={self.max_ngram}")
+
+    @classmethod
+    def parse(cls, text: str) -> LookupConfig | None:
+        """The configuration that "lookup", "lookup:4" (up to 4) or "lookup:2-4" means; None for any other text."""
+        found = re.fullmatch(r"lookup(?::(?:(\d+)-)?(\d+))?", text)
+        if found is None:
+            return None
+        least, most = found.groups()
+        return cls(*(int(n) for n in (most, least) if n is not None))
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -103,3 +135,6 @@ def lookup_drafter(
         return LookupState(tokens, state.length + num_committed)
 
     return Drafter(init, read, draft, commit, scheme, depth, follow=commit)
+
+
+LOOKUP = DraftingMethod(LookupConfig, lookup_drafter, Planning(has_score=False), parse=LookupConfig.parse)

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
+from hsd_jax.measure.stack import RoundParts, Stack, all_stacks, extended
 from hsd_jax.planning.acceptance import accumulated
-from hsd_jax.planning.stack import RoundParts, Stack, all_stacks, extended
 
 
 def law_of(chances) -> dict[int, float]:
