@@ -75,7 +75,7 @@ class SamplingSettings(TypedDict, total=False):
     tools: Annotated[list[Tool] | tuple[Tool, ...] | None, Default(None)]
     """What the model may call, for the chat template: JSON schemas, or functions with annotations and a docstring."""
     template: Annotated[dict[str, Any] | None, Default(None)]
-    """Variables of the chat template, as in {"enable_thinking": False}."""
+    """Variables of the chat template, by name, for example enable_thinking."""
 
 
 class SpeculationSettings(TypedDict, total=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import re
@@ -45,8 +46,6 @@ Tools = Sequence[Any]
 UNFINISHED = "\ufffd"
 """The character that a byte-level decoder prints for an incomplete UTF-8 character."""
 _ROLES = "'system', 'user', 'assistant', 'tool'"
-_PRINTED_PARTS = "[{'type': 'text'"
-"""How a template that does not know lists of parts prints one."""
 _IN_BRACKETS = re.compile(r"[^\w\s].*\w.*[^\w\s]")
 """What a control token looks like: `<|user|>` or `[INST]`. Other added tokens are words or white space."""
 TEMPLATE_SECONDS = 20.0
@@ -273,22 +272,17 @@ class Tokenizer:
         if not self.has_chat_template:
             raise ValueError("this checkpoint has no chat template: give the prompt as text")
         plain, more = _mapped(messages, str), {**self.special, **(variables or {}), **how}
-        lists = [one for one in plain if isinstance(one.get("content"), list)]
-        for one in lists:  # the type first, as in _PRINTED_PARTS
-            one["content"] = [{"type": "text", "text": part["text"], **part} for part in one["content"]]
         tools = None if tools is None else [*tools]
-        write = lambda: self._writer.apply_chat_template(plain, tools=tools, tokenize=False, **more)  # noqa: E731
-        for is_last in (False, True) if lists else (True,):
+
+        def written() -> str:
             try:
-                text = within(TEMPLATE_SECONDS, write)
-                if is_last or _PRINTED_PARTS not in text:
-                    return text
+                text = lambda: self._writer.apply_chat_template(plain, tools=tools, tokenize=False, **more)  # noqa: E731
+                return within(TEMPLATE_SECONDS, text)
             except Exception as error:  # a template is a program in jinja's sandbox: it raises jinja's and Python's
-                if is_last:
-                    raise ValueError(f"the chat template refuses this conversation ({_reason(error)})") from error
-            for one in lists:  # it reads only texts
-                one["content"] = "".join(part["text"] for part in one["content"])
-        raise AssertionError("the last try returns or raises")
+                raise ValueError(f"the chat template refuses this conversation ({_reason(error)})") from error
+
+        lists = [one for one in plain if isinstance(one.get("content"), list)]
+        return written() if not lists else _in_parts(lists, written)
 
     @functools.cached_property
     def _writer(self) -> Any:
@@ -361,25 +355,28 @@ class Tokenizer:
             return  # its rendering says what is wrong
         if tools and "tools" not in read:
             raise ValueError("tools: the chat template reads none")
-        allowed = sorted(read - {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
+        own = inspect.signature(self._writer.apply_chat_template).parameters  # they never reach a template
+        allowed = sorted(read - {"messages", "raise_exception", "strftime_now", *own})
         for name in variables or {}:
             if name not in allowed:
                 known = ", ".join(allowed) or "none"
                 raise ValueError(f"template: unknown variable {shown(name)}; the chat template reads {known}")
 
     def _check_roles(self, messages: Messages, is_same: Callable[[Messages], bool]) -> None:
-        """Checks that the template writes the contents of roles that not all templates know.
+        """Checks that the template writes all messages of roles that not all templates know.
 
         `is_same`: whether the text of other messages is that of these.
         """
-        for role in sorted({one["role"] for one in messages} - {"user", "assistant"}):
-            others = [one if one["role"] != role else {**one, "content": f"{one.get('content')}!"} for one in messages]
+        for index, one in enumerate(messages):
+            if one["role"] in ("user", "assistant"):
+                continue
+            others = [*messages[:index], {**one, "content": f"{one.get('content')}!"}, *messages[index + 1 :]]
             try:
                 is_left_out = is_same(others)
             except ValueError:
                 continue  # it refuses the other content
             if is_left_out:
-                raise ValueError(f"role {shown(role)}: the chat template leaves its messages out")
+                raise ValueError(f"message {index}: role {shown(one['role'])}: the chat template leaves it out")
 
     @functools.cached_property
     def _control(self) -> _ControlTokens:
@@ -415,6 +412,38 @@ class Tokenizer:
             return ()
         texts = self.raw.decode_batch([[token] for token in range(self.raw.get_vocab_size())])
         return tuple(token for token, text in enumerate(texts) if "\n" in text)
+
+
+def _in_parts(messages: list[dict[str, Any]], write: Callable[[], str]) -> str:
+    """What `write()` gives for a conversation of which these messages have contents in parts.
+
+    Some templates know lists of parts, others print, shorten or drop them. A template knows them if one part reads as
+    its text does, or if it does not read texts. Then the parts are what it gets, if none of them is lost. Otherwise it
+    gets them as one text.
+    """
+    parts = [[part["text"] for part in one["content"]] for one in messages]
+    texts, pieces = ["".join(some) for some in parts], [text for some in parts for text in some]
+
+    def rendered(contents: Sequence[Any]) -> str | ValueError:
+        for one, content in zip(messages, contents, strict=True):
+            one["content"] = content
+        try:
+            return write()
+        except ValueError as error:
+            return error
+
+    def has(text: str | ValueError, wanted: Sequence[str]) -> bool:
+        return isinstance(text, str) and all(one.strip() in text for one in wanted)
+
+    as_one = rendered(texts)
+    one_part = rendered([[{"type": "text", "text": text}] for text in texts])
+    in_parts = rendered([[{"type": "text", "text": text} for text in some] for some in parts])
+    reads_text = has(as_one, texts)
+    is_same = isinstance(one_part, str) and isinstance(as_one, str) and one_part.rstrip() == as_one.rstrip()
+    found = in_parts if not reads_text or (is_same and has(in_parts, pieces)) else as_one
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 @functools.lru_cache(maxsize=8)

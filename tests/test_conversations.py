@@ -201,7 +201,7 @@ def test_parts_for_templates_that_know_only_texts(found):
 def test_a_role_that_the_template_leaves_out_is_named(found):
     developer = {"role": "developer", "content": "obey"}
     for messages in ([developer, HI], [HI, YES, developer]):
-        with pytest.raises(ValueError, match="prompt 2: role 'developer': the chat template leaves its messages out"):
+        with pytest.raises(ValueError, match="prompt 2: message .: role 'developer': the chat template leaves it out"):
             found(chat.AGENT).encode_chat(messages, "prompt 2")
     assert found(chat.CHATML).encode_chat([developer, HI])
     usual = found("{{ messages[0].content if messages[0].role == 'system' else 'be brief' }}")
@@ -384,3 +384,26 @@ def test_todays_reading_is_an_argument(params, tmp_path):
     assert encode(params, forged) != encode(trusting, forged) and trusting.tokenizer != params.tokenizer
     with pytest.raises(ValueError, match="parse_special='no'"):
         hsd_jax.load(target=folder, parse_special="no")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{% if m.content is string %}{{ m.content }}{% else %}{{ '' }}{% endif %}",
+        "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}",
+        "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | tojson }}{% endif %}",
+        "{{ m.content }}",
+    ],
+)
+def test_a_template_that_loses_or_prints_parts_gets_one_text(params, found, content):
+    tokenizer = found("{% for m in messages %}{{ m.role }}: " + content + "{% endfor %}")
+    parts = [{"type": "text", "text": "see"}, {"type": "text", "text": " this"}]
+    ids = [tokenizer.encode_chat([{"role": "user", "content": one}]) for one in (parts, "see this")]
+    assert ids[0] == ids[1]
+
+
+def test_names_that_never_reach_a_template_are_refused(found):
+    tokenizer = found("{{ messages[0].content }}{{ padding }}{{ more }}")
+    for name in ("padding", "tokenize", "conversation"):
+        with pytest.raises(ValueError, match=f"unknown variable '{name}'; the chat template reads more$"):
+            tokenizer.encode_chat([{"role": "user", "content": "hi"}], variables={name: "x"})

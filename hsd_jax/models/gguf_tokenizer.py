@@ -155,15 +155,16 @@ def wrapped(header: Header) -> Tokenizer | None:
     if unread:
         warnings.warn(f"{header.path}: {_KEY}{unread}; use token ids or another --tokenizer", stacklevel=2)
         return None
-    inner, template = build(header), header.values.get("tokenizer.chat_template")
+    inner = build(header)
+    keys = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {
         f"{name}_token": str(inner.id_to_token(i))
         for name, key in names.items()
         for i in _ids(header, f"{key}_token_id")
     }
-    take(str | None, template, f"{header.path}: tokenizer.chat_template")
-    return Tokenizer(inner, sha256(header.tokenizer_bytes), special, template)
+    templates = (take(str | None, header.values.get(key), f"{header.path}: {key}") for key in keys)
+    return Tokenizer(inner, sha256(header.tokenizer_bytes), special, *templates)
 
 
 def _is_sentencepiece(header: Header) -> bool:

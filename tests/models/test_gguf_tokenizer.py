@@ -192,6 +192,8 @@ def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
     assert tokenizer.decode(tokenizer.encode(spaced)) == tokenizer.raw.decode(tokenizer.encode(spaced)) == spaced
     chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
     assert chat == raw.encode("<|im_start|>user\nhi<|im_end|>\n").ids
+    of_tools = {"tokenizer.chat_template": template, "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    assert write(tmp_path / "c.gguf", smollm | of_tools).tokenizer().template_of_tools == "{{ tools }}"
     again = write(tmp_path / "b.gguf", smollm | {"tokenizer.chat_template": template}).tokenizer()
     assert tokenizer == file.tokenizer() == again and hash(tokenizer) == hash(again)
     other = write(tmp_path / "c.gguf", smollm)
