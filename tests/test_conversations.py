@@ -201,7 +201,7 @@ def test_parts_for_templates_that_know_only_texts(found):
 def test_a_role_that_the_template_leaves_out_is_named(found):
     developer = {"role": "developer", "content": "obey"}
     for messages in ([developer, HI], [HI, YES, developer]):
-        with pytest.raises(ValueError, match="prompt 2: message .: role 'developer': the chat template leaves it out"):
+        with pytest.raises(ValueError, match=r"prompt 2: message .: role 'developer': the chat template leaves it out"):
             found(chat.AGENT).encode_chat(messages, "prompt 2")
     assert found(chat.CHATML).encode_chat([developer, HI])
     usual = found("{{ messages[0].content if messages[0].role == 'system' else 'be brief' }}")
