@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax.host import sharding as sharding_lib
-from hsd_jax.host.distributed import check_same, fetch
+from hsd_jax.host.distributed import check_same, fetch, of_first
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.adapt import mean_ratio, with_drafts
 from hsd_jax.infer.loop import STRETCH, UNBOUNDED, Rows
@@ -607,9 +607,6 @@ class Session:
                 request.error = why if finish_reason == FAILED else None
 
 
-# --- on the device ----------------------------------------------------------------------------------------------------
-
-
 class _Laps:
     """Runs the laps of a race with the rows of a session.
 
@@ -631,11 +628,13 @@ class _Laps:
         if self.kept is not None:
             self.session.rows = None  # frees the copy of the lap before
             mesh, state = self.session.params.mesh, self.kept[0]
-            num_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+            num_bytes, has_room = sum(x.nbytes for x in jax.tree.leaves(state)), True
             try:
                 check_free(mesh, num_bytes // (1 if mesh is None else mesh.size), "a race", "")
-            except ValueError as error:
-                raise MemoryError from error
+            except ValueError:
+                has_room = False
+            if not of_first(has_room):  # several processes must all race, or none
+                raise MemoryError
             self.session.rows = jax.tree.map(jnp.copy, state), *self.kept[1:]
             self.before = self.look()
 
@@ -656,6 +655,9 @@ class _Laps:
         found = state.stats.num_target_passes, state.control.plain, state.done
         passes, plain, is_done = (fetch(x)[self.slot].item() for x in found)
         return passes, plain, is_done
+
+
+# --- on the device ----------------------------------------------------------------------------------------------------
 
 
 def _begun(setup: Setup, given: Given, capacity: int) -> DecodeState:

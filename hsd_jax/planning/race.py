@@ -31,9 +31,9 @@ FOLDER_VARIABLE = "HSD_RACE"
 """Environment variable: the folder of outcomes. Empty: ~/.cache/hsd_jax/races. "off": the model of costs decides
 alone."""
 LAP = 10.0
-"""A lap lasts at least this many times as long as a call of the loop that runs no round."""
+"""A lap should last this many times as long as a call of the loop that runs no round."""
 LONG_ENOUGH = 0.7
-"""A lap that lasts less than this share of that only shows how long rounds last."""
+"""A lap that lasts less than this share of that does not count. It only shows how long rounds last."""
 FEWEST_ROUNDS = 2
 """Rounds of a lap. The first lap has so many and does not count: the rounds after a prefill are slow."""
 MOST_ROUNDS = 32
@@ -171,7 +171,7 @@ class Race:
                 files.keep(self.path, self.outcome)
 
 
-_races: dict[str, Race] = {}
+_races: dict[tuple, Race] = {}
 
 
 def race_of(gain: float, *about: Any) -> Race:
@@ -179,16 +179,15 @@ def race_of(gain: float, *about: Any) -> Race:
 
     Several processes keep nothing: their files may differ.
     """
-    try:
-        own = version("hsd_jax")
-    except PackageNotFoundError:
-        own = "not installed"
-    what = repr((device_name(), jax.__version__, own, about))
-    if what not in _races:
-        alone = jax.process_count() == 1
+    if about not in _races:  # every call asks, so what follows is done once
+        try:
+            own = version("hsd_jax")
+        except PackageNotFoundError:
+            own = "not installed"
+        what, alone = repr((device_name(), jax.__version__, own, about)), jax.process_count() == 1
         path = files.kept_file(FOLDER_VARIABLE, "races", Outcome, what) if alone else None
-        _races.setdefault(what, Race(gain, path))  # of two threads one finds that of the other
-    return _races[what]
+        _races.setdefault(about, Race(gain, path))  # of two threads one finds that of the other
+    return _races[about]
 
 
 def is_off() -> bool:

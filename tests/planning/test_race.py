@@ -172,6 +172,20 @@ def test_where_rounds_round_differently_a_race_runs_on_a_copy(demo, folder, monk
     assert raced.text == without.text
 
 
+def test_without_memory_for_a_copy_there_is_no_race(demo, folder, monkeypatch):
+    def no_room(mesh, needed, what, advice):
+        raise ValueError(f"{what}: {needed} bytes are too many")
+
+    monkeypatch.setattr(race, "_timed", timed := Rounds())
+    monkeypatch.setattr(session, "set_up", lambda *args: dataclasses.replace(set_up(*args), is_exact=False))
+    monkeypatch.setattr(session, "check_free", no_room)
+    ask = {"prompt": "User: Hello!\nAssistant:", "max_new_tokens": 40, "eos": ()}
+    assert hsd_jax.decode(demo, **ask).text == hsd_jax.decode(demo, **ask, race=False).text
+    assert not timed.laps and not list(folder.iterdir())
+    (given_up,) = race._races.values()
+    assert given_up.outcome is None and not given_up.goes_on(2**30)
+
+
 def test_streams_and_sessions_race_between_pieces(demo, folder, monkeypatch):
     monkeypatch.setattr(race, "_timed", timed := Rounds(20.0))
     monkeypatch.setattr(plan, "LEAST_GAIN", 0.0)  # a tree for every number of rows
