@@ -97,6 +97,17 @@ def test_a_race_goes_on_in_the_next_call(monkeypatch):
     assert one.outcome.correction == pytest.approx(9 / 7, rel=1e-3)
 
 
+def test_laps_of_other_numbers_of_rows_do_not_compare(monkeypatch):
+    """A lap with drafts ran with one row. The others run with two, which take 20 times as long."""
+    clock = Clock(9e-3, 7e-3)
+    monkeypatch.setattr(race, "time", clock)
+    one = race.Race(1.9)
+    one.run(clock.pass_by, 4, 1, nothing)
+    clock.seconds = {True: 180e-3, False: 140e-3}
+    one.run(clock.pass_by, 2**30, 2, nothing)
+    assert one.outcome.drafted_seconds == pytest.approx(180e-3)
+
+
 def test_calls_that_are_too_short_are_left_alone_after_a_while():
     one, num_calls = race.Race(1.9), 0
     while one.goes_on(40):
