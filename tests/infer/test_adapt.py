@@ -199,6 +199,28 @@ def test_calls_of_one_round_wait_as_long_as_one_call():
     assert int(state.stats.num_drafted[0]) == int(whole.stats.num_drafted[0]) < int(whole.stats.num_target_passes[0])
 
 
+def test_rounds_of_a_race_have_drafts_or_none_whether_they_pay_or_not():
+    """A round with drafts takes as long as 21 plain ones. The loop would give them up after six."""
+    call = calls.mixed_call().rows([3]).replace(new_tokens=[44])
+    setup, priced = setups.setup("llama", "path_chain"), costs_for("path_chain", call, node=0.0, draft=20.0)
+    always, never = (adapt.with_drafts(priced, kind) for kind in (True, False))
+    state, before = call.start(setup.decoder, setup.models, costs=priced), 0.0
+    for num in (9, 3):
+        state = call.resume(setup.decoder, setup.models, state, num, always)
+        after = float(state.control.plain[0])
+        assert adapt.mean_ratio(before, after, num) == pytest.approx(21.0, rel=1e-5)
+        before = after
+    assert int(state.stats.num_drafted[0]) == int(state.stats.num_target_passes[0]) == 12
+    state = call.resume(setup.decoder, setup.models, state, 2, never)
+    assert (int(state.stats.num_drafted[0]), int(state.stats.num_target_passes[0])) == (12, 14)
+
+
+def test_a_correction_is_of_the_whole_plain_round():
+    priced, state = costs(8, 2, node=0.5, slot=0.1), state_of(adapt.first_control(2))
+    corrected = dataclasses.replace(priced, correction=jnp.asarray(2.0))
+    assert float(adapt.plain_seconds(state, priced)) == 2 * float(adapt.plain_seconds(state, corrected)) > 2.0
+
+
 def test_nothing_compiles_anew_where_drafts_stop_paying():
     setup, call = setups.setup("llama", "path_chain"), calls.mixed_call()
     decoder = setup.decoder_with()

@@ -154,6 +154,8 @@ def test_no_text_depends_on_a_race(demo, folder, monkeypatch, drafts_pay, temper
     for stats in (first.stats, second.stats):
         assert (stats.plan.tree is not None) == drafts_pay and "ms with drafts" in stats.plan.reason
     assert first.stats.num_target_passes < wanted.stats.num_target_passes
+    of_race = sum(num for num, has_drafts in timed.laps if has_drafts)
+    assert drafts_pay or first.stats.drafted_share * first.stats.num_target_passes <= len(prompts) * of_race
     assert (second.stats.num_target_passes < wanted.stats.num_target_passes) == drafts_pay
 
 
@@ -209,6 +211,16 @@ def test_streams_and_sessions_race_between_pieces(demo, folder, monkeypatch):
         requests = [{"prompt": prompt, "max_new_tokens": 90, "eos": ()} for prompt in prompts]
         assert [answer.text for answer in opened.generate(requests, ordered=True)] == wanted
         assert timed.laps and "ms with drafts" in opened.plan.reason
+
+
+def test_a_step_runs_no_more_rounds_than_it_was_asked_for(demo, folder, monkeypatch):
+    monkeypatch.setattr(race, "_timed", timed := Rounds())
+    with session.Session(demo, slots=1) as opened:
+        opened.admit("User: Hello!\nAssistant:", 90, eos=())
+        opened.step(rounds=1)  # beside which the prompt was read
+        before = opened.rows[0].stats.num_target_passes.item()
+        opened.step(rounds=11)
+        assert timed.laps and opened.rows[0].stats.num_target_passes.item() - before == 11
 
 
 def test_a_session_learns_what_another_has_measured(demo, folder, monkeypatch):
