@@ -62,7 +62,8 @@ class CostModel:
         positions = np.asarray(positions, float)
         size = self.drafter_itemsize if itemsize is None else itemsize
         num_bytes = max(numbers * size - cached_bytes, 0.0) * np.where(positions > 1, self.rates.many_positions, 1.0)
-        flops = 2 * numbers * positions / {1: self.rates.integer, 2: self.rates.narrow}.get(size, 1.0)
+        faster = {1: self.rates.integer, 2: self.rates.narrow}.get(size, 1.0)
+        flops = 2 * numbers * self.rates.rows(positions, faster) / faster
         return np.where(positions > 0, self.rates.seconds(num_bytes, flops), 0.0)
 
     def layers(self, config: Any) -> float:

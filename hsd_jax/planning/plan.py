@@ -91,11 +91,12 @@ def best_plan(
     slots: int,
     is_sampled: bool,
     is_refilled: bool = False,
+    least_gain: float = LEAST_GAIN,
 ) -> Plan:
     """The plan by the cost model and the drafter's profile.
 
     It is the deepest of the trees that are about as fast as the fastest (EQUALLY_GOOD), or plain decoding if that tree
-    gains too little (LEAST_GAIN).
+    gains less than `least_gain`.
 
     Args:
       rows: those of the program.
@@ -118,12 +119,12 @@ def best_plan(
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"
-    return _judged(Plan(best, is_adaptive=True, gain=gain), what)
+    return _judged(Plan(best, is_adaptive=True, gain=gain), what, least_gain)
 
 
-def _judged(plan: Plan, what: str) -> Plan:
+def _judged(plan: Plan, what: str, least_gain: float = LEAST_GAIN) -> Plan:
     """The plan, or plain decoding if it gains too little, with the reason. `what` describes the calls."""
-    if plan.gain >= LEAST_GAIN:
+    if plan.gain >= least_gain:
         return dataclasses.replace(plan, reason=f"should be {plan.gain:.2f} times as fast as plain decoding ({what})")
     reason = f"drafts should not pay here ({plan.gain:.2f} times as fast as plain decoding, with {plan.name}; {what})"
     return Plan(None, gain=plan.gain, reason=reason)
@@ -150,9 +151,12 @@ def plan_for(
       raced_as: what else the seconds of a round depend on; None: no race.
     """
     call = CostModel.of(params), rows, slots, is_warm(temperature), is_refilled
-    plan = best_plan(*call)
-    has_race = plan.tree is not None and raced_as is not None and not is_off()
-    return plan, race_of(plan.gain, *call, plan.tree, raced_as) if has_race else None
+    if raced_as is not None and not is_off():
+        plan = best_plan(*call, least_gain=1.0)  # a race decides better than the model whether little is gained
+        race = None if plan.tree is None else race_of(plan.gain, *call, plan.tree, raced_as)
+        if race is not None and not race.gave_up:
+            return plan, race
+    return best_plan(*call), None
 
 
 def may_end_early(config: Any, tree: TreeConfig) -> bool:

@@ -97,7 +97,12 @@ class Race:
 
     def goes_on(self, num_rounds: int) -> bool:
         """Whether a lap is due, and so many rounds would last for it."""
-        return self.outcome is None and self._num_lost < MOST_LOST and self._num_rounds <= num_rounds
+        return self.outcome is None and not self.gave_up and self._num_rounds <= num_rounds
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether there will be no outcome."""
+        return self.outcome is None and self._num_lost >= MOST_LOST
 
     def give_up(self) -> None:
         """Ends the race without an outcome."""

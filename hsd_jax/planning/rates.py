@@ -32,6 +32,10 @@ from hsd_jax.validation import NotNegative, Positive
 FOLDER_VARIABLE = "HSD_RATES"
 """Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the shipped rates."""
 
+START = 2.0
+"""Each block of rows of a kernel reads all weights again, which takes as long as the products of so many rows in float32.
+Fitted to passes of 1 to 32 rows of SmolLM2 and the bundled pair, levels avx512_bf16 and avx2 of a Zen 5."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
@@ -48,6 +52,10 @@ class Rates:
     as for one."""
     several_operations: float = 0.0
     """The number of further small operations in each layer if a pass has several positions."""
+    rows_at_once: int = 0
+    """Rows for which the CPU kernels read a weight once. 0: products take as long for each further row."""
+    level_operations: float = 12
+    """The number of small operations of each level of a token-free tree."""
     wide_levels: float = 1.0
     """The time of a wide tree's level divided by that of a chain's, small operations only. Only the hidden drafter's
     cost has it; of the others no wide tree was measured on a GPU."""
@@ -68,6 +76,20 @@ class Rates:
     """Seconds per token of the vocabulary that a sampled position takes longer than a greedy one: noise, temperature
     and the choice of the best token. Measured on two cores only."""
 
+    def rows(self, positions: Any, faster: float) -> Any:
+        """The number of rows whose products take as long as those of `positions`, the starts of their blocks included.
+
+        `flops_per_second` was measured on ROWS rows, so for them it is their number.
+        """
+        if not self.rows_at_once:
+            return positions
+        start = START * faster
+
+        def blocks(num: Any) -> Any:
+            return num + start * np.ceil(num / self.rows_at_once)
+
+        return blocks(positions) * ROWS / blocks(ROWS)
+
     def seconds(self, num_bytes: Any, flops: Any) -> Any:
         """Seconds to read `num_bytes` and compute `flops` at the same time.
 
@@ -77,13 +99,14 @@ class Rates:
         return ((num_bytes / self.bytes_per_second) ** 3 + (flops / self.flops_per_second) ** 3) ** (1 / 3)
 
 
+_CPU = functools.partial(Rates, skips_positions=True, level_operations=2, noise_seconds=3.4e-9)
 CPU_RATES = {  # of one core, by instruction set
     # `narrow` was fitted to products of 1 to 32 rows of a prototype (docs/design.md), far below the tile unit's peak.
-    native.AMX: Rates(12e9, 90e9, 3e-6, skips_positions=True, narrow=2.2, integer=4.0, noise_seconds=3.4e-9),
-    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_positions=True, narrow=1.8, integer=4.0, noise_seconds=3.4e-9),
-    "avx512_vnni": Rates(24e9, 90e9, 3e-6, skips_positions=True, integer=4.0, noise_seconds=3.4e-9),
-    "avx512": Rates(24e9, 90e9, 3e-6, skips_positions=True, integer=1.7, noise_seconds=3.4e-9),
-    "avx2": Rates(20e9, 55e9, 3e-6, skips_positions=True, integer=2.2, noise_seconds=3.4e-9),
+    native.AMX: _CPU(12e9, 90e9, 3e-6, narrow=2.2, integer=4.0),
+    "avx512_bf16": _CPU(20e9, 90e9, 3e-6, narrow=1.8, integer=4.0, rows_at_once=8),
+    "avx512_vnni": _CPU(24e9, 90e9, 3e-6, integer=4.0, rows_at_once=8),
+    "avx512": _CPU(24e9, 90e9, 3e-6, integer=1.7, rows_at_once=8),
+    "avx2": _CPU(20e9, 55e9, 3e-6, integer=2.2, rows_at_once=6),
     native.OFF: Rates(12e9, 40e9, 5e-6, many_positions=2.2),
 }
 DEVICE_RATES = {  # GPU: fitted to rounds on an H200 (docs/accelerators.md); TPU: never measured

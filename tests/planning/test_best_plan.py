@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from support import toy
 from support.costs import cost_model
 
 from hsd_jax.planning import plan
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.rates import Rates
+from hsd_jax.planning.rates import ROWS, Rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Predicted:
         return 1.0 if tree is None else self.gains[tree.depth - 1] if tree.width == 1 else self.wide
 
 
-@pytest.mark.parametrize(("narrow", "nodes"), [(2.2, 8), (100.0, 32)])
+@pytest.mark.parametrize(("narrow", "nodes"), [(2.2, 16), (100.0, 32)])
 def test_a_tree_of_32_nodes_is_chosen_where_nodes_are_free_and_drafts_often_fail(narrow, nodes):
     """Sizes of Llama 3.2 1B. 32 nodes take 2.0 or 1.02 times as long as one."""
     target = toy.target_config(hidden_size=2048, num_layers=16, intermediate_size=8192, vocab_size=128256)
@@ -58,6 +59,25 @@ def test_the_deepest_good_tree_is_taken_if_it_promises_enough(rows, gains, depth
     found = plan.best_plan(Predicted(gains), rows, 512, False)
     assert (None if found.tree is None else found.tree.depth) == depth
     assert found.is_adaptive == (found.tree is not None)
+
+
+def test_a_race_decides_where_the_model_promises_little(monkeypatch, tmp_path):
+    monkeypatch.setenv("HSD_RACE", str(tmp_path))
+    monkeypatch.setattr(plan.CostModel, "of", lambda params: Predicted((1.03, 1.0, 1.0)))
+    about = None, 1, 512, 0.0
+    found, race = plan.plan_for(*about, raced_as="rounds")
+    assert found.tree is not None and race is not None
+    race.give_up()  # these calls are too short to be timed
+    for raced_as in ("rounds", None):
+        found, race = plan.plan_for(*about, raced_as=raced_as)
+        assert found.tree is None and race is None
+
+
+def test_each_block_of_rows_reads_the_weights_again():
+    rates = Rates(1e11, 1e11, 1e-6, skips_positions=True, narrow=2.0, rows_at_once=8)
+    rows = rates.rows(np.array([1, 8, 9, 16, ROWS]), 2.0)
+    assert rows[4] == ROWS and rows[3] == pytest.approx(2 * rows[1])
+    assert rows[2] - rows[1] > 4 * (rows[1] - rows[0]) / 7 > 0
 
 
 def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainly_where_it_computes():

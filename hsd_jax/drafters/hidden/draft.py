@@ -132,12 +132,10 @@ def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, 
 
 
 ROWS_PER_STATE = 0.9
-"""Rows that the pass of a parallel trunk computes, per state. This number and the next two were set by hand. Only for a
+"""Rows that the pass of a parallel trunk computes, per state. This number and the next one were set by hand. Only for a
 GPU were they compared with a measurement (`tests/planning/test_rates.py`)."""
 PARALLEL_OPERATIONS = 30
 """Small operations that a parallel trunk adds to its pass."""
-LEVEL_OPERATIONS = 12
-"""Small operations of each level of a chain."""
 
 
 def drafting_seconds(model: Any, config: HiddenConfig, rows: int, tree: TreeConfig) -> float:
@@ -150,9 +148,11 @@ def drafting_seconds(model: Any, config: HiddenConfig, rows: int, tree: TreeConf
         positions = ROWS_PER_STATE * rows * tree.depth
         states = float(model.product(weights_of_trunk(config), positions)) + per_pass + PARALLEL_OPERATIONS * small
     logits = float(model.product(config.draft_vocab_size * config.hidden_size, rows * tree.depth))
-    bias = model.product(config.rank * config.draft_vocab_size, rows * tree.most_expanded)
-    level = LEVEL_OPERATIONS * small * (model.rates.wide_levels if tree.width > 1 else 1.0)
-    return states + logits + tree.depth * float(bias + level)
+    numbers, at_once = config.rank * config.draft_vocab_size, rows * tree.most_expanded
+    bias = model.product(numbers, at_once)  # the later levels find the weights in the processor's cache
+    later = model.product(numbers, at_once, cached_bytes=numbers * model.drafter_itemsize)
+    level = model.rates.level_operations * small * (model.rates.wide_levels if tree.width > 1 else 1.0)
+    return states + logits + float(bias + (tree.depth - 1) * later) + tree.depth * level
 
 
 HIDDEN = DraftingMethod(

@@ -92,7 +92,7 @@ __attribute__((noinline)) static void Tile(const X* x, const W* w, int64_t apart
 // Rows of a tile at most, and its outputs: sums, weights and a vector of a row fit 32 registers of AVX-512, or 16.
 struct OutputShape {
   static constexpr int kRows = kLanes == 16 ? 8 : 6;
-  static constexpr int kWide[] = {0, 12, 6, 6, 4, 4, 4, 3, 3}, kNarrow[] = {0, 6, 4, 3, 2, 2, 2};
+  static constexpr int kWide[] = {0, 12, 4, 4, 4, 4, 4, 3, 3}, kNarrow[] = {0, 6, 4, 3, 2, 2, 2};
   template <int kN>
   static constexpr int kStreams = kLanes == 16 ? kWide[kN] : kNarrow[kN];
 };
