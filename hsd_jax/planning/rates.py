@@ -32,9 +32,12 @@ from hsd_jax.validation import NotNegative, Positive
 FOLDER_VARIABLE = "HSD_RATES"
 """Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the shipped rates."""
 
-START = 2.0
+START = 3.0
 """Each block of rows of a kernel reads all weights again, which takes as long as the products of so many rows in float32.
-Fitted to passes of 1 to 32 rows of SmolLM2 and the bundled pair, levels avx512_bf16 and avx2 of a Zen 5."""
+Fitted, with FAR and `Rates.position_operations`, to passes of 1 to 32 rows of SmolLM2 and the bundled pair, levels
+avx512_bf16 and avx2 of a Zen 5."""
+FAR = 0.8
+"""The share of `flops_per_second` that products reach whose weights are not in the nearest cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +80,8 @@ class Rates:
     and the choice of the best token. Measured on two cores only."""
 
     def rows(self, positions: Any, faster: float) -> Any:
-        """The number of rows whose products take as long as those of `positions`, the starts of their blocks included.
-
-        `flops_per_second` was measured on ROWS rows, so for them it is their number.
-        """
+        """The number of rows whose products take as long as those of `positions`, if a row takes what it took as one of
+        the ROWS rows with which `flops_per_second` was measured."""
         if not self.rows_at_once:
             return positions
         start = START * faster
@@ -88,7 +89,7 @@ class Rates:
         def blocks(num: Any) -> Any:
             return num + start * np.ceil(num / self.rows_at_once)
 
-        return blocks(positions) * ROWS / blocks(ROWS)
+        return blocks(positions) * ROWS / blocks(ROWS) / FAR
 
     def seconds(self, num_bytes: Any, flops: Any) -> Any:
         """Seconds to read `num_bytes` and compute `flops` at the same time.
@@ -99,7 +100,9 @@ class Rates:
         return ((num_bytes / self.bytes_per_second) ** 3 + (flops / self.flops_per_second) ** 3) ** (1 / 3)
 
 
-_CPU = functools.partial(Rates, skips_positions=True, level_operations=2, noise_seconds=3.4e-9)
+_CPU = functools.partial(
+    Rates, position_operations=0.5, skips_positions=True, level_operations=3, wide_levels=3, noise_seconds=3.4e-9
+)
 CPU_RATES = {  # of one core, by instruction set
     # `narrow` was fitted to products of 1 to 32 rows of a prototype (docs/design.md), far below the tile unit's peak.
     native.AMX: _CPU(12e9, 90e9, 3e-6, narrow=2.2, integer=4.0),
