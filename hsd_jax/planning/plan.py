@@ -29,8 +29,9 @@ LEAST_GAIN = 1.05
 chains were predicted within about 5 per cent on one kind of processor (docs/history.md). A race is as exact, and its
 plain rounds, which the drafter follows, are a little slower than those of plain decoding."""
 EQUALLY_GOOD = 0.985
-"""Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest is
-chosen, because a round can drop drafts that do not pay, but not add levels; of several that deep, the smallest."""
+"""Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest one
+whose nodes are free (`CostModel.are_free`) is chosen, because a round can drop drafts that do not pay, but not add
+levels; of several that deep, the smallest."""
 WARM = 0.3
 """Calls with a temperature of at least WARM are planned as sampled calls, the others as greedy ones."""
 AVERAGE_FILL = 1 / 4
@@ -95,8 +96,8 @@ def best_plan(
 ) -> Plan:
     """The plan by the cost model and the drafter's profile.
 
-    It is the deepest of the trees that are about as fast as the fastest (EQUALLY_GOOD), or plain decoding if that tree
-    gains less than `least_gain`.
+    It is the fastest tree or one that is about as fast (EQUALLY_GOOD), or plain decoding if that tree gains less than
+    `least_gain`.
 
     Args:
       rows: those of the program.
@@ -114,8 +115,9 @@ def best_plan(
     if not trees:
         return Plan(None, reason="this drafter can grow none of the trees that are considered")
     speeds = {tree: speed(tree) for tree in trees}
-    enough = EQUALLY_GOOD * max(speeds.values())
-    best = max((tree for tree in trees if speeds[tree] >= enough), key=lambda tree: (tree.depth, -tree.nodes))
+    best = max(trees, key=speeds.__getitem__)
+    good = [tree for tree in trees if speeds[tree] >= EQUALLY_GOOD * speeds[best] and model.are_free(rows, tree.nodes)]
+    best = max([best, *good], key=lambda tree: (tree.depth, -tree.nodes))
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"
