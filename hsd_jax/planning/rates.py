@@ -33,7 +33,7 @@ FOLDER_VARIABLE = "HSD_RATES"
 """Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the shipped rates."""
 
 START = 3.0
-"""Each block of rows of a kernel reads all weights again, which takes as long as the products of so many rows in float32.
+"""Each block of rows of a kernel reads all weights again, which takes as long as products of so many rows in float32.
 Fitted, with FAR and `Rates.position_operations`, to passes of 1 to 32 rows of SmolLM2 and the bundled pair, levels
 avx512_bf16 and avx2 of a Zen 5."""
 FAR = 0.8
