@@ -250,18 +250,8 @@ _STACKS = [
         ("stack", _stacked(SMALL_LM), True),
     )
 ]
-_LISTED = (
-    *_READING,
-    *_STEERED,
-    *_OTHER,
-    *_AHEAD,
-    *_STEERED_BY_STATES,
-    *_PUBLISHED,
-    *_SMALL_LM_TREES,
-    *_RESCORED,
-    *_BOTH,
-    *_STACKS,
-)
+_WITH_MODELS = (*_OTHER, *_AHEAD, *_STEERED_BY_STATES, *_SMALL_LM_TREES)
+_LISTED = (*_READING, *_STEERED, *_WITH_MODELS, *_PUBLISHED, *_RESCORED, *_BOTH, *_STACKS)
 
 
 def _unlisted() -> list[Proposer]:
@@ -298,7 +288,7 @@ def _of_each_kind() -> dict[str, str]:
 
 OF_EACH_KIND = _of_each_kind()
 """For every kind of drafter its first proposer that is not slow."""
-LEFT_TO_SLOW = ["eagle", "medusa", "rescored_ngram", "both", "stack_hidden", "pearl", "sd2"]
+LEFT_TO_SLOW = ["eagle", "eagle3", "medusa", "rescored_ngram", "both", "stack_hidden", "pearl", "sd2"]
 """Of these, what tests beside the conformance table leave to `make test-slow`."""
 TREES = {one.name: one.tree for one in _READING}
 """Of the drafters that read features."""
