@@ -189,26 +189,29 @@ def test_faults_of_tensors_name_tensor_and_key(fault, tmp_path):
 
 
 OF_ANOTHER = [
-    ({}, {"hidden_size": 48}, r"'fc.weight': reads 96 numbers, expected 3 layers of the target's hidden_size=48"),
-    ({}, {"vocab_size": 25}, r"vocab_size=24, but this target has vocab_size=25"),
-    ({"target_hidden_size": 64}, {}, r"target_hidden_size=64, but this target has hidden_size=32"),
-    ({"num_target_layers": 9}, {}, r"num_target_layers=9, but this target has num_layers=8"),
+    ({}, {"hidden_size": 48}, r"'fc.weight': found shape \[32, 96\], expected 3 layers of the target's hidden_size=48"),
+    ({}, {"vocab_size": 25}, r"vocab_size=24: a drafter of another target; this target has vocab_size=25"),
+    ({"target_hidden_size": 64}, {}, r"target_hidden_size=64: .* this target has hidden_size=32"),
+    ({"num_target_layers": 9}, {}, r"num_target_layers=9: .* this target has num_layers=8"),
     ({IDS: [1, 4, 9]}, {}, r"feature_layers=\[0, 3, 8\]: allowed are ascending numbers from -1 .* to 7"),
     ({IDS: [4, 1, 6]}, {}, r"feature_layers=\[3, 0, 5\]: allowed are ascending"),
-    ({IDS: [1, 4]}, {}, r"reads 96 numbers, expected 2 layers"),
+    ({IDS: [1, 4]}, {}, r"found shape \[32, 96\], expected 2 layers"),
+    ({IDS: []}, {}, r"feature_layers=\[\]: allowed are ascending"),
     ({IDS: "1,4"}, {}, rf"{IDS}='1,4'"),
     ({}, {"num_layers": 5}, r"names no layers of the target"),
     ({"hidden_size": 20}, {}, r"hidden_size=20, the target's is 32: without embeddings"),
     ({"fc_norm": True, "norm_before_fc": True}, {}, r"fc_norm and norm_before_fc: allowed is one"),
-    ({"norm_output": 1}, {}, r"norm_output=1"),
+    ({"norm_output": 1}, {}, r"^[^:]*config.json: norm_output=1"),
     ({"model_type": "qwen2"}, {}, r"model_type='qwen2': allowed are llama, qwen3"),
+    ({"layer_types": ["sliding_attention"]}, {}, r"layer_types=\['sliding_attention'\]: allowed is full_attention"),
 ]
 
 
 @pytest.mark.parametrize(("keys", "changes", "words"), OF_ANOTHER)
 def test_a_head_of_another_target_or_with_wrong_keys(keys, changes, words, tmp_path):
-    write_eagle3(tmp_path, TARGET, **{key: value for key, value in keys.items() if key != "model_type"})
-    if "model_type" in keys:
+    late = ("model_type", "layer_types")
+    write_eagle3(tmp_path, TARGET, **{key: value for key, value in keys.items() if key not in late})
+    if any(key in keys for key in late):
         values = json.loads((tmp_path / "config.json").read_text())
         edit_json(tmp_path / "config.json", transformer_layer_config=values["transformer_layer_config"] | keys)
     with pytest.raises(ValueError, match=words) as error:
