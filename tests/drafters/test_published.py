@@ -17,6 +17,7 @@ from support.published import LAYER_KEYS, save, write_eagle3
 from hsd_jax import pair
 from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.drafters.published import is_published, layer_readings, open_published, read_published
+from hsd_jax.kernels.ops import rms_norm
 from hsd_jax.models.convert import save_target
 
 TARGET = toy.target_config(num_layers=8)
@@ -251,3 +252,29 @@ def test_a_target_of_fewer_tokens(tmp_path):
     assert config.vocab_size == 18 and weights["draft_to_target"].tolist() == [2, 5, 9]
     np.testing.assert_array_equal(weights["head"], tensors["lm_head.weight"][[1, 3, 0]])
     np.testing.assert_array_equal(weights["embedding"], tensors["embed_tokens.weight"][:18])
+
+
+def test_a_copy_of_the_targets_embeddings_is_not_held(tmp_path):
+    """Also beside a target in another dtype. Embeddings of its own stay."""
+    write_eagle3(tmp_path, TARGET, has_embedding=True)
+    target, owner = toy.make_target(TARGET), DraftedFor(TARGET, "", None)
+    own = read_published(tmp_path, owner)
+    assert pair._without_copy(*own, target) == own
+    edit_tensors(
+        tmp_path / "model.safetensors", lambda t: t.update({"embed_tokens.weight": np.array(target["embedding"])})
+    )
+    config, weights = read_published(tmp_path, owner, dtype="bfloat16")
+    assert config.has_embedding
+    config, weights = pair._without_copy(config, weights, target)
+    assert not config.has_embedding and "embedding" not in weights
+
+
+def test_the_first_and_the_last_features_of_a_target():
+    """The embeddings, and what the final norm reads."""
+    config, target = setups.VARIANTS["gemma"], setups.weights("gemma")
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+    output = toy.causal_pass(target, config, tokens, feature_layers=(-1, 0, config.num_layers - 1))
+    first, _, last = output.features
+    np.testing.assert_allclose(first[0], target["embedding"][:6] * config.embed_scale, rtol=1e-6)
+    normed = rms_norm(last, target["final_norm"]["weight"], config.norm_eps, config.norm_offset)
+    np.testing.assert_allclose(output.hidden, normed, rtol=1e-5, atol=1e-5)
