@@ -237,9 +237,10 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
 
 def _without_copy(drafter_config: Any, drafter: Weights, target: Weights) -> tuple[Any, Weights]:
     """The drafter without embeddings of its own that equal the target's, as files of others often hold them."""
-    own, theirs = drafter.get("embedding"), target["embedding"]
+    theirs = target["embedding"]
     if not getattr(drafter_config, "has_embedding", False) or isinstance(theirs, int8.Quantized):
         return drafter_config, drafter
+    own = drafter["embedding"]
     if own.shape != theirs.shape or not bool(jnp.array_equal(own, theirs.astype(own.dtype))):
         return drafter_config, drafter
     rest = {name: part for name, part in drafter.items() if name != "embedding"}
