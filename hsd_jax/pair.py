@@ -167,6 +167,7 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         raise
     if drafter_weights:
         drafter_weights = _with_head(drafter_weights, weights, config)
+        drafter_config, drafter_weights = _without_copy(drafter_config, drafter_weights, weights)
     params = Params(
         weights,
         drafter_weights,
@@ -224,14 +225,26 @@ def _load_drafter(
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
-    """The drafter with what `draft_vocab.attach` adds, in its dtype. A language model that drafts has its own head."""
+    """The drafter with what `draft_vocab.attach` adds, in its dtype. Some drafters have a head of their own."""
     draft_to_target = drafter.get("draft_to_target")
-    if draft_to_target is None:
+    if draft_to_target is None or "head" in drafter:
         return drafter
     attached = draft_vocab.attach(drafter, draft_to_target, target, config)
     if isinstance(attached["head"], int8.Quantized):
         return attached
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
+
+
+def _without_copy(drafter_config: Any, drafter: Weights, target: Weights) -> tuple[Any, Weights]:
+    """The drafter without embeddings of its own that equal the target's, as files of others often hold them."""
+    theirs = target["embedding"]
+    if not getattr(drafter_config, "has_embedding", False) or isinstance(theirs, int8.Quantized):
+        return drafter_config, drafter
+    own = drafter["embedding"]
+    if own.shape != theirs.shape or not bool(jnp.array_equal(own, theirs.astype(own.dtype))):
+        return drafter_config, drafter
+    rest = {name: part for name, part in drafter.items() if name != "embedding"}
+    return dataclasses.replace(drafter_config, has_embedding=False), rest
 
 
 def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
@@ -247,7 +260,8 @@ def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False
     dtype = _drafter_dtype(dtype, params.mesh, params.precision)
     config, weights = _load_drafter(drafter, params.as_owner, dtype, Placement(params.mesh, True), strict)
     params = dataclasses.replace(params, tree=None)  # the tree was for the previous drafter
-    return _drafted_by(params, config, _with_head(weights, params.target, params.target_config))
+    weights = _with_head(weights, params.target, params.target_config)
+    return _drafted_by(params, *_without_copy(config, weights, params.target))
 
 
 def _drafted_by(params: Params, config: Any, weights: Weights) -> Params:
