@@ -116,6 +116,11 @@ def is_published(folder: Path) -> bool:
     return is_head or any(re.match(r"(medusa_head\.)?0\.0\.linear\.", name) for name in names)
 
 
+def check_readable(folder: Path) -> None:
+    """Raises a ValueError for a kind that is not read, by the configuration alone."""
+    _refuse(folder, _first(_NOT_READ, _words(read_object(folder / "config.json"))))
+
+
 def open_published(folder: Path, target: ModelConfig) -> Published:
     """Finds kind, layout, switches and feature layers.
 
@@ -123,10 +128,9 @@ def open_published(folder: Path, target: ModelConfig) -> Published:
       FileNotFoundError, ValueError: in one line, for a kind that is not read, a folder without safetensors, a
         configuration of another target, or tensors of no kind that is known.
     """
+    check_readable(folder)
     file = folder / "config.json"
-    values = read_object(file)
-    _refuse(folder, _first(_NOT_READ, _words(values)))
-    tensors = _tensors(folder)
+    values, tensors = read_object(file), _tensors(folder)
     _refuse(folder, _first(_NOT_READ_TENSORS, tensors))
     kind = _first(_KINDS, _words(values)) or _kind_of(folder, tensors)
     for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
