@@ -300,7 +300,7 @@ def _tried(params: Params, drafter: Any, readings: tuple[tuple[int, ...], ...]) 
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
-    """The drafter with what `draft_vocab.attach` adds, in its dtype, unless it has a head of its own."""
+    """The drafter with what `draft_vocab.attach` adds, in its dtype. Some drafters have a head of their own."""
     draft_to_target = drafter.get("draft_to_target")
     if draft_to_target is None or "head" in drafter:
         return drafter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from pydantic import Field
 
-from hsd_jax.config import NO_REUSE_FORM, Precision, Quantized, TreeConfig
+from hsd_jax.config import NO_REUSE_FORM, FeatureLayer, Precision, Quantized, TreeConfig
 from hsd_jax.validation import (
     AtLeastTwo,
     Count,
@@ -175,7 +175,7 @@ class LoadSettings(TypedDict, total=False):
     trained, as a folder or ORG/NAME; another language model, named as a target is, if its tokenizer is the target's;
     lookup, lookup:4 or lookup:2-4 for n-grams of the context; FOLDER+lookup for both in one tree; or smollm2, the
     drafter of that target (default: that of demo or smollm2; for others plain decoding)."""
-    feature_layers: Annotated[tuple[Annotated[int, Field(ge=-1, title="LAYER")], ...] | None, Default(None)]
+    feature_layers: Annotated[tuple[FeatureLayer, ...] | None, Default(None)]
     """The target's layers whose outputs a drafter that others trained reads, counted from 0, in ascending order; -1
     means the embeddings (default: what its files say)."""
     probe: Annotated[bool, Default(True)]
