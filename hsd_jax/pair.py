@@ -211,7 +211,7 @@ class _Loaded(NamedTuple):
     """Of a drafter that others trained: the layers of the target that its files may mean, the likeliest first."""
 
 
-def _check_settings(folder: Path) -> None:
+def check_drafts(folder: Path) -> None:
     """Raises the errors of the settings of what drafts, before its weights are fetched."""
     if is_published(folder):
         check_readable(folder)
@@ -245,7 +245,7 @@ def _load_drafter(
             drafter = own  # for any other target the name means the bundled language model
         else:
             drafter = parse(drafter) or drafter
-    found = None if isinstance(drafter, WITHOUT_WEIGHTS) else find(drafter, check=_check_settings)
+    found = None if isinstance(drafter, WITHOUT_WEIGHTS) else find(drafter, check=check_drafts)
     if found is not None and found.path.is_dir() and is_published(found.path):
         config, weights = read_published(found.path, target, dtype, placement, feature_layers)
         if feature_layers is not None:
@@ -285,7 +285,10 @@ def _tried(params: Params, drafter: Any, readings: tuple[tuple[int, ...], ...]) 
     say = f"{drafter}: {found}" if is_new else ""
     if len(readings) > 1:
         others = " or ".join(str(list(layers)) for layers in readings if layers != found.feature_layers)
-        say = f"{say or drafter}; its files may mean two readings of the layers: {list(found.feature_layers)}, not {others}"
+        say = (
+            f"{say or drafter}; its files do not say how they count layers: read are {list(found.feature_layers)}, not"
+        )
+        say += f" {others}"
     if say and is_writer():
         print(say, file=sys.stderr, flush=True)
     if found.first < probe_lib.LOW:

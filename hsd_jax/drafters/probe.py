@@ -7,7 +7,8 @@ meant are tried.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -66,22 +66,21 @@ class Probe:
     @property
     def first(self) -> float:
         """The share of rounds that accepted the first draft."""
-        return 1 - self.histogram[0] / max(sum(self.histogram), 1)
+        return 1.0 - self.histogram[0] / max(sum(self.histogram), 1)
 
     @property
     def profile(self) -> tuple[float, ...]:
         """The acceptance by depth, given that all drafts before were accepted. Depths that few rounds reached are close
-        to the depth above (PRIOR)."""
-        reached, found = np.cumsum(self.histogram[::-1])[::-1], []
-        for depth, (tried, accepted) in enumerate(zip(reached, reached[1:], strict=False)):
-            before = found[-1] if depth else 0.0
-            found.append(float((accepted + PRIOR * before) / (tried + PRIOR)) if depth else self.first)
-        return tuple(found)
+        to the depth above (PRIOR). Empty: no round was run."""
+        reached, found = np.cumsum(self.histogram[::-1])[::-1], [self.first]
+        for tried, accepted in itertools.pairwise(reached[1:]):
+            found.append(float((accepted + PRIOR * found[-1]) / (tried + PRIOR)))
+        return tuple(found) if reached[0] else ()
 
     def is_better(self, other: Probe) -> bool:
         """Whether it accepts more drafts per round, beyond noise (Welch's statistic, rounds taken as independent)."""
         (mean, error), (rival, of_rival) = (one._drafts_of_a_round() for one in (self, other))
-        return mean - rival > NOISE * np.hypot(error, of_rival)
+        return bool(mean - rival > NOISE * np.hypot(error, of_rival))
 
     def _drafts_of_a_round(self) -> tuple[float, float]:
         """The mean number of accepted drafts of a round, and its standard error."""
@@ -127,10 +126,8 @@ def probed(choices: Sequence[Layers], about: Sequence[str], run: Callable[[Layer
 
 def _keep(path: Path | None, found: Probe) -> None:
     if path is not None:
-        try:
+        with contextlib.suppress(OSError):  # then the next process probes, too
             files.keep(path, found)
-        except OSError:  # then the next process probes, too
-            pass
 
 
 def run_probe(

@@ -121,8 +121,9 @@ def check_readable(folder: Path) -> None:
     _refuse(folder, _first(_NOT_READ, _words(read_object(folder / "config.json"))))
 
 
-def open_published(folder: Path, target: ModelConfig) -> Published:
-    """Finds kind, layout, switches and feature layers.
+def open_published(folder: Path, target: ModelConfig | None) -> Published:
+    """Finds kind, layout, switches and feature layers. Without a target nothing is compared with it, and no layers have
+    a default.
 
     Raises:
       FileNotFoundError, ValueError: in one line, for a kind that is not read, a folder without safetensors, a
@@ -148,8 +149,10 @@ def open_published(folder: Path, target: ModelConfig) -> Published:
     layers.pop("architectures", None)
     if layers["model_type"] not in ("llama", "qwen3"):
         raise ValueError(f"{file}: model_type={shown(layers['model_type'])}: allowed are llama, qwen3")
-    named, is_documented = _named_layers(switches, layout, target.num_layers, str(file))
+    named, is_documented = _named_layers(switches, layout, str(file))
     found = Published(kind, folder, layout, layers, switches, named, is_documented, tensors)
+    if target is None:
+        return found
     _check_sizes(found, target)
     return found if named is not None else found._replace(feature_layers=_default_layers(found, target))
 
@@ -264,9 +267,7 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _named_layers(
-    switches: dict[str, Any], layout: str, num_layers: int, where: str
-) -> tuple[tuple[int, ...] | None, bool]:
+def _named_layers(switches: dict[str, Any], layout: str, where: str) -> tuple[tuple[int, ...] | None, bool]:
     """The layers that the files name in our numbers, and whether their numbers are documented."""
     for key, shift in _LAYER_IDS.items():
         if switches.get(key) is not None:

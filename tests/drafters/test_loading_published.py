@@ -1,0 +1,266 @@
+"""`load` with a drafter that others trained: folders and hub names, layers that engines read differently, the probe, and
+what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support import command_line, hub_server, toy
+
+import hsd_jax
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters import probe
+from hsd_jax.models import convert
+from hsd_jax.models.target import init_target
+from hsd_jax.pair import with_drafter
+
+own_cache, hsd, server = command_line.own_cache, command_line.hsd, hub_server.server
+WIDTH, LAYERS, VOCAB, ALWAYS = 32, 4, 24, 5
+PROMPTS = [[3, 1, 4, 1, 5], [9]]
+CALL = {"max_new_tokens": 12, "eos": ()}
+
+
+def constant_target():
+    """A target that always says ALWAYS. After layer k its residual stream has the directions 0 to k + 1."""
+    config = toy.target_config(num_layers=LAYERS, tie_embeddings=False)
+    shapes = jax.eval_shape(lambda: init_target(jax.random.key(0), config))
+    weights = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32) * (leaf.ndim == 1), shapes)
+    weights["embedding"][:, 0] = 1.0
+    weights["head"][ALWAYS, 0] = 1.0
+    for layer in range(LAYERS):
+        mlp = weights[f"layer_{layer}"]["mlp"]
+        mlp["gate"]["kernel"][0, 0] = mlp["up"]["kernel"][0, 0] = 1.0
+        mlp["down"]["kernel"][layer + 1, 0] = 1.0
+    return config, weights
+
+
+def head(layers, knows: int | None = 2, **changes) -> tuple[dict, dict[str, np.ndarray]]:
+    """An EAGLE-3 head in the layout of SpecForge that reads `layers`, by what its file calls them.
+
+    It says ALWAYS if the first of them is the output of layer `knows`, and something else for one layer more or less.
+    Without `knows` it is random.
+    """
+    rng = np.random.default_rng(0)
+    norms = {name: np.ones(WIDTH) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    shapes = {"q": (32, 64), "k": (16, 64), "v": (16, 64), "o": (32, 32)}
+    tensors = {f"midlayer.{name}.weight": norm for name, norm in norms.items()}
+    tensors |= {f"midlayer.self_attn.{name}_proj.weight": rng.normal(0, 0.1, s) for name, s in shapes.items()}
+    mlp = {"gate": (48, 32), "up": (48, 32), "down": (32, 48)}
+    tensors |= {f"midlayer.mlp.{name}_proj.weight": rng.normal(0, 0.1, shape) for name, shape in mlp.items()}
+    tensors |= {"fc.weight": rng.normal(0, 0.1, (WIDTH, 3 * WIDTH)), "norm.weight": np.ones(WIDTH)}
+    tensors |= {"lm_head.weight": rng.normal(0, 0.1, (16, WIDTH)), "d2t": np.zeros(16, np.int64)}
+    tensors["t2d"] = np.arange(VOCAB) < 16
+    if knows is not None:
+        for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight", "lm_head.weight"):
+            tensors[name] *= 0
+        tensors["fc.weight"] = np.eye(WIDTH, 3 * WIDTH)
+        tensors["lm_head.weight"][ALWAYS, knows + 1], tensors["lm_head.weight"][ALWAYS, knows + 2] = 1, -9
+    values = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": WIDTH}
+    values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+    values |= {"vocab_size": VOCAB, "draft_vocab_size": 16, "max_position_embeddings": 256, "num_hidden_layers": 1}
+    if layers is not None:
+        values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    whole = {name: x if x.dtype.kind in "ib" else x.astype(np.float32) for name, x in tensors.items()}
+    return values | changes, whole
+
+
+def write(folder, values, tensors):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    if tensors is not None:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    convert.save_target(folder, *constant_target(), eos=(7,))
+    return folder
+
+
+@pytest.fixture
+def probes(tmp_path, monkeypatch):
+    """The folder of probes, which run here."""
+    monkeypatch.setenv(probe.FOLDER_VARIABLE, str(tmp_path / "probes"))
+    monkeypatch.setattr(probe, "NEW_TOKENS", 24)
+    return tmp_path / "probes"
+
+
+def tokens(params, **how) -> list:
+    return hsd_jax.decode(params, PROMPTS, **CALL | how).tokens.tolist()
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+def test_a_head_of_a_folder_drafts_and_tells_what_it_accepts(target, tmp_path, probes, capfd):
+    folder = write(tmp_path / "head", *head([2, 3, 4], knows=1))  # 2 counts the embeddings: the output of layer 1
+    params = hsd_jax.load(target=target, drafter=folder)
+    config = params.drafter_config
+    assert (config.kind, config.feature_layers, config.reduced_vocab_size) == ("eagle3", (1, 2, 3), 16)
+    assert config.profile == (1.0,) * 7
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f"{folder}: accepts by depth 1.00 1.00" in said
+    plain = hsd_jax.load(target=target)
+    tree = hsd_jax.TreeConfig.chain(3)
+    result = hsd_jax.decode(params, PROMPTS, tree=tree, **CALL)
+    assert result.tokens.tolist() == tokens(plain) and result.stats.tau > 3
+    both = hsd_jax.load(target=target, drafter=f"{folder}+lookup")
+    assert both.drafter_config.kind == "both" and both.drafter_config.profile == config.profile
+    assert not capfd.readouterr().err  # the same head: not tried again
+    assert tokens(both, tree=tree) == tokens(plain)
+
+
+@pytest.mark.parametrize(("knows", "layers"), [(0, (0, 1, 2)), (1, (1, 2, 3))])
+def test_both_readings_of_layers_are_tried_and_the_better_one_is_taken(target, tmp_path, probes, capfd, knows, layers):
+    """Files of no documented convention: 1 is the output of layer 0 by vLLM, and of layer 1 by SGLang."""
+    folder = write(tmp_path / "head", *head([1, 2, 3], knows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of two wrong readings
+        params = hsd_jax.load(target=target, drafter=folder)
+    assert params.drafter_config.feature_layers == layers and params.drafter_config.profile[0] > 0.9
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f"read are {list(layers)}, not" in said
+    hsd_jax.load(target=target, drafter=folder)
+    assert f"read are {list(layers)}, not" in capfd.readouterr().err
+
+
+def test_a_probe_runs_once_and_only_where_it_may(target, tmp_path, probes, monkeypatch):
+    folder, runs = write(tmp_path / "head", *head([2, 3, 4], knows=1)), []
+    run = probe.run_probe
+    monkeypatch.setattr(probe, "run_probe", lambda *given: runs.append(given[2]) or run(*given))
+    assert hsd_jax.load(target=target, drafter=folder, probe=False).drafter_config.profile == ()
+    monkeypatch.setenv(probe.FOLDER_VARIABLE, "off")
+    assert hsd_jax.load(target=target, drafter=folder).drafter_config.profile == () and not runs
+    monkeypatch.setenv(probe.FOLDER_VARIABLE, str(probes))
+    params = hsd_jax.load(target=target, drafter=folder)
+    assert [config.feature_layers for config in runs] == [(1, 2, 3)]
+    plain = hsd_jax.load(target=target)
+    assert with_drafter(plain, folder).drafter_config == params.drafter_config and len(runs) == 1
+    assert with_drafter(plain, folder, probe=False).drafter_config.profile == ()
+    hsd_jax.load(target=target, drafter=folder, dtype="bfloat16")  # another dtype, other acceptance
+    assert len(runs) == 2 and len(list(probes.iterdir())) == 2
+
+
+def test_a_name_on_the_hub(target, tmp_path, server):
+    """Settings are looked at before weights are fetched; there is no tokenizer, and a revision is the target's."""
+    folder = write(tmp_path / "head", *head([2, 3, 4], knows=1))
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    server.push(files)
+    params = hsd_jax.load(target=target, drafter=hub_server.NAME)
+    assert params.drafter_config.kind == "eagle3" and server.sent() == set(files)
+    assert hsd_jax.load(target=target, drafter=f"{hub_server.NAME}+lookup").drafter_config.kind == "both"
+    server.asked.clear()
+    server.push({**files, "config.json": json.dumps(head([2], **{"architectures": ["PEagleDraftModel"]})[0]).encode()})
+    refused("P-EAGLE, which is not read", target=target, drafter=hub_server.NAME)
+    assert server.sent() == {"config.json"}
+    server.push({"config.json": files["config.json"], "pytorch_model.bin": b"pickle"})
+    refused("pickles are never loaded", target=target, drafter=hub_server.NAME)
+    server.push(files)
+    server.asked.clear()
+    refused("give it as drafter=", target=hub_server.NAME)
+    assert "model.safetensors" not in server.sent()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(message: str, **asked) -> None:
+    """`load` says this, in one line, and reads no weights of the target."""
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        hsd_jax.load(**asked)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+SPECULATORS = {
+    "model_type": "speculator_model",
+    "speculators_model_type": "eagle3",
+    "architectures": ["Eagle3DraftModel"],
+}
+DFLASH = {
+    "model_type": "qwen3",
+    "architectures": ["DFlashDraftModel"],
+    "dflash_config": {"target_layer_ids": [0, 1, 2]},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, SPECULATORS, DFLASH, {"architectures": ["LlamaForCausalLM"]}])
+def test_as_a_target_it_says_where_it_belongs(tmp_path, changes):
+    refused("a drafter for another model: give it as drafter=", target=write(tmp_path, *head([2, 3, 4], **changes)))
+
+
+def without(name: str, tensors: dict) -> dict:
+    return {key: x for key, x in tensors.items() if key != name}
+
+
+def test_what_is_refused(target, tmp_path):
+    values, tensors = head([2, 3, 4])
+    given = {"target": target, "drafter": tmp_path / "head"}
+    folder = write(tmp_path / "head", values, tensors)
+    refused("feature_layers=[2, 1, 0]: allowed are ascending numbers", **given, feature_layers=(2, 1, 0))
+    refused("to 3, the last layer", **given, feature_layers=(1, 2, 4))
+    refused("reads 96 numbers", **given, feature_layers=(1, 2))
+    refused("feature_layers", **given, feature_layers=(-2, 1, 2))
+    refused("feature_layers=[1, 2, 3]: no drafter is loaded", target=target, feature_layers=(1, 2, 3))
+    refused("only for a drafter that others trained", target=target, drafter="lookup", feature_layers=(1, 2, 3))
+    for changes, lacks, message in (
+        ({}, "midlayer.mlp.up_proj.weight", "missing tensor 'layers.0.mlp.up_proj.weight'"),
+        ({"intermediate_size": 40}, "", "intermediate_size=40"),
+        ({"vocab_size": 25}, "", "vocab_size=25, but this target has vocab_size=24"),
+        ({"speculators_model_type": "mtp"}, "", "multi-token prediction (MTP), which is not read"),
+        ({"medusa_num_heads": 3}, "", "Medusa heads with projections of their own, which is not read"),
+    ):
+        write(folder, values | changes, without(lacks, tensors))
+        refused(message, **given)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    write(folder, values, None)
+    refused("pickles, which are never loaded", **given)
+
+
+def test_a_warning_below_the_least_acceptance(target, tmp_path, probes):
+    folder = write(tmp_path / "head", *head([2, 3, 4], knows=2))
+    with pytest.warns(UserWarning, match=r"only 0% of the first drafts .* feature_layers=\[1, 2, 3\]"):
+        hsd_jax.load(target=target, drafter=folder)
+    with pytest.warns(UserWarning, match="only 0%"):  # what is kept says it again
+        hsd_jax.load(target=target, drafter=folder)
+
+
+def test_noise_and_profile():
+    """Sixty rounds, 40 of which accepted: a standard error of .06. Depths that few reached lean on the one above."""
+    one = lambda *histogram: probe.Probe((1,), histogram)  # noqa: E731
+    assert one(10, 50).is_better(one(20, 40)) and not one(17, 43).is_better(one(20, 40))
+    assert not one(0, 0).is_better(one(20, 40)) and one(0, 0).profile == () and one(0, 0).first == 1
+    assert one(50, 30, 20).profile == pytest.approx((0.5, (20 + 8 * 0.5) / (50 + 8)))
+    assert one(99, 1).first == pytest.approx(0.01)
+
+
+# --- what else takes a drafter ----------------------------------------------------------------------------------------
+
+
+def test_additions_and_commands_work_or_say_why_not(target, tmp_path, capsys):
+    folder = write(tmp_path / "head", *head([2, 3, 4], knows=1))
+    params = hsd_jax.load(target=target, drafter=folder)
+    for call, message in (
+        (lambda: hsd_jax.rescore(params, "0-gram"), "rescore() needs a drafter whose states read no drafted token"),
+        (lambda: hsd_jax.restrict(params, [1, 2]), "restrict() needs a drafter that uses the target's head: hidden"),
+        (lambda: hsd_jax.stack(params, "lookup"), "stack() needs a small language model"),
+        (lambda: hsd_jax.pearl(params, 2), "pearl() is for a small language model"),
+        (lambda: drafter_files.read_drafter(folder), "a drafter that others trained"),
+        (lambda: hsd_jax.load(target=target, drafter=f"{target}+lookup"), "allowed are hidden, eagle, eagle3"),
+    ):
+        with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
+            call()
+        assert message in str(caught.value)
+    convert.save_target(tmp_path / "small", *constant_target())
+    small = hsd_jax.load(target=target, drafter=tmp_path / "small")
+    stacked = hsd_jax.stack(small, folder, 3)  # a head of the small model
+    assert tokens(stacked) == tokens(hsd_jax.load(target=target))
+    assert hsd("info", folder) == 0
+    said = capsys.readouterr().out
+    assert "eagle3 drafter that others trained" in said and "[1, 2, 3]; or each of them plus 1" in said
