@@ -1,5 +1,5 @@
-"""`load` with a drafter that others trained: folders and hub names, layers that engines read differently, the probe, and
-what is refused."""
+"""`load` with a drafter that others trained: from folders and the hub, layers that engines read differently, probes,
+and what is refused."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from hsd_jax.lab.bench.tables import Table, markdown, print_tables, range_of, sa
 NOTE = (
     "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts] with 8 batches or more,"
     " else (range of the repeats); whole call: ratio to plain decoding, prefill included; share of a round: its stages"
-    " timed alone after the first prompt; accepted by depth: share of the rounds that accepted the draft before; mean: over the tasks of Spec-Bench if all are there, else over all"
+    " timed alone after the first prompt; accepted by depth: share of the rounds that accepted the draft before;"
+    " mean: over the tasks of Spec-Bench if all are there, else over all"
 )
 MEAN = "mean"
 
