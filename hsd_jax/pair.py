@@ -162,9 +162,8 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
     owner = DraftedFor(config, checkpoint.hash(dtype), words)
     drafter_config, drafter_weights, readings = None, None, ()
     if drafter is not None:
-        own_dtype, on = _drafter_dtype(dtype, mesh, asked.precision), Placement(mesh, True)
-        found = _load_drafter(drafter, owner, own_dtype, on, asked.strict, asked.feature_layers)
-        drafter_config, drafter_weights, readings = found
+        how = _drafter_dtype(dtype, mesh, asked.precision), Placement(mesh, True), asked.strict, asked.feature_layers
+        drafter_config, drafter_weights, readings = _load_drafter(drafter, owner, *how)
     elif asked.feature_layers is not None:
         raise ValueError(f"feature_layers={shown(asked.feature_layers)}: no drafter is loaded")
     try:
