@@ -169,6 +169,22 @@ def layer_readings(published: Published, target: ModelConfig) -> tuple[tuple[int
     return tuple(sorted(both, key=lambda layers: layers != ours))
 
 
+def described(
+    folder: Path, target: DraftedFor, feature_layers: tuple[int, ...] | None = None
+) -> tuple[Published, PublishedKind, Any]:
+    """The files of a drafter that others trained, how its kind is read, and its configuration, with the vocabulary of
+    the files. Arguments and errors are those of `read_published`, but for missing and unexpected tensors."""
+    published = open_published(folder, target.config)
+    readings = layer_readings(published, target.config) if feature_layers is None else (tuple(feature_layers),)
+    published = published._replace(feature_layers=readings[0] if readings else None)
+    _check_layers(published, target.config)
+    kind = DRAFTING_METHODS[published.kind].published
+    assert kind is not None, published.kind
+    config = kind.parse(published, dataclasses.replace(target.config, vocab_size=target.vocab_size))
+    _check_shapes(published, kind, config)
+    return published, kind, config
+
+
 def read_published(
     folder: Path,
     target: DraftedFor,
@@ -184,15 +200,8 @@ def read_published(
       FileNotFoundError, ValueError: as `open_published`; and for layers that do not suit the target or the drafter, or
         a tensor that is missing, unexpected or of another shape, before any is read.
     """
-    published = open_published(folder, target.config)
-    readings = layer_readings(published, target.config) if feature_layers is None else (tuple(feature_layers),)
-    published = published._replace(feature_layers=readings[0] if readings else None)
-    _check_layers(published, target.config)
-    kind = DRAFTING_METHODS[published.kind].published
-    assert kind is not None, published.kind
-    in_files = dataclasses.replace(target.config, vocab_size=target.vocab_size)
-    config, stored = kind.parse(published, in_files), dict(published.tensors)
-    _check_shapes(published, kind, config)
+    published, kind, config = described(folder, target, feature_layers)
+    stored = dict(published.tensors)
     held = dataclasses.replace(config, vocab_size=target.config.vocab_size)
     offsets, ids = stored.pop("d2t", None), None
     if offsets is not None:

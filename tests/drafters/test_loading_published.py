@@ -264,3 +264,17 @@ def test_additions_and_commands_work_or_say_why_not(target, tmp_path, capsys):
     assert hsd("info", folder) == 0
     said = capsys.readouterr().out
     assert "eagle3 drafter that others trained" in said and "[1, 2, 3]; or each of them plus 1" in said
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
+@pytest.mark.parametrize("mesh", ["model=2", "data=8"])
+def test_a_probe_on_a_mesh(target, tmp_path, probes, mesh):
+    """Eight rows over eight devices, of which four are decoded."""
+    folder = write(tmp_path / "head", *head([2, 3, 4], knows=1))
+    params = hsd_jax.load(target=target, drafter=folder, mesh=mesh, quantize="int8" if mesh == "model=2" else None)
+    assert params.drafter_config.profile == (1.0,) * 7 and sum(kept_histogram(probes)) == 4 * 24 / 8
+    assert params.mesh is not None and tokens(params)[0] == [ALWAYS] * 12
+
+
+def kept_histogram(folder) -> list[int]:
+    return json.loads(next(folder.iterdir()).read_text())["histogram"]
