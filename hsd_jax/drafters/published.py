@@ -216,9 +216,8 @@ def read_published(
 
 
 def _first(table: Mapping[str, str], words: Iterable[str]) -> str | None:
-    """What the first pattern of a table says that one of the words matches."""
-    words = list(words)
-    return next((what for pattern, what in table.items() if any(re.search(pattern, word) for word in words)), None)
+    """What a table says of the first word that one of its patterns matches."""
+    return next((what for word in words for pattern, what in table.items() if re.search(pattern, word)), None)
 
 
 def _words(values: dict[str, Any]) -> list[str]:
