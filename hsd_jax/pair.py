@@ -352,7 +352,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     """
     if params.drafter is None or method_of(params.drafter_config).training is None:
         kinds = ", ".join(kinds_with(lambda method: method.training is not None))
-        raise ValueError(f"restrict() needs a drafter that uses the target's head: {kinds}")
+        raise ValueError(f"restrict() needs a drafter that is trained here: {kinds}")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     return _drafted_by(params, config, _with_head(weights, params.target, params.target_config))
 
