@@ -173,6 +173,7 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         raise
     if drafter_weights:
         drafter_weights = _with_head(drafter_weights, weights, config)
+        drafter_config, drafter_weights = _held_once(drafter_config, drafter_weights, weights)
     params = Params(
         weights,
         drafter_weights,
@@ -265,6 +266,14 @@ def _reads_features(method: DraftingMethod) -> bool:
     return method.training is not None or method.published is not None
 
 
+def _held_once(config: Any, drafter: Weights, target: Weights) -> tuple[Any, Weights]:
+    """`_without_copy` of a drafter, or of the base of `both`."""
+    if not isinstance(config, BothConfig):
+        return _without_copy(config, drafter, target)
+    base, drafter = _without_copy(config.base, drafter, target)
+    return dataclasses.replace(config, base=base), drafter
+
+
 def _tried(params: Params, drafter: Any, readings: tuple[tuple[int, ...], ...]) -> Params:
     """The same models, with what a probe tells of a drafter that others trained (`drafters/probe.py`): which of the
     layers it reads, and its profile. It is said on stderr. Other drafters have no `readings` and are not tried."""
@@ -312,6 +321,17 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
 
 
+def _without_copy(drafter_config: Any, drafter: Weights, target: Weights) -> tuple[Any, Weights]:
+    """The drafter without embeddings of its own that equal the target's, as files of others often hold them."""
+    own, theirs = drafter.get("embedding"), target["embedding"]
+    if not getattr(drafter_config, "has_embedding", False) or isinstance(theirs, int8.Quantized):
+        return drafter_config, drafter
+    if own.shape != theirs.shape or not bool(jnp.array_equal(own, theirs.astype(own.dtype))):
+        return drafter_config, drafter
+    rest = {name: part for name, part in drafter.items() if name != "embedding"}
+    return dataclasses.replace(drafter_config, has_embedding=False), rest
+
+
 def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
     """Raises the errors of `load` for a drafter of the target of `params`. It reads nothing of the target."""
     config, weights, _ = _load_drafter(folder, target, "bfloat16", Placement(), strict=True)
@@ -331,7 +351,8 @@ def with_drafter(
     dtype = _drafter_dtype(dtype, params.mesh, params.precision)
     found = _load_drafter(drafter, params.as_owner, dtype, Placement(params.mesh, True), strict, feature_layers)
     params = dataclasses.replace(params, tree=None)  # the tree was for the previous drafter
-    params = _drafted_by(params, found.config, _with_head(found.weights, params.target, params.target_config))
+    weights = _with_head(found.weights, params.target, params.target_config)
+    params = _drafted_by(params, *_held_once(found.config, weights, params.target))
     return _tried(params, drafter, found.readings) if probe else params
 
 

@@ -186,7 +186,7 @@ def test_what_is_refused(target, tmp_path):
     folder = write(tmp_path / "head", [2, 3, 4])
     refused("feature_layers=[2, 1, 0]: allowed are ascending numbers", **given, feature_layers=(2, 1, 0))
     refused("to 3, the last layer", **given, feature_layers=(1, 2, 4))
-    refused("reads 96 numbers", **given, feature_layers=(1, 2))
+    refused("found shape [32, 96], expected 2 layers", **given, feature_layers=(1, 2))
     refused("feature_layers", **given, feature_layers=(-2, 1, 2))
     refused("feature_layers=[1, 2, 3]: no drafter is loaded", target=target, feature_layers=(1, 2, 3))
     refused("only for a drafter that others trained", target=target, drafter="lookup", feature_layers=(1, 2, 3))
