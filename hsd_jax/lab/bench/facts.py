@@ -108,9 +108,13 @@ def _published(folder: Path) -> dict[str, Any]:
         doubt = "" if found.is_documented else "; or each of them plus 1, which the files leave open"
         layers = f"{list(found.feature_layers)}{doubt}"
     said = {**found.switches, **found.layers}
+    verifier: Any = found.switches
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        verifier = verifier.get(key) if isinstance(verifier, dict) else None
     return {
         "kind": f"{found.kind} drafter that others trained",
         "layout": found.format,
+        "drafts for": verifier or "not said",
         "feature layers": layers,
         "draft vocabulary": found.reduced_vocab_size or "all tokens",
         "stored in": ", ".join(sorted({tensor.dtype for tensor in floats})),
