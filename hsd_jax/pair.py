@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import flax.struct
 import jax
@@ -18,19 +20,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax.config import QUANTIZED, ModelConfig, TreeConfig
+from hsd_jax.drafters import probe as probe_lib
 from hsd_jax.drafters.both import BothConfig
 from hsd_jax.drafters.files import DRAFTER, read_drafter, read_drafter_config, read_scorer
-from hsd_jax.drafters.method import DraftedFor
+from hsd_jax.drafters.method import DraftedFor, DraftingMethod
+from hsd_jax.drafters.published import check_readable, is_published, layer_readings, open_published, read_published
 from hsd_jax.drafters.rescored.draft import ALPHA, RescoredConfig
 from hsd_jax.drafters.stack import StackConfig, at_bottom
 from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with, load_foreign, make_drafter, method_of, parse
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put
-from hsd_jax.host.files import sha256
+from hsd_jax.host.files import is_writer, sha256
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.kernels import int8, native, program
 from hsd_jax.models import convert, draft_vocab, packing
-from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
+from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find, refuse_early
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.tensor_files import MODEL, checked_dtype, is_stored
 from hsd_jax.settings import Loading, LoadSettings
@@ -156,10 +160,12 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
     drafter = checkpoint.drafter if asked.drafter is None else asked.drafter
     # The drafter is read first, because it is smaller and more often refused.
     owner = DraftedFor(config, checkpoint.hash(dtype), words)
-    drafter_config, drafter_weights = None, None
+    drafter_config, drafter_weights, readings = None, None, ()
     if drafter is not None:
-        own_dtype, on = _drafter_dtype(dtype, mesh, asked.precision), Placement(mesh, True)
-        drafter_config, drafter_weights = _load_drafter(drafter, owner, own_dtype, on, asked.strict)
+        how = _drafter_dtype(dtype, mesh, asked.precision), Placement(mesh, True), asked.strict, asked.feature_layers
+        drafter_config, drafter_weights, readings = _load_drafter(drafter, owner, *how)
+    elif asked.feature_layers is not None:
+        raise ValueError(f"feature_layers={shown(asked.feature_layers)}: no drafter is loaded")
     try:
         weights = checkpoint.weights(dtype, Placement(mesh, True, asked.quantize, not is_exact))
     except BaseException:
@@ -167,7 +173,7 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         raise
     if drafter_weights:
         drafter_weights = _with_head(drafter_weights, weights, config)
-        drafter_config, drafter_weights = _without_copy(drafter_config, drafter_weights, weights)
+        drafter_config, drafter_weights = _held_once(drafter_config, drafter_weights, weights)
     params = Params(
         weights,
         drafter_weights,
@@ -182,7 +188,8 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         asked.quantize or dtype.name,
         (owner.hash, drafter_hash(drafter_config, drafter_weights)),
     )
-    return place(arranged(params, mesh, frees=True), mesh)
+    params = place(arranged(params, mesh, frees=True), mesh)
+    return _tried(params, drafter, readings) if asked.probe else params
 
 
 def _drafter_dtype(dtype: Any, mesh: Mesh | None, precision: str) -> Any:
@@ -195,33 +202,112 @@ def default_tree(config: Any) -> TreeConfig:
     return method_of(config).planning.default_tree(config)
 
 
+class _Loaded(NamedTuple):
+    """A drafter that was read."""
+
+    config: Any
+    weights: Weights
+    readings: tuple[tuple[int, ...], ...] = ()
+    """Of a drafter that others trained: the layers of the target that its files may mean, the likeliest first."""
+
+
+def check_drafts(folder: Path) -> None:
+    """Raises the errors of the settings of what drafts, before its weights are fetched."""
+    if is_published(folder):
+        check_readable(folder)
+    else:
+        refuse_early(folder)
+
+
 def _load_drafter(
-    drafter: Any, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
-) -> tuple[Any, Weights]:
+    drafter: Any,
+    target: DraftedFor,
+    dtype: Any,
+    placement: Placement,
+    strict: bool = False,
+    feature_layers: tuple[int, ...] | None = None,
+) -> _Loaded:
     """Reads a drafter of any kind and checks it against its target.
 
     It gets the target's number of tokens. With a reduced draft vocabulary it still lacks its rows of the target's head
-    (`_with_head`).
+    (`_with_head`), unless it has a head of its own.
     """
     if isinstance(drafter, str):
         two = BothConfig.split(drafter)
         if two is not None and (two[0] in BUNDLED or not Path(drafter).expanduser().exists()):
-            config, weights = _load_drafter(two[0], target, dtype, placement, strict)
-            if method_of(config).training is None:
-                allowed = ", ".join(kinds_with(lambda method: method.training is not None))
-                raise ValueError(f"drafter={shown(drafter)}: {config.kind} with lookup; allowed are {allowed}")
-            return BothConfig(config, two[1]), weights
+            found = _load_drafter(two[0], target, dtype, placement, strict, feature_layers)
+            if not _reads_features(method_of(found.config)):
+                allowed = ", ".join(kinds_with(_reads_features))
+                raise ValueError(f"drafter={shown(drafter)}: {found.config.kind} with lookup; allowed are {allowed}")
+            return found._replace(config=BothConfig(found.config, two[1]))
         own = BUNDLED[drafter].drafter if drafter in BUNDLED else None
         if own is not None and read_drafter_config(own).target_hash == target.hash:
             drafter = own  # for any other target the name means the bundled language model
         else:
             drafter = parse(drafter) or drafter
-    if isinstance(drafter, WITHOUT_WEIGHTS):
-        return drafter, {}
-    found = find(drafter)
+    found = None if isinstance(drafter, WITHOUT_WEIGHTS) else find(drafter, check=check_drafts)
+    if found is not None and found.path.is_dir() and is_published(found.path):
+        config, weights = read_published(found.path, target, dtype, placement, feature_layers)
+        if feature_layers is not None:
+            return _Loaded(config, weights, (tuple(feature_layers),))
+        return _Loaded(config, weights, layer_readings(open_published(found.path, target.config), target.config))
+    if feature_layers is not None:
+        why = "only for a drafter that others trained; ours read the layers for which they were trained"
+        raise ValueError(f"feature_layers={shown(feature_layers)} with drafter={shown(str(drafter))}: {why}")
+    if found is None:
+        return _Loaded(drafter, {})
     if found.path.is_file() or (is_stored(found.path, MODEL) and not is_stored(found.path, DRAFTER)):
-        return load_foreign(found, target, dtype, placement, strict)
-    return read_drafter(found.path, dtype, placement, target, strict)
+        return _Loaded(*load_foreign(found, target, dtype, placement, strict))
+    return _Loaded(*read_drafter(found.path, dtype, placement, target, strict))
+
+
+def _reads_features(method: DraftingMethod) -> bool:
+    """Whether it drafts from its target's states, and lookup may draft beside it."""
+    return method.training is not None or method.published is not None
+
+
+def _held_once(config: Any, drafter: Weights, target: Weights) -> tuple[Any, Weights]:
+    """`_without_copy` of a drafter, or of the base of `both`."""
+    if not isinstance(config, BothConfig):
+        return _without_copy(config, drafter, target)
+    base, drafter = _without_copy(config.base, drafter, target)
+    return dataclasses.replace(config, base=base), drafter
+
+
+def _tried(params: Params, drafter: Any, readings: tuple[tuple[int, ...], ...]) -> Params:
+    """The same models, with what a probe tells of a drafter that others trained (`drafters/probe.py`): which of the
+    layers it reads, and its profile. It is said on stderr. Other drafters have no `readings` and are not tried."""
+    if not readings or probe_lib.is_off():
+        return params
+    whole, weights = params.drafter_config, params.drafter or {}
+    base = whole.base if isinstance(whole, BothConfig) else whole
+
+    def run(layers: tuple[int, ...]) -> probe_lib.Probe:
+        models, config = {"target": params.target, "drafter": weights}, dataclasses.replace(base, feature_layers=layers)
+        return probe_lib.run_probe(
+            models, params.target_config, config, params.tokenizer, params.matmul_precision, params.mesh
+        )
+
+    about = params.fingerprints()[0], drafter_hash(base, weights), params.dtype
+    found, is_new = probe_lib.probed(readings, about, run)
+    say = f"{drafter}: {found}" if is_new else ""
+    if len(readings) > 1:
+        others = " or ".join(str(list(layers)) for layers in readings if layers != found.feature_layers)
+        say = (
+            f"{say or drafter}; its files do not say how they count layers: read are {list(found.feature_layers)}, not"
+        )
+        say += f" {others}"
+    if say and is_writer():
+        print(say, file=sys.stderr, flush=True)
+    if found.first < probe_lib.LOW:
+        warnings.warn(
+            f"{drafter}: only {found.first:.0%} of the first drafts are accepted, with feature_layers="
+            f"{list(found.feature_layers)}: was it trained for this target, and for these layers?",
+            stacklevel=3,
+        )
+    base = dataclasses.replace(base, feature_layers=found.feature_layers, profile=found.profile)
+    config = dataclasses.replace(whole, base=base) if isinstance(whole, BothConfig) else base
+    return _drafted_by(params, config, weights)
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
@@ -249,19 +335,26 @@ def _without_copy(drafter_config: Any, drafter: Weights, target: Weights) -> tup
 
 def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
     """Raises the errors of `load` for a drafter of the target of `params`. It reads nothing of the target."""
-    config, weights = _load_drafter(folder, target, "bfloat16", Placement(), strict=True)
+    config, weights, _ = _load_drafter(folder, target, "bfloat16", Placement(), strict=True)
     jax.eval_shape(lambda own, of_target: _with_head(own, of_target, params.target_config), weights, params.target)
     make_drafter(params.target_config, config, default_tree(config))
 
 
-def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False) -> Params:
+def with_drafter(
+    params: Params,
+    drafter: str | Path | Any,
+    strict: bool = False,
+    feature_layers: tuple[int, ...] | None = None,
+    probe: bool = True,
+) -> Params:
     """The same target with another drafter, named as in `load`. The target's weights are shared."""
     dtype = params.target["final_norm"]["weight"].dtype if params.dtype in QUANTIZED else jnp.dtype(params.dtype)
     dtype = _drafter_dtype(dtype, params.mesh, params.precision)
-    config, weights = _load_drafter(drafter, params.as_owner, dtype, Placement(params.mesh, True), strict)
+    found = _load_drafter(drafter, params.as_owner, dtype, Placement(params.mesh, True), strict, feature_layers)
     params = dataclasses.replace(params, tree=None)  # the tree was for the previous drafter
-    weights = _with_head(weights, params.target, params.target_config)
-    return _drafted_by(params, *_without_copy(config, weights, params.target))
+    weights = _with_head(found.weights, params.target, params.target_config)
+    params = _drafted_by(params, *_held_once(found.config, weights, params.target))
+    return _tried(params, drafter, found.readings) if probe else params
 
 
 def _drafted_by(params: Params, config: Any, weights: Weights) -> Params:
@@ -280,7 +373,8 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
       ValueError: without a trained drafter, or for ids that are not ascending or that it cannot draft.
     """
     if params.drafter is None or method_of(params.drafter_config).training is None:
-        raise ValueError("restrict() needs a trained drafter")
+        kinds = ", ".join(kinds_with(lambda method: method.training is not None))
+        raise ValueError(f"restrict() needs a drafter that is trained here: {kinds}")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     return _drafted_by(params, config, _with_head(weights, params.target, params.target_config))
 
@@ -328,7 +422,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
             raise ValueError("stack() needs a small language model that drafts")
         model = DraftedFor(config, config.fingerprint, params.tokenizer)
         dtype = jax.tree.leaves(weights["embedding"])[0].dtype
-        below, own = _load_drafter(inner, model, dtype, Placement(params.mesh, True), strict=True)
+        below, own, _ = _load_drafter(inner, model, dtype, Placement(params.mesh, True), strict=True)
         own = _with_head(own, weights, config)
         depth = default_tree(below).depth if length is None else length
         return StackConfig(config, below, depth), {"middle": weights, "inner": own}

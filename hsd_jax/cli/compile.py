@@ -135,7 +135,7 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from hsd_jax.drafters.table import init_drafter
+    from hsd_jax.drafters.table import init_drafter, method_of
     from hsd_jax.host import sharding
     from hsd_jax.infer.loop import program_for
     from hsd_jax.infer.rules.table import RULES
@@ -152,9 +152,11 @@ def decode_program(job: Job, what: str, mesh: Any) -> tuple[Any, tuple[Any, ...]
 
     def loaded() -> Params:
         key, num = jax.random.key(0), job.drafter.reduced_vocab_size
-        both = [init_target(key, job.target), init_drafter(key, job.drafter)]
-        if num is not None:  # the rows of the head that `draft_vocab.attach` copies
-            both[1] |= {"draft_to_target": jnp.zeros(num, jnp.int32), "head": jnp.zeros((num, job.target.hidden_size))}
+        others = method_of(job.drafter).published
+        both = [init_target(key, job.target), (others.init_weights if others else init_drafter)(key, job.drafter)]
+        if num is not None:  # with the rows of the head that `draft_vocab.attach` copies, if it has none of its own
+            rows_of_head = {"head": jnp.zeros((num, job.target.hidden_size))}
+            both[1] = rows_of_head | both[1] | {"draft_to_target": jnp.zeros(num, jnp.int32)}
         target, own = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, both)
         return arranged(Params(target, own, job.target, job.drafter), on)
 
@@ -259,14 +261,16 @@ hsd compile --target DIR --drafter DIR --device v5e:2x4 --mesh model=8 --json co
     names = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
     add_value(parser, "--target NAME", str, f"as in hsd generate, or a shape that ships: {names}", required=True)
     without = "one layer, parallel trunk, a quarter of the vocabulary"
-    add_value(parser, "--drafter DIR", str, "a folder with a drafter_config.json, or ORG/NAME of one", without=without)
+    what = "a folder with a drafter_config.json, or one of a drafter that others trained; or ORG/NAME of one"
+    add_value(parser, "--drafter DIR", str, what, without=without)
     parser.add_argument("--device", metavar="NAME", required=True, help=ALLOWED)
     add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
     add_value(parser, "--batch B", COUNT, "rows", 1)
     add_value(parser, "--context TOKENS", COUNT, "slots of the caches", 4096)
     add_value(parser, "--tree NxDxW", str, "the tree", without="8x7x1, or that of the drafter")
     add_value(parser, "--temperature T", value_of(Temperature), "0 compiles for greedy rows only", 0.0)
-    parser.add_argument("--what", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs (default: all)")
+    what = "programs (default: all; train only for drafters that are trained here)"
+    parser.add_argument("--what", choices=PROGRAMS, nargs="+", help=what)
     add_value(parser, "--json OUT", NEW_FILE, "write the record")
 
 
@@ -275,27 +279,34 @@ def run(args: argparse.Namespace) -> int:
     prepare_process()
     from hsd_jax.drafters.files import check_drafter, read_drafter_config
     from hsd_jax.drafters.method import DraftedFor
+    from hsd_jax.drafters.published import described, is_published
     from hsd_jax.host.sharding import rows_multiple
     from hsd_jax.measure.speeds import parse_tree
     from hsd_jax.models.checkpoint import find
-    from hsd_jax.pair import default_tree
+    from hsd_jax.pair import check_drafts, default_tree
     from hsd_jax.setup import CAPACITY_UNIT, rows_bucket
     from hsd_jax.train.loop import LoopConfig
 
     devices, target = parse_devices(args.device), read_target(args.target)
     tree = parse_tree(args.tree) if args.tree else CHAIN
-    drafter = usual_drafter(target, tree.depth)
+    drafter, asked = usual_drafter(target, tree.depth), args.what or list(PROGRAMS)
     if args.drafter is not None:
-        drafter = read_drafter_config(find(args.drafter).path)
-        check_drafter(drafter, DraftedFor(target, drafter.target_hash, None))
+        folder = find(args.drafter, check=check_drafts).path
+        if is_published(folder):
+            drafter, asked = described(folder, DraftedFor(target, "", None))[2], args.what or list(PROGRAMS[:-1])
+            if TRAIN in asked:
+                raise ValueError(f"--what {TRAIN}: {args.drafter} was trained by others and is not trained here")
+        else:
+            drafter = read_drafter_config(folder)
+            check_drafter(drafter, DraftedFor(target, drafter.target_hash, None))
         tree = tree if args.tree else default_tree(drafter)
-    mesh = make_mesh(devices, args.mesh, is_training=args.what == [TRAIN])
+    mesh = make_mesh(devices, args.mesh, is_training=asked == [TRAIN])
     rows, slots = rows_multiple(mesh), -(-args.context // CAPACITY_UNIT) * CAPACITY_UNIT
     train = LoopConfig(batch=rows * -(-4 // rows), length=2048, compute="bfloat16")
     job = Job(target, drafter, train, None, tree, rows_bucket(args.batch, rows), slots, args.temperature)
     record = {"target": args.target, "device": args.device, "mesh": dict(mesh.shape), "batch": job.batch}
     record |= {"slots": slots, "tree": tree.name}
     print(", ".join(f"{key} {value}" for key, value in record.items()))
-    programs = {what: compiled(job, what, mesh, devices) for what in args.what}
+    programs = {what: compiled(job, what, mesh, devices) for what in asked}
     options.write_record(args.json, record | {"programs": programs})
     return 0 if all(program["fits"] for program in programs.values()) else 1

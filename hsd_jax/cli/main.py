@@ -27,6 +27,7 @@ environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
   HSD_CACHE=FOLDER    keep them there
   HSD_NATIVE_ISA=L    CPU kernels: avx2, avx512, avx512_vnni, avx512_bf16, amx; off: XLA computes products, in float32
+  HSD_PROBE=off       do not try drafters that others trained when they are loaded
   HSD_RACE=off        do not time rounds with and without drafts in the first calls; trust the model of costs
   HSD_RACE=FOLDER     keep what was timed there, not in ~/.cache/hsd_jax/races
   HSD_RATES=off       do not measure this processor; choose draft trees by the shipped rates

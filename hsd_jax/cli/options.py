@@ -266,8 +266,9 @@ def other_drafters(args: argparse.Namespace, params) -> Callable[[str], Any]:
     from hsd_jax.pair import with_drafter
 
     if params.mesh is not None:  # the loaded target may have repeated heads, which no drafter expects
-        return lambda drafter: load_params(args, drafter=drafter)
-    return lambda drafter: with_drafter(params, drafter, given(args, LoadSettings).get("strict", False))
+        return lambda drafter: load_params(args, drafter=drafter, feature_layers=None)  # they are --drafter's
+    asked = {name: value for name, value in given(args, LoadSettings).items() if name in ("strict", "probe")}
+    return lambda drafter: with_drafter(params, drafter, **asked)
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:

@@ -14,6 +14,7 @@ from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters import small_lm
 from hsd_jax.drafters.hidden.weights import HiddenConfig
 from hsd_jax.drafters.method import DraftedFor
+from hsd_jax.drafters.published import is_published
 from hsd_jax.drafters.rescored.ngram import NGRAM, read_ngram
 from hsd_jax.drafters.steered import STEERING
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
@@ -43,6 +44,8 @@ def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dt
 def read_drafter_config(folder: str | Path) -> DrafterConfig:
     """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
     path = config_file(folder, DRAFTER)
+    if not path.exists() and is_published(Path(folder)):
+        raise ValueError(f"{folder}: a drafter that others trained, which only load() and hsd compile take")
     values = read_object(path)
     kind = values.pop("kind", None)
     trained = {name: method.config for name, method in DRAFTING_METHODS.items() if method.training is not None}

@@ -117,17 +117,22 @@ def is_published(folder: Path) -> bool:
     return is_head or any(re.match(r"(medusa_head\.)?0\.0\.linear\.", name) for name in names)
 
 
-def open_published(folder: Path, target: ModelConfig) -> Published:
-    """Finds kind, layout, switches and feature layers.
+def check_readable(folder: Path) -> None:
+    """Raises a ValueError for a kind that is not read, by the configuration alone."""
+    _refuse(folder, _first(_NOT_READ, _words(read_object(folder / "config.json"))))
+
+
+def open_published(folder: Path, target: ModelConfig | None) -> Published:
+    """Finds kind, layout, switches and feature layers. Without a target nothing is compared with it, and no layers have
+    a default.
 
     Raises:
       FileNotFoundError, ValueError: in one line, for a kind that is not read, a folder without safetensors, a
         configuration of another target, or tensors of no kind that is known.
     """
+    check_readable(folder)
     file = folder / "config.json"
-    values = read_object(file)
-    _refuse(folder, _first(_NOT_READ, _words(values)))
-    tensors = _tensors(folder)
+    values, tensors = read_object(file), _tensors(folder)
     _refuse(folder, _first(_NOT_READ_TENSORS, tensors))
     kind = _first(_KINDS, _words(values)) or _kind_of(folder, tensors)
     for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
@@ -145,8 +150,10 @@ def open_published(folder: Path, target: ModelConfig) -> Published:
     layers.pop("architectures", None)
     if layers["model_type"] not in ("llama", "qwen3"):
         raise ValueError(f"{file}: model_type={shown(layers['model_type'])}: allowed are llama, qwen3")
-    named, is_documented = _named_layers(switches, layout, target.num_layers, str(file))
+    named, is_documented = _named_layers(switches, layout, str(file))
     found = Published(kind, folder, layout, layers, switches, named, is_documented, tensors)
+    if target is None:
+        return found
     _check_sizes(found, target)
     return found if named is not None else found._replace(feature_layers=_default_layers(found, target))
 
@@ -161,6 +168,22 @@ def layer_readings(published: Published, target: ModelConfig) -> tuple[tuple[int
     both = [tuple(layer + by for layer in first) for by in (0, 1)]
     both = [layers for layers in both if layers[-1] < target.num_layers]
     return tuple(sorted(both, key=lambda layers: layers != ours))
+
+
+def described(
+    folder: Path, target: DraftedFor, feature_layers: tuple[int, ...] | None = None
+) -> tuple[Published, PublishedKind, Any]:
+    """The files of a drafter that others trained, how its kind is read, and its configuration, with the vocabulary of
+    the files. Arguments and errors are those of `read_published`, but for missing and unexpected tensors."""
+    published = open_published(folder, target.config)
+    readings = layer_readings(published, target.config) if feature_layers is None else (tuple(feature_layers),)
+    published = published._replace(feature_layers=readings[0] if readings else None)
+    _check_layers(published, target.config)
+    kind = DRAFTING_METHODS[published.kind].published
+    assert kind is not None, published.kind
+    config = kind.parse(published, dataclasses.replace(target.config, vocab_size=target.vocab_size))
+    _check_shapes(published, kind, config)
+    return published, kind, config
 
 
 def read_published(
@@ -178,15 +201,8 @@ def read_published(
       FileNotFoundError, ValueError: as `open_published`; and for layers that do not suit the target or the drafter, or
         a tensor that is missing, unexpected or of another shape, before any is read.
     """
-    published = open_published(folder, target.config)
-    readings = layer_readings(published, target.config) if feature_layers is None else (tuple(feature_layers),)
-    published = published._replace(feature_layers=readings[0] if readings else None)
-    _check_layers(published, target.config)
-    kind = DRAFTING_METHODS[published.kind].published
-    assert kind is not None, published.kind
-    in_files = dataclasses.replace(target.config, vocab_size=target.vocab_size)
-    config, stored = kind.parse(published, in_files), dict(published.tensors)
-    _check_shapes(published, kind, config)
+    published, kind, config = described(folder, target, feature_layers)
+    stored = dict(published.tensors)
     held = dataclasses.replace(config, vocab_size=target.config.vocab_size)
     offsets, ids = stored.pop("d2t", None), None
     if offsets is not None:
@@ -256,9 +272,7 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _named_layers(
-    switches: dict[str, Any], layout: str, num_layers: int, where: str
-) -> tuple[tuple[int, ...] | None, bool]:
+def _named_layers(switches: dict[str, Any], layout: str, where: str) -> tuple[tuple[int, ...] | None, bool]:
     """The layers that the files name in our numbers, and whether their numbers are documented."""
     for key, shift in _LAYER_IDS.items():
         if switches.get(key) is not None:

@@ -152,13 +152,25 @@ Source = str | Path | Checkpoint
 """How a model is given: a name, a folder, a file, or a `Checkpoint`."""
 
 
+def refuse_early(folder: Path) -> None:
+    """Raises the errors of a model's settings before its weights are fetched. A drafter may lie beside any others."""
+    names = {path.name for path in folder.iterdir()}
+    if "config.json" in names and names.isdisjoint(("drafter_config.json", "ngram_config.json")):
+        read_config(folder)
+
+
 def find(
-    source: Source, revision: str | None = None, tokenizer: Source | None = None, weights: bool = True
+    source: Source,
+    revision: str | None = None,
+    tokenizer: Source | None = None,
+    weights: bool = True,
+    check: Callable[[Path], None] = refuse_early,
 ) -> Checkpoint:
     """The checkpoint of a name, a folder or a file. If nothing has the name, the error lists what was tried.
 
     A name is looked up in BUNDLED, then as a path, then as ORG/NAME on the hub. The tokenizer and the chat template of
-    `tokenizer` replace its own. Without `weights` only settings and tokenizer are fetched from the hub.
+    `tokenizer` replace its own. Without `weights` only settings and tokenizer are fetched from the hub; with them
+    `check` is called with the folder of the settings first.
     """
     words = None if tokenizer is None else find(tokenizer, weights=False).words
     if isinstance(source, Checkpoint):
@@ -172,7 +184,7 @@ def find(
     if path.exists():
         _refuse_revision(source, revision)
     else:
-        path = _fetched(source, path, revision, weights)
+        path = _fetched(source, path, revision, weights, check)
     if weights and path.is_dir() and not (path / "config.json").exists() and (what := foreign.in_folder(path)):
         raise ValueError(f"{path}: {what}")
     if not path.is_dir() and path.suffix.lower() != ".gguf":
@@ -180,22 +192,17 @@ def find(
     return Checkpoint(str(source), Folder(path) if path.is_dir() else GgufFile(path), words, drafter)
 
 
-def _fetched(source: str | Path, path: Path, revision: str | None, weights: bool) -> Path:
+def _fetched(
+    source: str | Path, path: Path, revision: str | None, weights: bool, check: Callable[[Path], None]
+) -> Path:
     """The local folder of the hub's repository with this name."""
     tried = [f"{source}: not one of {', '.join(BUNDLED)}; no such path ({path.absolute()})"]
     if isinstance(source, str) and hub.is_repo_name(source):
         try:
-            return hub.fetch(source, revision, weights, _refuse_early)
+            return hub.fetch(source, revision, weights, check)
         except hub.HubError as error:
             raise FileNotFoundError("; ".join([*tried, f"nor from the hub: {error}"])) from error
     raise FileNotFoundError("; ".join([*tried, "nor a name on the hub, which is ORG/NAME"]))
-
-
-def _refuse_early(folder: Path) -> None:
-    """Raises the errors of a model's settings before its weights are fetched. A drafter may lie beside any others."""
-    names = {path.name for path in folder.iterdir()}
-    if "config.json" in names and names.isdisjoint(("drafter_config.json", "ngram_config.json")):
-        read_config(folder)
 
 
 def _refuse_revision(source: Source, revision: str | None) -> None:

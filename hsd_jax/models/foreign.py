@@ -14,6 +14,7 @@ from hsd_jax.host.files import read_object
 from hsd_jax.validation import shown
 
 _HEADS = "which draft from the states of another model and are not read"
+_DRAFTER = "a drafter for another model: give it as drafter=, with that model as the target"
 _PLAIN = "only weights in float32, bfloat16 or float16 are read: name the model that was quantized"
 _FILES = {
     r"\.gguf$": "GGUF files: name one of them",
@@ -24,12 +25,13 @@ _FILES = {
 _CONFIGS = {
     r"^adapter\b": "an adapter, as of LoRA: merge it into its model first",
     r"\bmedusa_": f"Medusa heads, {_HEADS}",
+    r"speculator": _DRAFTER,
     r"moe|mixtral|gpt_oss|expert": "a mixture of experts",
     r"vision|_vl\b": "a model of images and text",
     r"audio": "a model of sound and text",
 }
 _TENSORS = {
-    r"^(fc\.weight|midlayer\.)": f"layers of an EAGLE head, {_HEADS}",
+    r"^(fc\.weight|midlayer\.)": _DRAFTER,
     r"\.(qweight|weight_packed|weight_scale|weight_scale_inv|weight\.absmax|scales)$": f"quantized; {_PLAIN}",
     r"\.(experts|block_sparse_moe)\.": "a mixture of experts, which is not run",
     r"\.lora_[AB]\.": "an adapter (LoRA): merge it into its model first",
@@ -62,8 +64,8 @@ def in_config(values: Mapping[str, Any]) -> str | None:
     """Why a `config.json` of a family that is run is not that of a language model in plain weights. None: it is."""
     names = values.get("architectures")
     for name in names if isinstance(names, list) else ():
-        if "Eagle" in str(name):
-            return f"architectures={shown(names)}: layers of an EAGLE head, {_HEADS}"
+        if re.search("Eagle|DraftModel|DFlash|DSpark", str(name)):
+            return f"architectures={shown(names)}: {_DRAFTER}"
         if re.search("For(?!CausalLM|ConditionalGeneration)[A-Z]", str(name)):
             return f"architectures={shown(names)}: allowed are language models (ForCausalLM, ForConditionalGeneration)"
     for key in ("quantization_config", "quantization"):  # the second one is MLX's

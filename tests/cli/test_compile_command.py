@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, use_abstract_mesh
-from support import toy
+from support import published, toy
 from support.command_line import hsd
 from support.training import ALL, LENGTH, ROWS, TARGET, make, random_rows
 
@@ -91,6 +91,25 @@ def test_the_command_says_what_the_compiler_says(on_cpu, tmp_path, monkeypatch, 
     monkeypatch.setitem(aot.TPUS, "v5e", (100_000, "1x1"))
     assert hsd(*call) == 1
     assert "fits False" in capsys.readouterr().out
+
+
+def test_a_drafter_that_others_trained_has_its_own_head_and_no_training(on_cpu, tmp_path, monkeypatch, capsys):
+    """All that is read of it is its shapes."""
+    convert.save_target(tmp_path / "target", TINY, toy.make_target(TINY), eos=(7,))
+    keys = {"hidden_size": 64, "head_dim": 16, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    published.write_eagle3(tmp_path / "head", TINY, range(0, 100, 2), **keys)
+    jobs = []
+    monkeypatch.setattr(aot, "compiled", lambda job, what, *_: jobs.append((job, what)) or {"fits": True})
+    call = ["compile", "--target", tmp_path / "target", "--drafter", tmp_path / "head", "--device", "h100"]
+    assert hsd(*call) == 0
+    assert [what for _, what in jobs] == ["prefill", "plain", "speculative"]
+    _, (models, *_), _ = aot.decode_program(jobs[0][0], aot.SPECULATIVE, cpu_mesh())
+    own = models["drafter"]
+    assert own["head"].shape == (50, 64) and own["head"].dtype == jnp.bfloat16
+    assert own["draft_to_target"].shape == (50,) and own["fusion"]["kernel"].shape == (64, 3 * 64)
+    capsys.readouterr()
+    assert hsd(*call, "--what", "train") == 2
+    assert "was trained by others and is not trained here" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 from pathlib import Path
@@ -12,13 +13,14 @@ import jax
 
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters import steered
+from hsd_jax.drafters.published import is_published, open_published
 from hsd_jax.drafters.steered import STEERING, init_steering
 from hsd_jax.host.files import read_object
 from hsd_jax.kernels import native
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.tensor_files import MODEL, is_stored, read
-from hsd_jax.pair import describe_arithmetic
+from hsd_jax.pair import check_drafts, describe_arithmetic
 from hsd_jax.planning.device import cpu_model, num_cores
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -50,10 +52,12 @@ def model_record(weights) -> dict[str, int]:
 def facts_of(source: Source) -> dict[str, Any]:
     """The facts of a model or a drafter, given in any form that `models/checkpoint.py` takes.
 
-    All weights are read and checked.
+    All weights are read and checked, except those of a drafter that others trained, for which a target is needed.
     """
-    checkpoint = find(source)
+    checkpoint = find(source, check=check_drafts)
     folder = checkpoint.path
+    if folder.is_dir() and is_published(folder):
+        return _published(folder)
     if is_stored(folder, drafter_files.DRAFTER):
         return _drafter(folder)
     if (stored := steered.read_stored(folder)) is not None:
@@ -93,6 +97,30 @@ def _sampling_defaults(folder: Path) -> str:
     values = read_object(path) if path.is_file() else {}
     found = [f"{name} {values[name]}" for name in SAMPLING if values.get(name) is not None]
     return f"{', '.join(found)} (of {path.name}; not used)" if found else "none"
+
+
+def _published(folder: Path) -> dict[str, Any]:
+    """What the files say. The configuration stands below, with the names that it has there."""
+    found = open_published(folder, None)
+    floats = [tensor for tensor in found.tensors.values() if tensor.dtype in tensor.readable]
+    layers = "not said"
+    if found.feature_layers is not None:
+        doubt = "" if found.is_documented else "; or each of them plus 1, which the files leave open"
+        layers = f"{list(found.feature_layers)}{doubt}"
+    said = {**found.switches, **found.layers}
+    verifier: Any = found.switches
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        verifier = verifier.get(key) if isinstance(verifier, dict) else None
+    return {
+        "kind": f"{found.kind} drafter that others trained",
+        "layout": found.format,
+        "drafts for": verifier or "not said",
+        "feature layers": layers,
+        "draft vocabulary": found.reduced_vocab_size or "all tokens",
+        "stored in": ", ".join(sorted({tensor.dtype for tensor in floats})),
+        "parameters": f"{sum(math.prod(tensor.shape) for tensor in floats):,}",
+        **{key: said[key] for key in sorted(said) if isinstance(said[key], str | int | float)},
+    }
 
 
 def _drafter(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from hsd_jax.lab.bench.tables import Table, markdown, print_tables, range_of, sa
 NOTE = (
     "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts] with 8 batches or more,"
     " else (range of the repeats); whole call: ratio to plain decoding, prefill included; share of a round: its stages"
-    " timed alone after the first prompt; mean: over the tasks of Spec-Bench if all are there, else over all"
+    " timed alone after the first prompt; accepted by depth: share of the rounds that accepted the draft before;"
+    " mean: over the tasks of Spec-Bench if all are there, else over all"
 )
 MEAN = "mean"
 
@@ -106,12 +107,15 @@ def means(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def details(row: dict[str, Any]) -> list[str]:
-    """Lines about one row: texts that differ though they must not, and the stages of a round."""
+    """Lines about one row: texts that differ though they must not, acceptance by depth, and the stages of a round."""
     who = f"{row['method']}, {row['task']}"
     lines = [
         f"{who}, prompt {one['name']}: another text than plain decoding from token {one['index']} on"
         for one in wrong_texts(row)
     ]
+    if any(row.get("conditional_acceptance", ())):
+        shares = " ".join(f"{share:.2f}" for share in row["conditional_acceptance"])
+        lines.append(f"{who}, accepted by depth: {shares}")
     if "stages" in row:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in row["stages"]["shares"].items())
         lines.append(f"{who}, share of a round: {shares} of {row['stages']['seconds']['whole'] * 1e3:.2f} ms")

@@ -104,7 +104,7 @@ def row_of(method: str, task: str, value: float) -> dict:
     shown |= {"tokens_per_second": {"median": 10 * value, "min": 1, "max": 2}, "over_reference": None}
     if method == "plain":
         return shown | {"differences": [], "over_plain": None, "over_plain_whole": None, "same_text_as_plain": 1}
-    shown |= {"accept": "match", "differences": [{"name": "one", "index": 3}]}
+    shown |= {"accept": "match", "differences": [{"name": "one", "index": 3}], "conditional_acceptance": [0.75, 0.5]}
     return shown | {"over_plain": speed, "over_plain_whole": speed, "same_text_as_plain": 0}
 
 
@@ -121,7 +121,8 @@ def test_a_table_has_a_row_for_each_task_and_method_and_their_means():
         ("mean", "fast"),
     ]
     assert (cells[-1]["tau"], cells[-1]["times plain"], cells[-2]["times plain"]) == ("3.50", "3.50", "")
-    assert len(table.lines) == 7 and table.lines[0].startswith("fast, mt_bench, prompt one")
+    assert len(table.lines) == 14 and table.lines[0].startswith("fast, mt_bench, prompt one")
+    assert table.lines[1] == "fast, mt_bench, accepted by depth: 0.75 0.50"
     (one,) = report.tables_of({"rows": rows[-2:]})
     assert "task" not in one.heads and len(one.rows) == 2
 
