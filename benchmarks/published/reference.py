@@ -350,7 +350,7 @@ def write_dflash(out: Path, targets: dict[str, Target]) -> None:
     mixed = sliding | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
     dflash(out, "dflash_plain", llama, 31)
     dflash(out, "dflash_from_anchor", qwen3, 32, sample_from_anchor=True)
-    dflash(out, "dflash_reduced", llama, 33, draft_vocab=DRAFT_VOCABULARY)
+    dflash(out, "dflash_reduced", llama, 133, draft_vocab=DRAFT_VOCABULARY)
     dflash(out, "dflash_three_layers", qwen3, 34, layers=3, taps=[1, 2, 4, 6, LAYERS])
     dflash(out, "dflash_one_tap", llama, 35, taps=[4], layer={"rope_parameters": LLAMA3})
     dflash(out, "dflash_sliding", qwen3, 36, layers=3, layer=mixed)
