@@ -51,12 +51,16 @@ def trunk_drafter(
     cache_dtype: Any,
     scheme: DrawScheme,
     max_pending: int | None = None,
+    features_of: Callable[..., Array] = trunk_features,
+    read_pass: Callable[..., tuple[Any, NewKV]] = trunk_pass,
 ) -> Drafter:
     """A `Drafter` whose state is a `TrunkState`, and whose trunk runs in every round.
 
     Args:
       draft: `Drafter.draft`. It must add the pending features to the trunk's cache.
       max_pending: the largest number of pending features; None: those of one round.
+      features_of: makes the pending features of a pass of the target, as `trunk_features`.
+      read_pass: reads pending features that no draft follows, as `trunk_pass`. It may return None for the states.
     """
     check_tree(target_config, config, tree, scheme)
     most = tree.depth + 1 if max_pending is None else max_pending
@@ -73,12 +77,12 @@ def trunk_drafter(
         positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))
         num_entries = jnp.maximum(length - 2, 0)
         embeddings = embed_committed(models["target"], target_config, config, following)
-        features = trunk_features(models["drafter"], config, output.hidden, output.features)
+        features = features_of(models["drafter"], config, output.hidden, output.features)
         before = dataclasses.replace(state.cache, length=jnp.full(batch, start, jnp.int32))
         is_first = type(start) is int and start == 0
         seen = positions, causal_mask(batch, num), None if is_first else before
         active = positions < num_entries[:, None]
-        states, kv = trunk_pass(models["drafter"], config, features, embeddings, *seen, active=active)
+        states, kv = read_pass(models["drafter"], config, features, embeddings, *seen, active=active)
         cache = cache_lib.commit(before, kv, None, length * 0, after=_reading_cache(config, states), start=start)
         cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
         feature = newest_feature(features, start, length, state.pending[:, 0])
@@ -88,7 +92,7 @@ def trunk_drafter(
         # XLA drops the final hidden states if the trunk reads only inner layers.
         read = (output.hidden, output.features)
         path = jax.tree.map(lambda x: cache_lib.take_nodes(x, verdict.path, axis=1), read)
-        pending = trunk_features(models["drafter"], config, *path)
+        pending = features_of(models["drafter"], config, *path)
         return TrunkState(state.cache, pending, verdict.emitted, num_committed)
 
     def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
@@ -97,7 +101,7 @@ def trunk_drafter(
         embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
         seen = state.cache.length[:, None] + jnp.arange(num), causal_mask(batch, num), state.cache
         active = jnp.arange(num) < state.num_pending[:, None]
-        states, kv = trunk_pass(models["drafter"], config, state.pending, embeddings, *seen, active=active)
+        states, kv = read_pass(models["drafter"], config, state.pending, embeddings, *seen, active=active)
         after = _reading_cache(config, states)
         cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
         return commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
@@ -115,15 +119,19 @@ def run_trunk(
     return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
 
 
+Run = Callable[..., tuple[Float[Array, "B K H"], NewKV]]
+"""A function with the arguments of `run_trunk`."""
+
+
 def trunk_states(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState, run: Run = run_trunk
 ) -> tuple[Float[Array, "B K H"], KVCache]:
     """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
-    states, kv = run_trunk(models, target_config, config, num_states, state)
+    states, kv = run(models, target_config, config, num_states, state)
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 
-def _reading_cache(config: TrunkConfig, states: Float[Array, "B M H"]) -> Float[Array, "B M H"] | None:
+def _reading_cache(config: TrunkConfig, states: Float[Array, "B M H"] | None) -> Float[Array, "B M H"] | None:
     """The array that a write to the cache must wait for, if the states themselves are not needed.
 
     `cache.commit` explains why a write must wait for the pass that reads the cache. A pass through a single layer whose
