@@ -30,6 +30,7 @@ HeadDim = Annotated[int, Field(ge=1, le=65_536)]
 Theta = Annotated[float, Field(ge=1e-6, le=1e30)]
 TreeNodes = Annotated[int, Field(ge=2, le=LARGEST_TREE)]
 ChainLength = Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)]
+FeatureLayer = Annotated[int, Field(ge=-1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)]
 PRECISIONS = ("fast", "exact")
 """Allowed values of `precision`, see `params.load`."""
@@ -196,6 +197,8 @@ class TrunkConfig(DrafterConfig):
     committed_embeddings: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = False
     """Whether its states depend on drafted tokens. If so, a tree costs one pass per level."""
+    pairs_in_attention: ClassVar[bool] = False
+    """Whether it reads drafts by the attention of its first layer (`layers.Block`) and not by a product before it."""
     activation: ClassVar[str] = "silu"
     """This and the next fields are those of `ModelConfig` that its layers do not have."""
     norm_offset: ClassVar[float] = 0.0

@@ -224,9 +224,9 @@ def _load_drafter(
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
-    """The drafter with what `draft_vocab.attach` adds, in its dtype. A language model that drafts has its own head."""
+    """The drafter with what `draft_vocab.attach` adds, in its dtype. Some drafters have a head of their own."""
     draft_to_target = drafter.get("draft_to_target")
-    if draft_to_target is None:
+    if draft_to_target is None or "head" in drafter:
         return drafter
     attached = draft_vocab.attach(drafter, draft_to_target, target, config)
     if isinstance(attached["head"], int8.Quantized):

@@ -95,7 +95,7 @@ class ModelOutput:
     hidden: Float[Array, "B N H"]
     """Hidden states after the final norm, which the LM head reads."""
     features: tuple[Float[Array, "B N H"], ...]
-    """The residual stream after each of the requested inner layers (`feature_layers`), in ascending order."""
+    """The residual stream after each of the requested layers (`feature_layers`), in ascending order."""
     new_kv: NewKV
 
 

@@ -117,6 +117,21 @@ class Training(NamedTuple):
     """As `models.unroll.unroll`: the states of many anchors at once."""
 
 
+class PublishedKind(NamedTuple):
+    """How drafters of this kind are read from the files of others (`published.py`)."""
+
+    parse: Callable[..., Any]
+    """`parse(published, target_config)`: the configuration that the files of a `Published` mean. Raises a ValueError of
+    one line for what is not drafted."""
+    init_weights: Callable[..., Weights]
+    """`init_weights(key, config)`: fresh weights, whose names and shapes a file must have. They lack
+    `draft_to_target`."""
+    named: Callable[[str, Any], str]
+    """`named(path, config)`: the name in the files of one of these weights, given by its dotted path."""
+    by_column: tuple[str, ...] = ("head",)
+    """The paths of weights with a row for each token that may be drafted."""
+
+
 class DraftingMethod(NamedTuple):
     """A kind of drafter. Its name is `config.kind`."""
 
@@ -146,6 +161,8 @@ class DraftingMethod(NamedTuple):
     token_information: TokenInformation | None = None
     reuses: tuple[str, ...] = (NO_REUSE_FORM,)
     """The forms of reuse of spare states that it allows (`config.REUSES`)."""
+    published: PublishedKind | None = None
+    """None: it is not read from the files of others."""
     lattice: Callable[..., Any] | None = None
     """`lattice(target_config, config, tree, models, state) -> (logits [B, D, C], inject, state)`, for drafters whose
     states read no drafted token: the arguments of `tree.token_free`. `inject` is None if drafted tokens add nothing to

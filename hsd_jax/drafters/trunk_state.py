@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -43,6 +43,22 @@ class TrunkState:
     """Spare states of earlier trunk runs for the positions ahead (`hidden/reuse.py`). None: the drafter keeps none."""
 
 
+class TrunkInputs(NamedTuple):
+    """What a trunk reads and how. The defaults are for a trunk that was trained with the target's own embeddings."""
+
+    embed: Callable[..., Any] = lambda models, *args: embed_committed(models["target"], *args)
+    """`embed(models, target_config, config, tokens [B, N]) -> [B, N, H]`; None if it reads no embeddings."""
+    fuse: Callable[..., Any] = lambda models, *args: trunk_features(models["drafter"], *args)
+    """`fuse(models, config, hidden [..., H], features) -> [..., h]`: its input from a pass of the target."""
+    read: Callable[..., tuple[Any, NewKV]] = trunk_pass
+    """As `trunk_pass`: reads fused features that no draft follows. The states may be None."""
+    states: Callable[..., tuple[Array, NewKV]] | None = None
+    """As `run_trunk`, without `inputs`. None: `models.trunk.STATES` has it."""
+
+
+FROM_TARGET = TrunkInputs()
+
+
 def trunk_drafter(
     target_config: ModelConfig,
     config: TrunkConfig,
@@ -51,16 +67,13 @@ def trunk_drafter(
     cache_dtype: Any,
     scheme: DrawScheme,
     max_pending: int | None = None,
-    features_of: Callable[..., Array] = trunk_features,
-    read_pass: Callable[..., tuple[Any, NewKV]] = trunk_pass,
+    inputs: TrunkInputs = FROM_TARGET,
 ) -> Drafter:
     """A `Drafter` whose state is a `TrunkState`, and whose trunk runs in every round.
 
     Args:
       draft: `Drafter.draft`. It must add the pending features to the trunk's cache.
       max_pending: the largest number of pending features; None: those of one round.
-      features_of: makes the pending features of a pass of the target, as `trunk_features`.
-      read_pass: reads pending features that no draft follows, as `trunk_pass`. It may return None for the states.
     """
     check_tree(target_config, config, tree, scheme)
     most = tree.depth + 1 if max_pending is None else max_pending
@@ -68,7 +81,7 @@ def trunk_drafter(
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         """A prompt of a single token has no feature, so nothing is pending."""
         cache, roots = unread(config, tokens, length, capacity, most, cache_dtype)
-        pending = jnp.zeros((len(length), most, target_config.hidden_size))
+        pending = jnp.zeros((len(length), most, config.hidden_size))
         return TrunkState(cache, pending, roots, jnp.where(length >= 2, 1, 0).astype(jnp.int32))
 
     def read(models, state: TrunkState, output: ModelOutput, tokens, following: Int[Array, "B chunk"], start, length):
@@ -76,13 +89,13 @@ def trunk_drafter(
         batch, num = following.shape
         positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))
         num_entries = jnp.maximum(length - 2, 0)
-        embeddings = embed_committed(models["target"], target_config, config, following)
-        features = features_of(models["drafter"], config, output.hidden, output.features)
+        embeddings = inputs.embed(models, target_config, config, following)
+        features = inputs.fuse(models, config, output.hidden, output.features)
         before = dataclasses.replace(state.cache, length=jnp.full(batch, start, jnp.int32))
         is_first = type(start) is int and start == 0
         seen = positions, causal_mask(batch, num), None if is_first else before
         active = positions < num_entries[:, None]
-        states, kv = read_pass(models["drafter"], config, features, embeddings, *seen, active=active)
+        states, kv = inputs.read(models["drafter"], config, features, embeddings, *seen, active=active)
         cache = cache_lib.commit(before, kv, None, length * 0, after=_reading_cache(config, states), start=start)
         cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
         feature = newest_feature(features, start, length, state.pending[:, 0])
@@ -92,16 +105,16 @@ def trunk_drafter(
         # XLA drops the final hidden states if the trunk reads only inner layers.
         read = (output.hidden, output.features)
         path = jax.tree.map(lambda x: cache_lib.take_nodes(x, verdict.path, axis=1), read)
-        pending = features_of(models["drafter"], config, *path)
+        pending = inputs.fuse(models, config, *path)
         return TrunkState(state.cache, pending, verdict.emitted, num_committed)
 
     def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Reads the pending features. No state after them is needed."""
         batch, num = state.pending.shape[:2]
-        embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+        embeddings = inputs.embed(models, target_config, config, state.next_tokens)
         seen = state.cache.length[:, None] + jnp.arange(num), causal_mask(batch, num), state.cache
         active = jnp.arange(num) < state.num_pending[:, None]
-        states, kv = read_pass(models["drafter"], config, state.pending, embeddings, *seen, active=active)
+        states, kv = inputs.read(models["drafter"], config, state.pending, embeddings, *seen, active=active)
         after = _reading_cache(config, states)
         cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
         return commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
@@ -111,23 +124,31 @@ def trunk_drafter(
 
 
 def run_trunk(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    num_states: int,
+    state: TrunkState,
+    inputs: TrunkInputs = FROM_TARGET,
 ) -> tuple[Float[Array, "B K H"], NewKV]:
     """K = `num_states` token-free states, and the keys and values of the pending features."""
-    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+    if inputs.states is not None:
+        return inputs.states(models, target_config, config, num_states, state)
+    embeddings = inputs.embed(models, target_config, config, state.next_tokens)
     read = STATES[config.trunk]
     return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
 
 
-Run = Callable[..., tuple[Float[Array, "B K H"], NewKV]]
-"""A function with the arguments of `run_trunk`."""
-
-
 def trunk_states(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState, run: Run = run_trunk
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    num_states: int,
+    state: TrunkState,
+    inputs: TrunkInputs = FROM_TARGET,
 ) -> tuple[Float[Array, "B K H"], KVCache]:
     """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
-    states, kv = run(models, target_config, config, num_states, state)
+    states, kv = run_trunk(models, target_config, config, num_states, state, inputs)
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 

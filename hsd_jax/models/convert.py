@@ -57,7 +57,8 @@ _MODULES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_PLAIN_NORMS = {"mlp_norm": "post_attention_layernorm"}
+PLAIN_MODULES = _MODULES | {"mlp_norm": "post_attention_layernorm"}
+"""The names in files of the modules of a layer without second norms, by our names."""
 _POST_NORMS = {  # in Gemma the name post_attention_layernorm means a different norm
     "attn_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -78,7 +79,7 @@ class Folder:
     @functools.cached_property
     def dtype(self) -> str:
         """The dtype that holds the weights: "bfloat16" if all are stored in it, else "float32"."""
-        return "bfloat16" if {tensor.dtype for tensor in open_all(_weight_files(self.path))} == {"BF16"} else "float32"
+        return "bfloat16" if {tensor.dtype for tensor in open_all(weight_files(self.path))} == {"BF16"} else "float32"
 
     def tensors(self) -> dict[str, StoredTensor]:
         """The tensors by our paths. A tied checkpoint may hold the embedding as `embed_tokens`, `lm_head` or both."""
@@ -132,7 +133,7 @@ def save_target(
 def _open(folder: Path) -> dict[str, StoredTensor]:
     """The unread tensors of the text model by the names that `save_target` gives them."""
     stored: dict[str, StoredTensor] = {}
-    for tensor in open_all(_weight_files(folder)):
+    for tensor in open_all(weight_files(folder)):
         name = tensor.name
         while name.startswith(_PREFIXES):
             name = name.partition(".")[2]
@@ -149,10 +150,10 @@ def _open(folder: Path) -> dict[str, StoredTensor]:
 
 def _hf_name(path: str, config: ModelConfig) -> str:
     """`layer_3.attn.q.kernel` -> `model.layers.3.self_attn.q_proj.weight`."""
-    return file_name(path, _OUTER, "model.layers", _MODULES | (_POST_NORMS if config.post_norms else _PLAIN_NORMS))
+    return file_name(path, _OUTER, "model.layers", _MODULES | _POST_NORMS if config.post_norms else PLAIN_MODULES)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """`model.safetensors`, or the shards that its index names."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]

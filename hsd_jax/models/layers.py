@@ -226,16 +226,25 @@ def residual_init(config: Any) -> Callable:
 
 
 class Block(nn.Module):
-    """One decoder layer, with Gemma's second norms if `post_norms` is set."""
+    """One decoder layer, with Gemma's second norms if `post_norms` is set.
+
+    With `embeddings` it is the first layer of an EAGLE-3 drafter: its attention reads each normalised embedding and the
+    normalised state side by side. What follows is added to the state.
+    """
 
     config: Any
     """A `ModelConfig` or a `TrunkConfig`."""
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None, up_bias=None):
+    def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None, up_bias=None, embeddings=None):
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_eps, c.norm_offset)
-        normed = norm(feeds_product=True, name="attn_norm")(x)
+        if embeddings is None:
+            normed = norm(feeds_product=True, name="attn_norm")(x)
+        else:
+            state = norm(name="hidden_norm")(x)
+            normed = jnp.concatenate([norm(name="attn_norm")(embeddings), state], -1)
+            x = state if c.norm_before_residual else x
         attended, kv = Attention(c, name="attn")(normed, table, new_mask, cached, seen, attend_fn, asking)
         x = x if asking is None else take_nodes(x, asking, 1)
         x = x + (norm(name="attn_post_norm")(attended) if c.post_norms else attended)

@@ -25,6 +25,9 @@ from hsd_jax.models.layers import Block, RMSNorm, attend_after, kernel_param, no
 from hsd_jax.models.steering import Steer, of_layer
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
+EMBEDDING = -1
+"""The feature layer that means the embeddings, before the first layer."""
+
 
 class Target(nn.Module):
     """Embedding, blocks, final norm, LM head."""
@@ -56,7 +59,7 @@ class Target(nn.Module):
             SLIDING: rope_table(c.rope_local or c.rope, c.head_dim, positions),
         }
         block = nn.remat(Block) if self.remat else Block
-        keys, values, features = [], [], []
+        keys, values, features = [], [], [x] if EMBEDDING in feature_layers else []
         for layer in range(c.num_layers):
             kind = c.layer_type(layer)
             cached = None if cache is None else (cache.keys[layer], cache.values[layer])
@@ -142,7 +145,8 @@ def forward(
       new_mask: `new_mask[b, i, j]` says whether node i sees entry j: the `earlier` entries come first, then the nodes.
         Each node must see itself.
       cache: committed slots. Every node sees all of them, or those in its sliding window.
-      feature_layers: layers whose residual stream is returned in `features`.
+      feature_layers: layers whose residual stream is returned in `features`, or EMBEDDING. That of the last layer is
+        before the final norm.
       active: nodes whose output is used. None: all. The output of other nodes has no meaning.
       earlier: keys and values of earlier passes over drafts, which are not in the cache.
       up_bias: the steering of a drafter, added to the up-projection of every layer's MLP (`drafters/steered.py`).

@@ -37,7 +37,14 @@ MODEL = "model"
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes in which weights may be held and stored."""
 _IDS = "I32"
-_NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, _IDS: np.int32}
+_NUMPY = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "BF16": jnp.bfloat16,
+    "F16": np.float16,
+    _IDS: np.int32,
+    "I64": np.int64,
+}
 _ROWS_BYTES = 64 << 20
 """The approximate size of a block that is read at once. The host holds one block besides the weights."""
 
@@ -90,6 +97,26 @@ class Safetensor(StoredTensor):
 
     def sample(self, stride: int) -> np.ndarray:
         return self._mapped().reshape(-1)[::stride]
+
+
+@dataclasses.dataclass(frozen=True)
+class PickedRows(StoredTensor):
+    """Some rows of a tensor of a safetensors file, in any order."""
+
+    readable = Safetensor.readable
+
+    whole: StoredTensor
+    rows_of_whole: np.ndarray
+
+    @classmethod
+    def of(cls, whole: StoredTensor, rows: np.ndarray) -> PickedRows:
+        return cls(whole.file, whole.name, (len(rows), *whole.shape[1:]), whole.dtype, whole.start, whole, rows)
+
+    def block(self, rows: slice, *columns: slice) -> np.ndarray:
+        return self.whole.block(slice(0, self.whole.shape[0]), *columns)[self.rows_of_whole[rows]]
+
+    def sample(self, stride: int) -> np.ndarray:
+        return self.block(slice(None)).reshape(-1)[::stride]
 
 
 def checked_dtype(dtype: Any, allowed: tuple[str, ...] = DTYPES) -> np.dtype:

@@ -37,6 +37,8 @@ class Trunk(nn.Module):
     def setup(self):
         c = self.config
         self.layer = [Block(c) for _ in range(c.num_layers)]
+        if c.pairs_in_attention:
+            return
         if c.reads_drafts:
             self.embedding_norm = RMSNorm(c.norm_eps)
             self.pair_in = Weight(c.hidden_size, 2 * c.hidden_size, init=normal(0.01))
@@ -50,6 +52,8 @@ class Trunk(nn.Module):
 
     def inputs(self, states, embeddings):
         """The input of the first layer for features of committed positions, or for the trunk's own states."""
+        if self.config.pairs_in_attention:
+            return states
         if self.config.reads_drafts:  # EAGLE's layer over feature and embedding, added to the feature
             pair = jnp.concatenate([states, self.embedding_norm(embeddings)], -1)
             return states + linears(pair, self.pair_in)[0]
@@ -86,7 +90,8 @@ class Trunk(nn.Module):
         for i, layer in enumerate(self.layer):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
             rest = masks[0], cached, masks[1], attend_after(earlier, i)
-            x, (key, value) = layer(x, table, *rest, asking if i == c.num_layers - 1 else None)
+            own = {"embeddings": embeddings} if c.pairs_in_attention and i == 0 else {}
+            x, (key, value) = layer(x, table, *rest, asking if i == c.num_layers - 1 else None, **own)
             keys.append(key)
             values.append(value)
         return x, NewKV(tuple(keys), tuple(values))

@@ -155,7 +155,7 @@ def test_fetches_what_the_readers_open_and_nothing_else(server, tmp_path):
     folder = fetch(NAME)
     assert folder == tmp_path / "hub" / "models--org--model" / "snapshots" / commit
     assert held(folder) == MODEL and server.sent() == set(MODEL)
-    assert convert._weight_files(folder) == [folder / shard for shard in SHARDS]
+    assert convert.weight_files(folder) == [folder / shard for shard in SHARDS]
     server.asked.clear()
     assert fetch(NAME) == folder and server.sent() == set()
 

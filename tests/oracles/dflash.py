@@ -40,9 +40,7 @@ class Block:
       head: that of the target's rows that may be drafted, or the draft's own.
     """
 
-    def __init__(
-        self, tensors: Tensors, config: Mapping[str, Any], features: np.ndarray, anchor: int, embedding, head
-    ):
+    def __init__(self, tensors: Tensors, config: Mapping[str, Any], features: np.ndarray, anchor: int, embedding, head):
         self.tensors = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
         self.config, self.anchor, self.head = config, anchor, np.asarray(head, np.float64)
         t, eps = self.tensors, config["rms_norm_eps"]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax import validation
-from hsd_jax.config import ACTIVATIONS, FULL, SLIDING, LayerType, ModelConfig, TrunkConfig
-from hsd_jax.drafters.trunk_state import TrunkState
+from hsd_jax.config import ACTIVATIONS, FULL, SLIDING, FeatureLayer, LayerType, ModelConfig, TrunkConfig
+from hsd_jax.drafters.trunk_state import TrunkInputs, TrunkState
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import embed, matmul, rms_norm
 from hsd_jax.models.cache import take_nodes
@@ -39,6 +39,7 @@ class DFlashConfig(TrunkConfig):
     qk_norm: ClassVar[bool] = True
 
     _: dataclasses.KW_ONLY
+    feature_layers: tuple[FeatureLayer, ...]
     mask_token: Whole
     """The token of the slots after the anchor."""
     samples_anchor: bool = False
@@ -56,6 +57,10 @@ class DFlashConfig(TrunkConfig):
     """Rank of the Markov head. 0: there is none, as in DFlash."""
     markov_head: Annotated[str, OneOf(MARKOV_HEADS)] = VANILLA
     confidence: Annotated[str, OneOf(CONFIDENCES)] = NONE
+    has_embedding: bool = False
+    """Whether it has embeddings of its own. If not, it reads those of its target."""
+    has_head: bool = False
+    """Whether it has an LM head of its own."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,12 +88,11 @@ class DFlashConfig(TrunkConfig):
 
 
 def context_features(
-    weights: Weights, config: DFlashConfig, hidden: Float[Array, "... H"], features: tuple[Float[Array, "... H"], ...]
+    models, config: DFlashConfig, hidden: Float[Array, "... H"], features: tuple[Float[Array, "... H"], ...]
 ) -> Float[Array, "... H"]:
     """The projection of the target's features from which all layers make keys and values."""
-    fused = matmul(jnp.concatenate(features, -1), weights["context"]["kernel"])
-    norm = weights["context"]["norm"]
-    return rms_norm(fused, norm, config.norm_eps, dtype=norm.dtype)
+    own = models["drafter"]["context"]
+    return _norm(own["norm"], config, matmul(jnp.concatenate(features, -1), own["kernel"]))
 
 
 def context_pass(
@@ -126,7 +130,7 @@ def block_states(
     block: Float[Array, "B slots H"],
     cache: KVCache,
 ) -> tuple[Float[Array, "B slots H"], NewKV]:
-    """The states of all slots before the output norm, and the keys and values of the context. Those of slots are dropped.
+    """The states of all slots before the output norm, and the keys and values of the context, without those of slots.
 
     Args:
       context: `context_features` of positions after the cache, of which the first `num_context` of each row count.
@@ -136,7 +140,9 @@ def block_states(
     anchor = (cache.length + num_context)[:, None]
     positions = jnp.concatenate([cache.length[:, None] + jnp.arange(num), anchor + jnp.arange(size)], 1)
     table = rope_table(config.rope, config.head_dim, positions)
-    masks = {kind: _mask(config, kind, num, num_context, positions, anchor, cache) for kind in {*config.layer_types, FULL}}
+    masks = {
+        kind: _mask(config, kind, num, num_context, positions, anchor, cache) for kind in {*config.layer_types, FULL}
+    }
     slots = jnp.broadcast_to(num + jnp.arange(size), (batch, size))
     x, pairs = block, []
     for layer in range(config.num_layers):
@@ -194,11 +200,14 @@ def run_block(
 def run_slots(models, config: DFlashConfig, state: TrunkState) -> tuple[Float[Array, "B slots H"], NewKV]:
     """The states of all slots. All are computed for any tree, because slots see each other.
 
-    The embeddings are the drafter's own, if it has any, and else the target's. As in training they are not scaled.
+    Embeddings of the target are not scaled, as in training.
     """
-    weights = models["drafter"]
+    weights, table = models["drafter"], models["drafter" if config.has_embedding else "target"]["embedding"]
     anchor = take_nodes(state.next_tokens, jnp.maximum(state.num_pending - 1, 0)[:, None], axis=1)
     masks = jnp.full((len(anchor), config.block_size - 1), config.mask_token, anchor.dtype)
-    table = weights["embedding"] if "embedding" in weights else models["target"]["embedding"]
     block = embed(table, jnp.concatenate([anchor, masks], 1))
     return block_states(weights, config, state.pending, state.num_pending, block, state.cache)
+
+
+INPUTS = TrunkInputs(lambda *_: None, context_features, context_pass, run_block)
+"""The anchor's embedding is read with the block. No other token is."""

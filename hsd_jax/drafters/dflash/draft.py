@@ -15,15 +15,8 @@ import jax
 from jaxtyping import Array, Float
 
 from hsd_jax.config import NO_REUSE, NO_REUSE_FORM, REUSES, ModelConfig, ReuseConfig, TreeConfig, weights_of_layer
-from hsd_jax.drafters.dflash.block import (
-    NONE,
-    VANILLA,
-    DFlashConfig,
-    context_features,
-    context_pass,
-    run_block,
-    run_slots,
-)
+from hsd_jax.drafters.dflash.block import INPUTS, NONE, VANILLA, DFlashConfig, run_slots
+from hsd_jax.drafters.dflash.files import PUBLISHED
 from hsd_jax.drafters.dflash.heads import confidence, injector, with_confidence
 from hsd_jax.drafters.hidden.reuse import logits_of_round, reusing_drafter
 from hsd_jax.drafters.method import DraftingMethod, planning_of_trained
@@ -53,7 +46,7 @@ def dflash_drafter(
     def draft(models, state: TrunkState, inputs: RoundInputs):
         weights, slots, num_levels = models["drafter"], None, None
         if reuses:
-            of_round = models, target_config, config, tree, reuse, state, inputs.live, run_block
+            of_round = models, target_config, config, tree, reuse, state, inputs.live, INPUTS
             logits, num_levels, state = logits_of_round(*of_round)
         else:
             logits, slots, state = logits_and_slots(models, target_config, config, tree, state)
@@ -64,8 +57,7 @@ def dflash_drafter(
                 drafted = with_confidence(drafted, confidence(weights, config, slots, drafted), tree.depth)
         return drafted, state
 
-    passes = {"features_of": context_features, "read_pass": context_pass}
-    return reusing_drafter(target_config, config, tree, draft, cache_dtype, scheme, reuse, run_block, **passes)
+    return reusing_drafter(target_config, config, tree, draft, cache_dtype, scheme, reuse, INPUTS)
 
 
 def logits_and_slots(
@@ -104,5 +96,10 @@ def drafting_seconds(model: Any, config: DFlashConfig, rows: int, tree: TreeConf
 
 
 DFLASH = DraftingMethod(
-    DFlashConfig, dflash_drafter, planning_of_trained(drafting_seconds), reuses=REUSES, lattice=lattice
+    DFlashConfig,
+    dflash_drafter,
+    planning_of_trained(drafting_seconds),
+    reuses=REUSES,
+    published=PUBLISHED,
+    lattice=lattice,
 )

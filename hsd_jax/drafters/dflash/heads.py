@@ -1,7 +1,7 @@
 """The heads of DSpark: token information from the previous token, and how likely a draft is accepted.
 
-The Markov head adds W2 . f(W1[previous token], state) to the logits of a state (arXiv:2607.05147). Its weights are
-those of `hidden/weights.py` without a norm, and two projections for the kinds that also read the state.
+The Markov head adds W2 . f(W1[previous token], state) to the logits of a state (arXiv:2607.05147). Its weights
+have the names of `hidden/weights.py`, and `reader` for the kinds that also read the state.
 """
 
 from __future__ import annotations
@@ -42,15 +42,19 @@ def injector(weights: Weights, config: DFlashConfig, slots: Float[Array, "B slot
     if config.markov_head == VANILLA:
         return lambda tokens, above: (matmul(row_of(tokens), own["bias"]), None)
     assert slots is not None, "a head that reads states has them"
-    of_slots = project(own["of_state"], slots)
+    width, kernel = config.hidden_size, own["reader"]["kernel"]
+    from_states, from_rows = kernel[:, :width], kernel[:, width:]
+    if config.markov_head == RNN:  # its file has memory, row, state in this order
+        from_rows, from_states = kernel[:, :-width], kernel[:, -width:]
+    of_slots = matmul(slots, from_states) + own["reader"]["bias"].astype(jnp.float32)
 
     def step(slot: Int[Array, "B w"], row: Array, memory: Array | None) -> tuple[Array, Array | None]:
         """What W2 multiplies, and the memory after it."""
         of_state = take_nodes(of_slots, slot, axis=1)
         if config.markov_head == GATED:
-            return jax.nn.sigmoid(of_state + matmul(row, own["of_token"]["kernel"])) * row, None
+            return jax.nn.sigmoid(of_state + matmul(row, from_rows)) * row, None
         memory = jnp.zeros_like(row) if memory is None else memory
-        read = of_state + matmul(jnp.concatenate([memory, row], -1), own["of_token"]["kernel"])
+        read = of_state + matmul(jnp.concatenate([memory, row], -1), from_rows)
         gate, candidate, out = jnp.split(read, 3, axis=-1)
         gate = jax.nn.sigmoid(gate)
         return jnp.tanh(out), gate * memory + (1 - gate) * jnp.tanh(candidate)
@@ -67,11 +71,6 @@ def injector(weights: Weights, config: DFlashConfig, slots: Float[Array, "B slot
     return inject
 
 
-def project(weights: Weights, x: Float[Array, "... H"]) -> Float[Array, "... out"]:
-    """A linear layer with a bias, in float32."""
-    return matmul(x, weights["kernel"]) + weights["bias"].astype(jnp.float32)
-
-
 def confidence(
     weights: Weights, config: DFlashConfig, slots: Float[Array, "B slots H"], tree: DraftTree
 ) -> Float[Array, "B N"]:
@@ -79,11 +78,11 @@ def confidence(
 
     It was trained to predict 1 minus the total variation distance of the two distributions.
     """
-    head = weights["confidence"]
-    found = take_nodes(project(head["of_state"], slots), tree.depth + config.first_slot, axis=1)
+    head, width = weights["confidence"], config.hidden_size
+    found = take_nodes(matmul(slots, head["kernel"][:, :width]), tree.depth + config.first_slot, axis=1)
     if config.confidence == TOKEN:
-        found = found + matmul(take_rows(weights["injector"]["previous"], tree.tokens), head["of_token"]["kernel"])
-    return found[..., 0]
+        found = found + matmul(take_rows(weights["injector"]["previous"], tree.tokens), head["kernel"][:, width:])
+    return (found + head["bias"].astype(jnp.float32))[..., 0]
 
 
 def with_confidence(tree: DraftTree, accepted: Float[Array, "B N"], max_depth: int) -> DraftTree:

@@ -36,7 +36,14 @@ from hsd_jax.config import (
     TrunkConfig,
 )
 from hsd_jax.drafters.reading import joined
-from hsd_jax.drafters.trunk_state import Run, TrunkState, run_trunk, trunk_drafter, trunk_states
+from hsd_jax.drafters.trunk_state import (
+    FROM_TARGET,
+    TrunkInputs,
+    TrunkState,
+    run_trunk,
+    trunk_drafter,
+    trunk_states,
+)
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.trunk import base_logits
@@ -101,11 +108,16 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
 
 
 def fresh_logits(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState, run: Run = run_trunk
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    num_states: int,
+    state: TrunkState,
+    inputs: TrunkInputs = FROM_TARGET,
 ) -> tuple[Float[Array, "B K C"], TrunkState]:
     """The base logits of `trunk_states`, and the state with the pending features committed."""
     with jax.named_scope("trunk"):
-        states, cache = trunk_states(models, target_config, config, num_states, state, run)
+        states, cache = trunk_states(models, target_config, config, num_states, state, inputs)
     with jax.named_scope("head"):
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
     return logits, dataclasses.replace(state, cache=cache)
@@ -119,7 +131,7 @@ def logits_of_round(
     reuse: ReuseConfig,
     state: TrunkState,
     live: Bool[Array, "B"],
-    run: Run = run_trunk,
+    inputs: TrunkInputs = FROM_TARGET,
 ) -> tuple[Float[Array, "B D C"], Int[Array, "B"] | None, TrunkState]:
     """The logits from which the tree grows, the number of levels of each row that have logits (None: all), and the
     state. The trunk runs if the round needs it. `live` is `RoundInputs.live`.
@@ -130,7 +142,7 @@ def logits_of_round(
     """
     num_states, old = reuse.num_states(tree.depth, config.num_steps), state.spares
     if reuse.form != SKIP:
-        fresh, state = fresh_logits(models, target_config, config, num_states, state, run)
+        fresh, state = fresh_logits(models, target_config, config, num_states, state, inputs)
         if reuse.form == NO_REUSE_FORM:
             return fresh, None, state
         # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
@@ -141,15 +153,15 @@ def logits_of_round(
             return add(fresh, old), None, state
     needs = live & (old.num < enough_spares(reuse, tree.depth, config.num_steps))
 
-    def run_now():
-        states, kv = run(models, target_config, config, num_states, state)
+    def run():
+        states, kv = run_trunk(models, target_config, config, num_states, state, inputs)
         return base_logits(models["drafter"], config, models["target"], target_config, states), kv
 
     def keep():
-        return old.logits, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run_now)[1])
+        return old.logits, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)[1])
 
     with jax.named_scope("trunk"):
-        logits, kv = lax.cond(jnp.any(needs), run_now, keep)
+        logits, kv = lax.cond(jnp.any(needs), run, keep)
         # Written for all rows, but counted only for rows whose trunk ran. The next write overwrites the rest.
         cache = cache_lib.commit(state.cache, kv, None, jnp.where(needs, state.num_pending, 0), after=logits)
     logits = jnp.where(needs[:, None, None], logits, old.logits)
@@ -167,13 +179,12 @@ def reusing_drafter(
     cache_dtype: Any,
     scheme: DrawScheme,
     reuse: ReuseConfig,
-    run: Run = run_trunk,
-    **passes: Any,
+    inputs: TrunkInputs = FROM_TARGET,
 ) -> Drafter:
     """A `Drafter` with token-free states. Without reuse all functions except `draft` are those of `trunk_drafter`.
 
     With reuse `init` and `commit` also keep the spare states. Under AHEAD `ready` makes the states of the first tree.
-    With reuse `follow` is None, because the drafter must draft in every round. `passes` are those of `trunk_drafter`.
+    With reuse `follow` is None, because the drafter must draft in every round.
     """
     check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)
@@ -181,7 +192,7 @@ def reusing_drafter(
     # A row without a trunk run keeps its pending features. A tree is no deeper than the number of spares that it grows
     # from, so a row commits at most K + 1 tokens from one trunk run to the next.
     max_pending = None if runs_every_round else num_states + 1
-    basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending, **passes)
+    basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending, inputs)
     if reuse.form == NO_REUSE_FORM:
         return basis
 
@@ -192,7 +203,7 @@ def reusing_drafter(
 
     def ready(models, state: TrunkState):
         """AHEAD: makes the states of the first tree, because no round before has made any."""
-        logits, _ = fresh_logits(models, target_config, config, num_states, state, run)
+        logits, _ = fresh_logits(models, target_config, config, num_states, state, inputs)
         return dataclasses.replace(state, spares=fresh_spares(logits))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
