@@ -414,9 +414,11 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
 
 
 @functools.cache
-def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "recursive") -> Setup:
-    """The pair of "beam" with trees drawn under `scheme` and judged by the rule `accept`."""
-    beam = setup("llama", "beam")
+def sampled(
+    scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "recursive", proposer: str = "beam"
+) -> Setup:
+    """The pair of a proposer with trees drawn under `scheme` and judged by the rule `accept`."""
+    beam = setup("llama", proposer)
     drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
     found = dataclasses.replace(beam, drafter=drafter)
     return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))

@@ -32,7 +32,7 @@ def parse(published: Published, target_config: ModelConfig) -> DFlashConfig:
     if own.hidden_size != target_config.hidden_size:
         raise ValueError(f"{where}: hidden_size={own.hidden_size}: allowed is the target's {target_config.hidden_size}")
     is_dspark = any(name.startswith(("markov_head.", "confidence_head.")) for name in tensors)
-    is_dspark = is_dspark or published.switches.get("speculators_model_type") == "dspark"
+    is_dspark |= "dspark" in (published.switches.get(name) for name in ("speculators_model_type", "projector_type"))
     for name in ("mask_token_id", "block_size"):
         if published.switches.get(name) is None:
             raise ValueError(f"{where}: {name} is missing")
@@ -45,18 +45,20 @@ def parse(published: Published, target_config: ModelConfig) -> DFlashConfig:
         confidence = TOKEN if reads_token else STATE
     shared = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "rope")
     shared += ("max_position", "norm_eps", "activation", "qkv_bias", "output_bias", "sliding_window", "layer_types")
+    own_switches = {
+        "num_steps": switch("block_size", AtLeastTwo, None) - (0 if samples_anchor else 1),
+        "mask_token": switch("mask_token_id", Whole, None),
+        "sees_ahead": switch("sliding_window_non_causal", bool, published.format != "speculators"),
+        "markov_head": switch("markov_head_type", Annotated[str, OneOf(MARKOV_HEADS)], VANILLA),
+    }
     try:
         return DFlashConfig(
-            **{name: getattr(own, name) for name in shared},
+            **{name: getattr(own, name) for name in shared} | own_switches,
             vocab_size=target_config.vocab_size,
             feature_layers=published.feature_layers,
             reduced_vocab_size=published.reduced_vocab_size,
-            num_steps=switch("block_size", AtLeastTwo, None) - (0 if samples_anchor else 1),
-            mask_token=switch("mask_token_id", Whole, None),
             samples_anchor=samples_anchor,
-            sees_ahead=switch("sliding_window_non_causal", bool, published.format != "speculators"),
             rank=rank,
-            markov_head=switch("markov_head_type", Annotated[str, OneOf(MARKOV_HEADS)], VANILLA),
             confidence=confidence,
             has_embedding="embed_tokens.weight" in tensors,
             has_head="lm_head.weight" in tensors,
