@@ -233,16 +233,11 @@ def base_logits(
     The drafter's own head replaces it: rows that `draft_vocab.attach` copied from the target's for a reduced draft
     vocabulary, or a head that was trained (`dflash.py`).
     """
-    normed = normed_states(weights, config, states)
+    norm = weights["output_norm"]["weight"]
+    normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
     if "head" not in weights:
         return lm_head(target_weights, target_config, normed)
     return logits_of_rows(weights["head"], target_config, normed)
-
-
-def normed_states(weights: Weights, config: DrafterConfig, states: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """The states after the output norm."""
-    norm = weights["output_norm"]["weight"]
-    return rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
 
 
 def init_fusion(key: jax.Array, config: DrafterConfig) -> Weights:

@@ -20,8 +20,7 @@ from support.rules import drawn_schemes, judges
 from support.texts import first_difference
 
 from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
-from hsd_jax.drafters.dflash.block import INPUTS, context_features, context_pass
-from hsd_jax.drafters.dflash.draft import DFLASH, lattice
+from hsd_jax.drafters.dflash.draft import DFLASH, INPUTS, context_features, lattice
 from hsd_jax.drafters.dflash.heads import with_confidence
 from hsd_jax.drafters.hidden.reuse import fresh_logits
 from hsd_jax.drafters.method import DraftedFor
@@ -31,6 +30,7 @@ from hsd_jax.infer.levels import inverse_temperature
 from hsd_jax.infer.round import root_of
 from hsd_jax.infer.rules.table import RULES
 from hsd_jax.infer.tree import token_free
+from hsd_jax.models.mask_block import context_pass
 from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme
 
 slow = pytest.mark.slow

@@ -11,8 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.drafters.dflash.block import GATED, RNN, TOKEN, VANILLA, DFlashConfig
-from hsd_jax.drafters.dflash.files import PUBLISHED
+from hsd_jax.drafters.dflash.weights import GATED, PUBLISHED, RNN, TOKEN, VANILLA, DFlashConfig
 from support.toy import VOCAB, causal_pass, random_like
 
 WIDTH, RANK, MASK = 32, 8, 3

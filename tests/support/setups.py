@@ -30,7 +30,7 @@ from hsd_jax.config import (
     TreeConfig,
 )
 from hsd_jax.drafters.both import BothConfig
-from hsd_jax.drafters.dflash.block import GATED, NONE, RNN, DFlashConfig
+from hsd_jax.drafters.dflash.weights import GATED, NONE, RNN, DFlashConfig
 from hsd_jax.drafters.hidden.weights import PATH, HiddenConfig
 from hsd_jax.drafters.lookup import LookupConfig
 from hsd_jax.drafters.pearl.draft import PearlConfig

@@ -12,19 +12,53 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hsd_jax.config import NO_REUSE, NO_REUSE_FORM, REUSES, ModelConfig, ReuseConfig, TreeConfig, weights_of_layer
-from hsd_jax.drafters.dflash.block import INPUTS, NONE, VANILLA, DFlashConfig, run_slots
-from hsd_jax.drafters.dflash.files import PUBLISHED
 from hsd_jax.drafters.dflash.heads import confidence, injector, with_confidence
+from hsd_jax.drafters.dflash.weights import NONE, PUBLISHED, VANILLA, DFlashConfig
 from hsd_jax.drafters.hidden.reuse import logits_of_round, reusing_drafter
 from hsd_jax.drafters.method import DraftingMethod, planning_of_trained
-from hsd_jax.drafters.trunk_state import TrunkState
+from hsd_jax.drafters.trunk_state import TrunkInputs, TrunkState
 from hsd_jax.infer.tree import grow_tree, token_free
+from hsd_jax.kernels.ops import embed, matmul
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.trunk import base_logits, normed_states
-from hsd_jax.types import Drafter, DrawScheme, RoundInputs
+from hsd_jax.models.mask_block import block_states, context_pass, normed
+from hsd_jax.models.trunk import base_logits
+from hsd_jax.types import Drafter, DrawScheme, NewKV, RoundInputs
+
+
+def context_features(
+    models, config: DFlashConfig, _, features: tuple[Float[Array, "... H"], ...]
+) -> Float[Array, "... H"]:
+    """The projection of the target's features from which all layers make keys and values."""
+    own = models["drafter"]["context"]
+    return normed(own["norm"], config, matmul(jnp.concatenate(features, -1), own["kernel"]))
+
+
+def run_slots(models, config: DFlashConfig, state: TrunkState) -> tuple[Float[Array, "B slots H"], NewKV]:
+    """The states of all slots. All are computed for any tree, because slots see each other.
+
+    Embeddings of the target are not scaled, as in training.
+    """
+    weights, table = models["drafter"], models["drafter" if config.has_embedding else "target"]["embedding"]
+    anchor = cache_lib.take_nodes(state.next_tokens, jnp.maximum(state.num_pending - 1, 0)[:, None], axis=1)
+    masks = jnp.full((len(anchor), config.block_size - 1), config.mask_token, anchor.dtype)
+    block = embed(table, jnp.concatenate([anchor, masks], 1))
+    return block_states(weights, config, state.pending, state.num_pending, block, state.cache)
+
+
+def run_block(
+    models, _, config: DFlashConfig, num_states: int, state: TrunkState
+) -> tuple[Float[Array, "B K H"], NewKV]:
+    """As `TrunkInputs.states`."""
+    slots, kv = run_slots(models, config, state)
+    return slots[:, config.first_slot :][:, :num_states], kv
+
+
+INPUTS = TrunkInputs(lambda *_: None, context_features, context_pass, run_block)
+"""The embedding of the anchor is read with the block. No other committed token is."""
 
 
 def dflash_drafter(
@@ -70,7 +104,7 @@ def logits_and_slots(
     with jax.named_scope("head"):
         states = slots[:, config.first_slot :][:, : tree.depth]
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-    return logits, normed_states(models["drafter"], config, slots), dataclasses.replace(state, cache=cache)
+    return logits, normed(models["drafter"]["output_norm"], config, slots), dataclasses.replace(state, cache=cache)
 
 
 def lattice(target_config: ModelConfig, config: DFlashConfig, tree: TreeConfig, models, state: TrunkState):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.drafters.dflash.block import GATED, RNN, TOKEN, VANILLA, DFlashConfig
+from hsd_jax.drafters.dflash.weights import GATED, RNN, TOKEN, VANILLA, DFlashConfig
 from hsd_jax.kernels.ops import matmul, take_rows
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import DraftTree, Inject, Weights

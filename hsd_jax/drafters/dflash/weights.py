@@ -1,14 +1,15 @@
-"""How DFlash and DSpark drafters are read from the files of others. All of them have layers of Qwen3."""
+"""Configuration and weights of DFlash and DSpark drafters, and how they are read from the files of others."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from hsd_jax.config import ModelConfig
-from hsd_jax.drafters.dflash.block import MARKOV_HEADS, NONE, RNN, STATE, TOKEN, VANILLA, DFlashConfig
+from hsd_jax import validation
+from hsd_jax.config import ACTIVATIONS, FULL, SLIDING, FeatureLayer, LayerType, ModelConfig, TrunkConfig
 from hsd_jax.drafters.method import PublishedKind
 from hsd_jax.drafters.published import Published
 from hsd_jax.models.convert import PLAIN_MODULES
@@ -16,7 +17,70 @@ from hsd_jax.models.hf_config import parse_config
 from hsd_jax.models.tensor_files import file_name
 from hsd_jax.models.trunk import init_trunk
 from hsd_jax.types import Weights
-from hsd_jax.validation import AtLeastTwo, OneOf, Whole
+from hsd_jax.validation import AtLeastTwo, Count, OneOf, Whole
+
+VANILLA, GATED, RNN = MARKOV_HEADS = ("vanilla", "gated", "rnn")
+"""What a Markov head reads: the previous token; also the state; or also its own memory of the path."""
+NONE, STATE, TOKEN = CONFIDENCES = ("none", "state", "token")
+"""What the confidence head reads: nothing, as there is none; the state; or the state and the previous token."""
+
+
+@validation.dataclass
+class DFlashConfig(TrunkConfig):
+    """A block that predicts `num_steps` tokens."""
+
+    kind: ClassVar[str] = "dflash"
+    committed_embeddings: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+
+    _: dataclasses.KW_ONLY
+    feature_layers: tuple[FeatureLayer, ...]
+    mask_token: Whole
+    """The token of the slots after the anchor."""
+    samples_anchor: bool = False
+    """Whether the anchor's slot predicts the first draft. If not, the first mask slot does."""
+    activation: Annotated[str, OneOf(ACTIVATIONS)] = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    layer_types: tuple[LayerType, ...] = ()
+    """SLIDING or FULL for each layer. Empty: all are FULL."""
+    sliding_window: Count | None = None
+    """The number of positions before the anchor that a SLIDING layer sees."""
+    sees_ahead: bool = False
+    """Whether the slots of a SLIDING layer see later slots. Those of a FULL layer always do."""
+    rank: Whole = 0
+    """Rank of the Markov head. 0: there is none, as in DFlash."""
+    markov_head: Annotated[str, OneOf(MARKOV_HEADS)] = VANILLA
+    confidence: Annotated[str, OneOf(CONFIDENCES)] = NONE
+    has_embedding: bool = False
+    """Whether it has embeddings of its own. If not, it reads those of its target."""
+    has_head: bool = False
+    """Whether it has an LM head of its own."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mask_token >= self.vocab_size:
+            raise ValueError(f"DFlashConfig.mask_token={self.mask_token}: allowed are 0 to {self.vocab_size - 1}")
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            raise ValueError("DFlashConfig.sliding_window=None: some of layer_types are sliding")
+        if len(self.layer_types) not in (0, self.num_layers):
+            raise ValueError(f"DFlashConfig.layer_types={self.layer_types}: expected {self.num_layers} types")
+        if self.confidence == TOKEN and self.rank == 0:
+            raise ValueError(f"DFlashConfig.confidence={TOKEN!r} with rank=0: allowed are {NONE!r} and {STATE!r}")
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the first draft."""
+        return 0 if self.samples_anchor else 1
+
+    @property
+    def block_size(self) -> int:
+        """The number of slots, the anchor included."""
+        return self.num_steps + self.first_slot
+
+    def layer_type(self, layer: int) -> str:
+        return self.layer_types[layer] if self.layer_types else FULL
+
 
 _LLAMA = {"head_dim": None, "num_key_value_heads": None, "max_position_embeddings": 2048, "sliding_window": None}
 """What a Llama configuration means where it lacks a key."""
