@@ -83,15 +83,20 @@ def init_weights(key: jax.Array, config: Eagle3Config) -> Weights:
     return weights | ({"embedding": matrix(3, config.vocab_size, width)} if config.has_embedding else {})
 
 
+def normed(x: Float[Array, "... H"], norm: Float[Array, "H"], config: Eagle3Config) -> Float[Array, "... H"]:
+    """A norm that only a product reads."""
+    return rms_norm(x, norm, config.norm_eps, dtype=norm.dtype)
+
+
 def fuse(models, config: Eagle3Config, _, features: tuple[Float[Array, "... H"], ...]) -> Float[Array, "... h"]:
     """The state that stands for a committed position, from the target's features of it."""
     own = models["drafter"]["fusion"]
     if config.fc_norm:
         norms = (own["norms"][str(i)]["weight"] for i in range(len(features)))
-        features = tuple(rms_norm(x, norm, config.norm_eps) for x, norm in zip(features, norms, strict=True))
+        features = tuple(normed(x, norm, config) for x, norm in zip(features, norms, strict=True))
     joined = jnp.concatenate(features, -1)
     if config.norm_before_fc:
-        joined = rms_norm(joined, own["norm"]["weight"], config.norm_eps)
+        joined = normed(joined, own["norm"]["weight"], config)
     return matmul(joined, own["kernel"])
 
 
@@ -106,8 +111,12 @@ def eagle3_drafter(
     """The `Drafter`. It costs what that of `eagle.py` costs, with a head of its own and `fc` once per round."""
 
     def say(models, states: Float[Array, "B w h"]) -> tuple[Array, Array]:
-        normed = rms_norm(states, models["drafter"]["output_norm"]["weight"], config.norm_eps)
-        return matmul(normed, models["drafter"]["head"]), normed if config.norm_output else states
+        own = models["drafter"]
+        norm = own["output_norm"]["weight"]
+        if config.norm_output:
+            states = rms_norm(states, norm, config.norm_eps)
+            return matmul(states, own["head"]), states
+        return matmul(normed(states, norm, config), own["head"]), states
 
     inputs = TrunkInputs(embed_tokens, fuse)
     return drafter_of_levels(target_config, config, tree, cache_dtype, scheme, say, inputs)

@@ -60,6 +60,7 @@ _SIZES = {
     r"\.q_proj|\.o_proj": ("num_attention_heads", "head_dim", "hidden_size"),
     r"\.[kv]_proj": ("num_key_value_heads", "head_dim", "hidden_size"),
     r"\.mlp\.": ("intermediate_size", "hidden_size"),
+    r"^confidence": ("hidden_size", "markov_rank"),
     r"lm_head|d2t|markov|embed": ("vocab_size", "draft_vocab_size", "hidden_size", "markov_rank"),
     r"": ("hidden_size",),
 }
@@ -200,9 +201,8 @@ def read_published(
 
 
 def _first(table: Mapping[str, str], words: Iterable[str]) -> str | None:
-    """What the first pattern of a table says that one of the words matches."""
-    words = list(words)
-    return next((what for pattern, what in table.items() if any(re.search(pattern, word) for word in words)), None)
+    """What a table says of the first word that one of its patterns matches."""
+    return next((what for word in words for pattern, what in table.items() if re.search(pattern, word)), None)
 
 
 def _words(values: dict[str, Any]) -> list[str]:

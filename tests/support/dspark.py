@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.drafters.dflash.weights import GATED, PUBLISHED, RNN, TOKEN, VANILLA, DFlashConfig
+from support.published import LAYER_KEYS, drawn, layer_shapes
 from support.toy import VOCAB, causal_pass, random_like
 
-WIDTH, RANK, MASK = 32, 8, 3
-LAYERS = {
+RANK, MASK = 8, 3
+LAYERS = LAYER_KEYS | {
     "model_type": "qwen3",
     "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
     "attention_bias": False,
     "layer_types": ["full_attention", "full_attention"],
 }
@@ -64,58 +54,33 @@ def file_config(switches: dict[str, Any], layers: dict[str, Any]) -> dict[str, A
     return switches | {"transformer_layer_config": LAYERS | layers}
 
 
-def tensors_of(config: dict[str, Any], ids: np.ndarray | None = None, seed: int = 0) -> dict[str, np.ndarray]:
+def tensors_of(config: dict[str, Any], ids: np.ndarray | None = None) -> dict[str, np.ndarray]:
     """Random tensors by the names of speculators. `ids` are the tokens that may be drafted, with a head of its own."""
-    rng, found = np.random.default_rng(seed), {}
     c = flat(config)
+    width, rank = c["hidden_size"], c.get("markov_rank", 0)
     columns = c["vocab_size"] if ids is None else len(ids)
-
-    def matrix(name: str, rows: int, width: int, has_bias: bool = False) -> None:
-        found[f"{name}.weight"] = rng.normal(0, 1.5 * width**-0.5, (rows, width)).astype(np.float32)
-        if has_bias:
-            found[f"{name}.bias"] = rng.normal(0, 0.2, rows).astype(np.float32)
-
-    def norm(name: str, width: int) -> None:
-        found[f"{name}.weight"] = rng.normal(1, 0.2, width).astype(np.float32)
-
-    width, head = c["hidden_size"], c["head_dim"]
-    matrix("fc", width, len(c["aux_hidden_state_layer_ids"]) * width)
-    norm("hidden_norm", width)
-    norm("norm", width)
+    shapes = {"fc.weight": (width, len(c["aux_hidden_state_layer_ids"]) * width)}
+    shapes |= {"hidden_norm.weight": (width,), "norm.weight": (width,)}
     for layer in range(c["num_hidden_layers"]):
-        own = f"layers.{layer}"
-        norm(f"{own}.input_layernorm", width)
-        norm(f"{own}.post_attention_layernorm", width)
-        for name, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
-            matrix(f"{own}.self_attn.{name}_proj", c[heads] * head, width, c["attention_bias"])
-        matrix(f"{own}.self_attn.o_proj", width, c["num_attention_heads"] * head, c["attention_bias"])
-        norm(f"{own}.self_attn.q_norm", head)
-        norm(f"{own}.self_attn.k_norm", head)
-        for name in ("gate", "up"):
-            matrix(f"{own}.mlp.{name}_proj", c["intermediate_size"], width)
-        matrix(f"{own}.mlp.down_proj", width, c["intermediate_size"])
+        shapes |= layer_shapes(f"layers.{layer}", c | {"model_type": "qwen3"}, width)
+    if rank:
+        own = {"markov_w1": (c["vocab_size"], rank), "markov_w2": (columns, rank)}
+        own |= {"gated": {"gate_proj": (rank, width + rank)}, "rnn": {"joint_proj": (3 * rank, 2 * rank + width)}}.get(
+            c["markov_head_type"], {}
+        )
+        shapes |= {f"markov_head.{name}.weight": shape for name, shape in own.items()}
+    if c.get("enable_confidence_head"):
+        shapes["confidence_head.proj.weight"] = (1, width + (rank if c["confidence_head_with_markov"] else 0))
+    shapes |= {f"{name[:-6]}bias": shape[:1] for name, shape in shapes.items() if "_head." in name and "_proj" in name}
+    shapes |= {"confidence_head.proj.bias": (1,)} if c.get("enable_confidence_head") else {}
+    shapes |= {"lm_head.weight": (columns, width)} if ids is not None else {}
+    found = drawn(shapes)
+    if rank:
+        found["markov_head.markov_w2.weight"] *= 3  # loud enough to change trees
     if ids is not None:
-        matrix("lm_head", columns, width)
         found["d2t"] = ids.astype(np.int64) - np.arange(columns)
         found["t2d"] = np.isin(np.arange(c["vocab_size"]), ids)
-    if rank := c.get("markov_rank"):
-        matrix("markov_head.markov_w1", c["vocab_size"], rank)
-        matrix("markov_head.markov_w2", columns, rank)
-        if c["markov_head_type"] == "gated":
-            matrix("markov_head.gate_proj", rank, width + rank, True)
-        if c["markov_head_type"] == "rnn":
-            matrix("markov_head.joint_proj", 3 * rank, 2 * rank + width, True)
-        found["markov_head.markov_w2.weight"] *= 3  # loud enough to change trees
-    if c.get("enable_confidence_head"):
-        matrix("confidence_head.proj", 1, width + (rank if c["confidence_head_with_markov"] else 0), True)
     return found
-
-
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 def toy_config(target: ModelConfig, **changes: Any) -> DFlashConfig:

@@ -31,6 +31,7 @@ from hsd_jax.config import (
 )
 from hsd_jax.drafters.both import BothConfig
 from hsd_jax.drafters.dflash.weights import GATED, NONE, RNN, DFlashConfig
+from hsd_jax.drafters.eagle3 import Eagle3Config
 from hsd_jax.drafters.hidden.weights import PATH, HiddenConfig
 from hsd_jax.drafters.lookup import LookupConfig
 from hsd_jax.drafters.pearl.draft import PearlConfig
@@ -54,7 +55,7 @@ from hsd_jax.types import DecodeState, Drafter, DraftTree, DrawScheme, KVCache, 
 from support.calls import CAPACITY, Call, cut, generated, mixed_call
 from support.dspark import make_dspark, toy_config
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
-from support.toy import VOCAB, drafter_config, make_drafter, make_small_lm, make_target, target_config
+from support.toy import VOCAB, drafter_config, make_drafter, make_eagle3, make_small_lm, make_target, target_config
 
 VARIANTS = {
     "llama": target_config(),
@@ -188,6 +189,26 @@ _OTHER = [
     Proposer("small_lm_fewer", BRANCHING, is_trained=False, config=FEWER_TOKENS, is_slow=True),
 ]
 STEERED = SteeredConfig(**vars(VARIANTS["llama"]), target_hidden_size=32, steering_layers=(1, 2), num_steps=4)
+EAGLE3 = Eagle3Config(
+    hidden_size=32,
+    target_hidden_size=32,
+    vocab_size=VOCAB,
+    reduced_vocab_size=len(DRAFT_TO_TARGET),
+    feature_layers=(-1, 0, 1),
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+)
+_OWN = {"hidden_size": 24, "has_embedding": True, "num_layers": 2, "reduced_vocab_size": None, "qk_norm": True}
+_NORMS = {"fc_norm": True, "norm_before_residual": True, "norm_output": True}
+_PUBLISHED = [
+    Proposer("eagle3", BEAM, is_trained=False, config=EAGLE3),
+    Proposer(
+        "eagle3_own", BRANCHING, is_trained=False, config=dataclasses.replace(EAGLE3, **_OWN, **_NORMS), is_slow=True
+    ),
+]
 _STEERED_BY_STATES = [
     Proposer("sd2", CHAIN_OF_4, is_trained=False, config=STEERED),
     Proposer("sd2_branching", BRANCHING, is_trained=False, config=STEERED, is_slow=True),
@@ -248,18 +269,8 @@ _DSPARK = [
     _dspark("dflash", TreeConfig(nodes=16, depth=3, width=6), rank=0, confidence=NONE, samples_anchor=False),
     *(_dspark(f"dspark_{form}", SMALL, form) for form in REUSES[1:]),
 ]
-_LISTED = (
-    *_READING,
-    *_STEERED,
-    *_OTHER,
-    *_AHEAD,
-    *_STEERED_BY_STATES,
-    *_SMALL_LM_TREES,
-    *_RESCORED,
-    *_BOTH,
-    *_STACKS,
-    *_DSPARK,
-)
+_WITH_MODELS = (*_OTHER, *_AHEAD, *_STEERED_BY_STATES, *_SMALL_LM_TREES)
+_LISTED = (*_READING, *_STEERED, *_WITH_MODELS, *_PUBLISHED, *_DSPARK, *_RESCORED, *_BOTH, *_STACKS)
 
 
 def _unlisted() -> list[Proposer]:
@@ -296,7 +307,7 @@ def _of_each_kind() -> dict[str, str]:
 
 OF_EACH_KIND = _of_each_kind()
 """For every kind of drafter its first proposer that is not slow."""
-LEFT_TO_SLOW = ["eagle", "medusa", "rescored_ngram", "both", "stack_hidden", "pearl", "sd2"]
+LEFT_TO_SLOW = ["eagle", "eagle3", "dspark", "medusa", "rescored_ngram", "both", "stack_hidden", "pearl", "sd2"]
 """Of these, what tests beside the conformance table leave to `make test-slow`."""
 TREES = {one.name: one.tree for one in _READING}
 """Of the drafters that read features."""
@@ -325,6 +336,9 @@ def drafter_weights_of(config: Any, target: dict[str, Any], seed: int = 2) -> di
         return {"middle": middle, "inner": drafter_weights_of(config.inner, middle, seed + 1)}
     if config.kind in (SmallLMConfig.kind, PearlConfig.kind):
         return make_small_lm(target, seed=seed)
+    if config.kind == Eagle3Config.kind:
+        tokens = np.arange(VOCAB) if config.reduced_vocab_size is None else DRAFT_TO_TARGET
+        return make_eagle3(config, VARIANTS["llama"], target, tokens)
     if config.kind == SteeredConfig.kind:
         return {**make_small_lm(target, seed=seed), STEERING: make_steering(config)}
     if config.kind == DFlashConfig.kind:

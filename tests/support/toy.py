@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.drafters.eagle3 import Eagle3Config
+from hsd_jax.drafters.eagle3 import init_weights as init_eagle3
 from hsd_jax.drafters.hidden.weights import PATH, HiddenConfig, inject
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.infer.sampling import round_noise
@@ -121,6 +123,40 @@ def knowing_trunk(trunk: Any, target: ModelConfig, weights: Any, alone: Any) -> 
     for module, name in (("attn", "o"), ("mlp", "down")):
         layer[module][name]["kernel"] *= 0.3
     return trunk | {"layer_0": layer, "pair_in": {"kernel": jnp.asarray(kernel, jnp.float32)}}
+
+
+def make_eagle3(config: Eagle3Config, target: ModelConfig, weights: Any, tokens: np.ndarray, seed: int = 4) -> Any:
+    """A head over `tokens`, random but for what it knows of the target's logits behind each single token.
+
+    Attention finds the last token by its embedding, its values hold that token's coordinates in the best subspace that
+    has room, and the head has the rest. Needs a width of at least the vocabulary.
+    """
+    drafter = random_like(init_eagle3, config, seed, 0.3)
+    alone = causal_pass(weights, target, jnp.arange(config.vocab_size, dtype=jnp.int32)[:, None])
+    logits = np.asarray(alone.logits[:, 0], np.float64)[:, tokens]
+    embedding = np.asarray((drafter if config.has_embedding else weights)["embedding"], np.float64)
+    normed = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True))
+    groups, width, per_group = config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads
+    left, sizes, right = np.linalg.svd(logits, full_matrices=False)
+    room = groups * width
+    directions = np.random.default_rng(seed).normal(0, 1, (config.vocab_size, width))
+    directions *= 10 / np.linalg.norm(directions, axis=1, keepdims=True)
+    wanted = {"q": np.tile(directions, config.num_heads), "k": np.tile(directions, groups), "v": left[:, :room]}
+    layer = drafter["trunk"]["layer_0"]
+    for name, rows in wanted.items():
+        kernel = np.array(layer["attn"][name]["kernel"])
+        kernel[:, : config.hidden_size] = np.linalg.lstsq(normed, rows, rcond=None)[0].T
+        kernel[:, config.hidden_size :] *= 0.2
+        layer["attn"][name]["kernel"] = jnp.asarray(kernel, jnp.float32)
+    out = np.zeros((config.hidden_size, config.num_heads * width))
+    for group in range(groups):
+        values = slice(group * width, (group + 1) * width)
+        out[values, group * per_group * width :][:, :width] = 5 * np.eye(width)
+    layer["attn"]["o"]["kernel"] = jnp.asarray(out, jnp.float32)
+    head = np.zeros((len(tokens), config.hidden_size))
+    head[:, :room] = (sizes[:room, None] * right[:room]).T
+    drafter["head"] += jnp.asarray(head / config.hidden_size**0.5, jnp.float32)
+    return drafter if len(tokens) == config.vocab_size else drafter | {"draft_to_target": jnp.asarray(tokens)}
 
 
 def make_small_lm(weights: Any, noise: float = 0.15, seed: int = 2) -> dict[str, Any]:
