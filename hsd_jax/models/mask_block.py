@@ -82,15 +82,16 @@ def block_states(
         assert seen is not None
         masks[SLIDING] = sees & near, (jnp.broadcast_to(first, positions.shape), seen[1])
     slots = jnp.broadcast_to(num + jnp.arange(size), (batch, size))
-    x, pairs = block, []
+    x, pairs = block, list[Any]()
     for layer in range(config.num_layers):
         own, (sees, seen) = weights["trunk"][f"layer_{layer}"], masks[config.layer_type(layer)]
         queries = normed(own["attn_norm"], config, x)
         nodes = jnp.concatenate([context.astype(queries.dtype), queries], 1)
         cached = cache.keys[layer], cache.values[layer]
         of_layer = {"params": own["attn"]}
-        attended, kv = Attention(config).apply(of_layer, nodes, table, sees, cached, seen, asking=slots)
-        pairs.append([y[:, :, :num] for y in kv])
+        attention: Any = Attention(config)
+        attended, kv = attention.apply(of_layer, nodes, table, sees, cached, seen, asking=slots)
+        pairs.append((kv[0][:, :, :num], kv[1][:, :, :num]))
         x = x + attended
         mlp = MLP(config.intermediate_size, config.activation)
         x = x + mlp.apply({"params": own["mlp"]}, normed(own["mlp_norm"], config, x))

@@ -26,6 +26,7 @@ from hsd_jax.drafters.dflash.heads import with_confidence
 from hsd_jax.drafters.hidden.reuse import fresh_logits
 from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.drafters.published import read_published
+from hsd_jax.drafters.rescored.draft import RescoredConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.levels import inverse_temperature
 from hsd_jax.infer.round import root_of
@@ -48,6 +49,7 @@ FILES = {
     "gated_later": (dspark.DSPARK | GATED | LATER | {"confidence_head_with_markov": False}, {}),
     "rnn": (dspark.DSPARK | RNN, {}),
     "rnn_later": (dspark.DSPARK | RNN | LATER | {"aux_hidden_state_layer_ids": [0, 2]}, {}),
+    "raw": (dspark.RAW_DSPARK, {}),
     "reduced": (dspark.DSPARK | {"draft_vocab_size": len(setups.DRAFT_TO_TARGET)}, {}),
 }
 """Switches, and the keys of the draft's own layers."""
@@ -118,7 +120,8 @@ def test_chains_are_those_of_blocks_that_are_computed_anew(read, name):
     one, call = read(name), calls.mixed_call()
     setup, pending = one.setup, set()
     config, tree, num_states = setup.drafter_config, TreeConfig.chain(one.setup.drafter.max_depth), 0
-    assert tree.depth == one.values["block_size"] - (not one.values["sample_from_anchor"])
+    keys = dspark.flat(one.values)
+    assert tree.depth == keys["block_size"] - (not keys["sample_from_anchor"])
 
     @setup.decoder.compile
     def logits_along(state, drafts):
@@ -142,9 +145,9 @@ def test_chains_are_those_of_blocks_that_are_computed_anew(read, name):
             assert path[1:] == block.chain(one.ids)
             for depth in range(tree.depth):
                 np.testing.assert_allclose(logits[row, depth], block.logits(path[: depth + 1]), atol=1e-4)
-            if one.values.get("enable_confidence_head"):
+            if keys.get("enable_confidence_head"):
                 wanted = [log_sigmoid(block.confidence(path[: depth + 1])) for depth in range(tree.depth)]
-                np.testing.assert_allclose(drafted.score[row], [0, *np.cumsum(wanted)], atol=1e-4)
+                np.testing.assert_allclose(np.asarray(drafted.score)[row], [0, *np.cumsum(wanted)], atol=1e-4)
     assert len(pending) >= 2 and num_states == 6
 
 
@@ -160,7 +163,7 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(read, name):
     assert len(blocks) > 2
     for row, block in list(blocks.items())[:3]:
 
-        def logits(path: tuple[int, ...], s: float = scale[row], block=block) -> np.ndarray:
+        def logits(path: tuple[int, ...], s=scale[row], block=block) -> np.ndarray:
             whole = np.full(toy.VOCAB, -np.inf)
             whole[one.tokens(np.arange(len(block.head)))] = s * block.logits(path)
             return whole
@@ -187,7 +190,7 @@ def test_the_cache_holds_the_context_alone():
             n = int(length[row])
             assert n + int(pending[row]) == int(state.length[row]) - 1
             assert n > 0 or row == 0  # whose prompt is one token
-            assert setups.is_cached(state.drafter.cache, row, fresh)
+            assert setups.is_cached(state.drafter.cache, int(row), fresh)
 
 
 def test_a_score_shares_what_the_best_child_leaves():
@@ -255,6 +258,20 @@ def test_spares_are_the_states_of_earlier_blocks(form):
                 np.testing.assert_allclose(spares.logits[row, j], wanted, rtol=1e-3, atol=1e-3)
                 seen += 1
     assert seen > 10
+
+
+@pytest.mark.parametrize("name", cases(["rnn_later", "dflash"], slow=["dflash"]))
+def test_rescored_paths_are_read_by_the_head(read, name):
+    """A scorer that adds nothing leaves the likeliest paths of the drafter, if there are arcs for all tokens."""
+    tree, call = TreeConfig(nodes=14, depth=4, width=3), calls.mixed_call()
+    setup = read(name, tree).setup
+    config = RescoredConfig(setup.drafter_config, None, toy.VOCAB)
+    models = setup.models | {"drafter": setup.models["drafter"] | {"rescorer": {"alpha": jnp.ones(1)}}}
+    rescored = dataclasses.replace(setup, drafter=make_drafter(setup.config, config, tree), models=models)
+    rescored = dataclasses.replace(rescored, decoder=rescored.decoder_with())
+    trees = [setups.draft(one, one.after(2), call.arrays()[-1])[0] for one in (setup, rescored)]
+    for name in ("tokens", "parents", "depth"):
+        np.testing.assert_array_equal(*(getattr(one, name) for one in trees))
 
 
 @pytest.mark.parametrize("head", ["gated", "rnn"])

@@ -44,13 +44,30 @@ DSPARK = DFLASH | {
 }
 
 
+RAW_DSPARK = {
+    "dflash_config": {
+        "projector_type": "dspark",
+        "target_layer_ids": [0, 1],
+        "mask_token_id": MASK,
+        "block_size": 5,
+        "markov_rank": RANK,
+    }
+}
+"""As SpecForge writes it, without what its files leave out."""
+
+
 def flat(config: dict[str, Any]) -> dict[str, Any]:
     """All keys side by side, as the oracle reads them."""
     own = {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
+    if "dflash_config" in config:
+        raw = {"aux_hidden_state_layer_ids": [1, 2], "sample_from_anchor": True, "enable_confidence_head": True}
+        return own | raw | config | config["dflash_config"]
     return own | config | config["transformer_layer_config"]
 
 
 def file_config(switches: dict[str, Any], layers: dict[str, Any]) -> dict[str, Any]:
+    if "dflash_config" in switches:
+        return LAYERS | layers | switches
     return switches | {"transformer_layer_config": LAYERS | layers}
 
 

@@ -6,6 +6,7 @@ have the names of `hidden/weights.py`, and `reader` for the kinds that also read
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -106,4 +107,4 @@ def with_confidence(tree: DraftTree, accepted: Float[Array, "B N"], max_depth: i
     score = step
     for _ in range(max_depth - 1):
         score = jnp.where(is_child, step + at_parent(score), 0.0)
-    return tree.replace(score=jnp.where(tree.valid, score, -jnp.inf))
+    return dataclasses.replace(tree, score=jnp.where(tree.valid, score, -jnp.inf))

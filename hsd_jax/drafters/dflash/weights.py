@@ -34,7 +34,8 @@ class DFlashConfig(TrunkConfig):
     qk_norm: ClassVar[bool] = True
 
     _: dataclasses.KW_ONLY
-    feature_layers: tuple[FeatureLayer, ...]
+    feature_layers: tuple[FeatureLayer, ...] = ()
+    """As in `DrafterConfig`; -1 is the embedding. At least one."""
     mask_token: Whole
     """The token of the slots after the anchor."""
     samples_anchor: bool = False
@@ -59,6 +60,8 @@ class DFlashConfig(TrunkConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.feature_layers:
+            raise ValueError("DFlashConfig.feature_layers=(): at least one layer of the target is needed")
         if self.mask_token >= self.vocab_size:
             raise ValueError(f"DFlashConfig.mask_token={self.mask_token}: allowed are 0 to {self.vocab_size - 1}")
         if SLIDING in self.layer_types and self.sliding_window is None:
@@ -119,7 +122,7 @@ def parse(published: Published, target_config: ModelConfig) -> DFlashConfig:
         return DFlashConfig(
             **{name: getattr(own, name) for name in shared} | own_switches,
             vocab_size=target_config.vocab_size,
-            feature_layers=published.feature_layers,
+            feature_layers=published.feature_layers or (),
             reduced_vocab_size=published.reduced_vocab_size,
             samples_anchor=samples_anchor,
             rank=rank,
