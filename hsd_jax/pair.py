@@ -167,6 +167,7 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         raise
     if drafter_weights:
         drafter_weights = _with_head(drafter_weights, weights, config)
+        drafter_config, drafter_weights = _without_copy(drafter_config, drafter_weights, weights)
     params = Params(
         weights,
         drafter_weights,
@@ -234,6 +235,17 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
 
 
+def _without_copy(drafter_config: Any, drafter: Weights, target: Weights) -> tuple[Any, Weights]:
+    """The drafter without embeddings of its own that equal the target's, as files of others often hold them."""
+    own, theirs = drafter.get("embedding"), target["embedding"]
+    if not getattr(drafter_config, "has_embedding", False) or isinstance(theirs, int8.Quantized):
+        return drafter_config, drafter
+    if own.shape != theirs.shape or not bool(jnp.array_equal(own, theirs.astype(own.dtype))):
+        return drafter_config, drafter
+    rest = {name: part for name, part in drafter.items() if name != "embedding"}
+    return dataclasses.replace(drafter_config, has_embedding=False), rest
+
+
 def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
     """Raises the errors of `load` for a drafter of the target of `params`. It reads nothing of the target."""
     config, weights = _load_drafter(folder, target, "bfloat16", Placement(), strict=True)
@@ -247,7 +259,8 @@ def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False
     dtype = _drafter_dtype(dtype, params.mesh, params.precision)
     config, weights = _load_drafter(drafter, params.as_owner, dtype, Placement(params.mesh, True), strict)
     params = dataclasses.replace(params, tree=None)  # the tree was for the previous drafter
-    return _drafted_by(params, config, _with_head(weights, params.target, params.target_config))
+    weights = _with_head(weights, params.target, params.target_config)
+    return _drafted_by(params, *_without_copy(config, weights, params.target))
 
 
 def _drafted_by(params: Params, config: Any, weights: Weights) -> Params:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hsd_jax import validation
-from hsd_jax.config import FeatureLayer, ModelConfig, Steps, TreeConfig, TrunkConfig, weights_of_layer
+from hsd_jax.config import SLIDING, FeatureLayer, ModelConfig, Steps, TreeConfig, TrunkConfig, weights_of_layer
 from hsd_jax.drafters.eagle import drafter_of_levels
 from hsd_jax.drafters.method import DraftingMethod, PublishedKind, planning_of_trained
 from hsd_jax.drafters.published import Published
@@ -27,7 +27,7 @@ from hsd_jax.models.hf_config import parse_config
 from hsd_jax.models.tensor_files import file_name
 from hsd_jax.models.trunk import init_trunk
 from hsd_jax.types import Drafter, DrawScheme, Weights
-from hsd_jax.validation import Count
+from hsd_jax.validation import Count, shown
 
 
 @validation.dataclass
@@ -134,16 +134,20 @@ def drafting_seconds(model: Any, config: Eagle3Config, rows: int, tree: TreeConf
 
 def parse(published: Published, target_config: ModelConfig) -> Eagle3Config:
     """As `PublishedKind.parse`. A missing switch is off, as in speculators' class."""
-    where, own = str(published.config_file), parse_config(published.layers, str(published.config_file))
+    where, keys = str(published.config_file), published.layers
+    own = parse_config(keys, where)
     shared = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "rope")
     shared += ("max_position", "norm_eps", "activation", "qk_norm", "qkv_bias", "output_bias", "mlp_bias")
     switches = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-    if own.sliding_window is not None:
-        raise ValueError(f"{where}: sliding_window={own.sliding_window}: allowed are layers with full attention")
+    on = {name: published.switch(name, bool, False) for name in switches}
+    if own.sliding_window is not None or (
+        published.format == "speculators" and SLIDING in (keys.get("layer_types") or ())
+    ):
+        raise ValueError(f"{where}: layer_types={shown(keys.get('layer_types'))}: allowed is full_attention")
     try:
         return Eagle3Config(
             **{name: getattr(own, name) for name in shared},
-            **{name: published.switch(name, bool, False) for name in switches},
+            **on,
             vocab_size=target_config.vocab_size,
             target_hidden_size=target_config.hidden_size,
             feature_layers=published.feature_layers,

@@ -8,6 +8,7 @@ implementation can be run for is not read. Text never depends on what is read he
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -52,7 +53,7 @@ _NOT_READ_TENSORS = {
 _LEFT_OUT = re.compile(r"^(t2d|verifier_(lm_head|norm)\.weight|.*rotary_emb\.inv_freq)$")
 """Tensors that repeat what the target or another tensor says."""
 _OLDER = {"midlayer.": "layers.0.", "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1."}
-_OLDER |= {"aux_norm_high.": "fc_norm.2.", "model.": ""}
+_OLDER |= {"aux_norm_high.": "fc_norm.2."}
 _LAYER_IDS = {"eagle_aux_hidden_state_layer_ids": -1, "aux_hidden_state_layer_ids": -1, "target_layer_ids": 0}
 """What is added to a layer number of a key to get ours. The first two count as `hidden_states` of Hugging Face does,
 from the embeddings on: so speculators and vLLM read them, while SGLang adds 0."""
@@ -95,7 +96,7 @@ class Published(NamedTuple):
     @property
     def reduced_vocab_size(self) -> int | None:
         """The number of tokens that may be drafted, by the tensor that lists them. None: all may be drafted."""
-        return self.tensors["d2t"].shape[0] if "d2t" in self.tensors else None
+        return math.prod(self.tensors["d2t"].shape) if "d2t" in self.tensors else None
 
     def switch(self, name: str, hint: Any, default: Any) -> Any:
         """The value of a switch, checked against an annotation. The default also stands for null."""
@@ -141,7 +142,7 @@ def open_published(folder: Path, target: ModelConfig) -> Published:
     if layout == "speculators":
         layers = validation.take(dict, values.get("transformer_layer_config"), f"{file}: transformer_layer_config")
     layers = {"model_type": "llama" if layout == "EAGLE-3" else "qwen3"} | layers
-    layers["num_hidden_layers"] = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+    layers["num_hidden_layers"] = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     layers.pop("architectures", None)
     if layers["model_type"] not in ("llama", "qwen3"):
         raise ValueError(f"{file}: model_type={shown(layers['model_type'])}: allowed are llama, qwen3")
@@ -155,7 +156,7 @@ def layer_readings(published: Published, target: ModelConfig) -> tuple[tuple[int
     """The feature layers that the files may mean, the likeliest first: one reading if it is documented, else up to two
     that differ by one layer."""
     first = published.feature_layers
-    if first is None or published.is_documented:
+    if not first or published.is_documented:
         return () if first is None else (first,)
     ours = _default_layers(published, target)
     both = [tuple(layer + by for layer in first) for by in (0, 1)]
@@ -208,15 +209,11 @@ def _first(table: Mapping[str, str], words: Iterable[str]) -> str | None:
 def _words(values: dict[str, Any]) -> list[str]:
     """The words of a configuration by which kinds are known."""
     own = values.get("dflash_config")
-    own = own if isinstance(own, dict) else {}
+    values = values | (own if isinstance(own, dict) else {})
     names = values.get("architectures")
-    words = [
-        values.get("speculators_model_type"),
-        own.get("projector_type"),
-        *(names if isinstance(names, list) else ()),
-    ]
-    words += [key for key in ("causal_head", "dflash_config") if own.get(key) or values.get(key)]
-    words += [key for key in values if key.startswith("medusa_")]
+    words = [values.get(key) for key in ("speculators_model_type", "projector_type")]
+    words += names if isinstance(names, list) else []
+    words += [key for key in values if key.startswith(("medusa_", "dflash_", "causal_head")) and values[key]]
     return [str(word).lower() for word in words if word]
 
 
@@ -283,31 +280,25 @@ def _default_layers(published: Published, target: ModelConfig) -> tuple[int, ...
 
 def _check_sizes(published: Published, target: ModelConfig) -> None:
     """Checks what the configuration says of its target."""
-    all_of = published.switches | {"vocab_size": published.layers.get("vocab_size")}
-    sizes = {
-        "vocab_size": target.stored_vocab_size or target.vocab_size,
-        "target_hidden_size": target.hidden_size,
-        "num_target_layers": target.num_layers,
-    }
-    for key, wanted in sizes.items():
-        if all_of.get(key) not in (None, wanted):
-            name = key.replace("target_", "")
-            found = f"{published.config_file}: {key}={shown(all_of[key])}, but this target has {name}={wanted}"
-            raise ValueError(f"{found}: a drafter of another target")
+    said = published.switches | {"vocab_size": published.layers.get("vocab_size")}
+    sizes = {"vocab_size": target.stored_vocab_size or target.vocab_size, "target_hidden_size": target.hidden_size}
+    for key, wanted in (sizes | {"num_target_layers": target.num_layers}).items():
+        if said.get(key) not in (None, wanted):
+            this = f"this target has {key.replace('target_', '')}={wanted}"
+            raise ValueError(f"{published.config_file}: {key}={shown(said[key])}: a drafter of another target; {this}")
 
 
 def _check_layers(published: Published, target: ModelConfig) -> None:
     layers, fc = published.feature_layers, published.tensors["fc.weight"]
     if layers is None:
         raise ValueError(f"{published.config_file}: names no layers of the target: give feature_layers=(...)")
-    if list(layers) != sorted(set(layers)) or layers[0] < EMBEDDING or layers[-1] >= target.num_layers:
+    in_order = layers and list(layers) == sorted(set(layers))
+    if not in_order or layers[0] < EMBEDDING or layers[-1] >= target.num_layers:
         allowed = f"ascending numbers from {EMBEDDING} (the embeddings) to {target.num_layers - 1}, the last layer"
         raise ValueError(f"{published.folder}: feature_layers={list(layers)}: allowed are {allowed}")
-    if fc.shape[-1] != len(layers) * target.hidden_size:
+    if len(fc.shape) != 2 or fc.shape[-1] != len(layers) * target.hidden_size:
         expected = f"{len(layers)} layers of the target's hidden_size={target.hidden_size}"
-        raise ValueError(
-            f"{fc}: reads {fc.shape[-1]} numbers, expected {expected}: a drafter of another target or layers"
-        )
+        raise ValueError(f"{fc}: found shape {list(fc.shape)}, expected {expected}: another target, or other layers")
 
 
 def _check_shapes(published: Published, kind: PublishedKind, config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ from oracles import tree as tree_oracle
 from support import calls, setups, toy
 from support.cases import cases
 from support.published import write_eagle3
+from support.rules import drawn_schemes, judges
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import eagle, eagle3
@@ -23,6 +25,7 @@ from hsd_jax.drafters.published import read_published
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.levels import inverse_temperature
 from hsd_jax.infer.round import root_of
+from hsd_jax.infer.rules.table import RULES, make_rule
 from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.types import DrawScheme, RoundInputs, Verdict
 
@@ -173,3 +176,20 @@ def test_fc_is_computed_once_for_each_committed_position():
 
     assert products(lambda models, state: setups.draft(setup, state, call.arrays()[-1], models=models)) == 0
     assert products(committed) == 1
+
+
+LEGAL = [(rule, scheme) for rule in RULES for scheme in drawn_schemes(rule)]
+FIRST = ("recursive", DrawScheme.WITHOUT_REPLACEMENT)
+
+
+@pytest.mark.parametrize(("accept", "scheme"), cases(LEGAL, slow=[case for case in LEGAL if case != FIRST]))
+def test_every_rule_judges_its_trees(accept, scheme):
+    """Greedy rows beside sampled ones say what plain decoding says, over a reduced vocabulary."""
+    call, setup = calls.mixed_call(), setups.setup("llama", "eagle3")
+    tree = next(tree for tree in (setups.BRANCHING, setups.CHAIN_OF_4) if judges(accept, tree))
+    drafter = make_drafter(setup.config, setup.drafter_config, tree, scheme=scheme)
+    setup = dataclasses.replace(setup, drafter=drafter)
+    state = call.run(setup.decoder_with(make_rule(accept, tree)), setup.models)
+    rows = call.batch if RULES[accept].keeps_text else 2
+    assert calls.generated(call, state)[:rows] == setups.expected("llama", call)[:rows]
+    assert (np.asarray(state.stats.accepted_histogram).sum(0)[:2] > 0).all()

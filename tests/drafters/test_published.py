@@ -17,6 +17,7 @@ from support.published import LAYER_KEYS, save, write_eagle3
 from hsd_jax import pair
 from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.drafters.published import is_published, layer_readings, open_published, read_published
+from hsd_jax.kernels.ops import rms_norm
 from hsd_jax.models.convert import save_target
 
 TARGET = toy.target_config(num_layers=8)
@@ -189,26 +190,29 @@ def test_faults_of_tensors_name_tensor_and_key(fault, tmp_path):
 
 
 OF_ANOTHER = [
-    ({}, {"hidden_size": 48}, r"'fc.weight': reads 96 numbers, expected 3 layers of the target's hidden_size=48"),
-    ({}, {"vocab_size": 25}, r"vocab_size=24, but this target has vocab_size=25"),
-    ({"target_hidden_size": 64}, {}, r"target_hidden_size=64, but this target has hidden_size=32"),
-    ({"num_target_layers": 9}, {}, r"num_target_layers=9, but this target has num_layers=8"),
+    ({}, {"hidden_size": 48}, r"'fc.weight': found shape \[32, 96\], expected 3 layers of the target's hidden_size=48"),
+    ({}, {"vocab_size": 25}, r"vocab_size=24: a drafter of another target; this target has vocab_size=25"),
+    ({"target_hidden_size": 64}, {}, r"target_hidden_size=64: .* this target has hidden_size=32"),
+    ({"num_target_layers": 9}, {}, r"num_target_layers=9: .* this target has num_layers=8"),
     ({IDS: [1, 4, 9]}, {}, r"feature_layers=\[0, 3, 8\]: allowed are ascending numbers from -1 .* to 7"),
     ({IDS: [4, 1, 6]}, {}, r"feature_layers=\[3, 0, 5\]: allowed are ascending"),
-    ({IDS: [1, 4]}, {}, r"reads 96 numbers, expected 2 layers"),
+    ({IDS: [1, 4]}, {}, r"found shape \[32, 96\], expected 2 layers"),
+    ({IDS: []}, {}, r"feature_layers=\[\]: allowed are ascending"),
     ({IDS: "1,4"}, {}, rf"{IDS}='1,4'"),
     ({}, {"num_layers": 5}, r"names no layers of the target"),
     ({"hidden_size": 20}, {}, r"hidden_size=20, the target's is 32: without embeddings"),
     ({"fc_norm": True, "norm_before_fc": True}, {}, r"fc_norm and norm_before_fc: allowed is one"),
-    ({"norm_output": 1}, {}, r"norm_output=1"),
+    ({"norm_output": 1}, {}, r"^[^:]*config.json: norm_output=1"),
     ({"model_type": "qwen2"}, {}, r"model_type='qwen2': allowed are llama, qwen3"),
+    ({"layer_types": ["sliding_attention"]}, {}, r"layer_types=\['sliding_attention'\]: allowed is full_attention"),
 ]
 
 
 @pytest.mark.parametrize(("keys", "changes", "words"), OF_ANOTHER)
 def test_a_head_of_another_target_or_with_wrong_keys(keys, changes, words, tmp_path):
-    write_eagle3(tmp_path, TARGET, **{key: value for key, value in keys.items() if key != "model_type"})
-    if "model_type" in keys:
+    late = ("model_type", "layer_types")
+    write_eagle3(tmp_path, TARGET, **{key: value for key, value in keys.items() if key not in late})
+    if any(key in keys for key in late):
         values = json.loads((tmp_path / "config.json").read_text())
         edit_json(tmp_path / "config.json", transformer_layer_config=values["transformer_layer_config"] | keys)
     with pytest.raises(ValueError, match=words) as error:
@@ -248,3 +252,29 @@ def test_a_target_of_fewer_tokens(tmp_path):
     assert config.vocab_size == 18 and weights["draft_to_target"].tolist() == [2, 5, 9]
     np.testing.assert_array_equal(weights["head"], tensors["lm_head.weight"][[1, 3, 0]])
     np.testing.assert_array_equal(weights["embedding"], tensors["embed_tokens.weight"][:18])
+
+
+def test_a_copy_of_the_targets_embeddings_is_not_held(tmp_path):
+    """Also beside a target in another dtype. Embeddings of its own stay."""
+    write_eagle3(tmp_path, TARGET, has_embedding=True)
+    target, owner = toy.make_target(TARGET), DraftedFor(TARGET, "", None)
+    own = read_published(tmp_path, owner)
+    assert pair._without_copy(*own, target) == own
+    edit_tensors(
+        tmp_path / "model.safetensors", lambda t: t.update({"embed_tokens.weight": np.array(target["embedding"])})
+    )
+    config, weights = read_published(tmp_path, owner, dtype="bfloat16")
+    assert config.has_embedding
+    config, weights = pair._without_copy(config, weights, target)
+    assert not config.has_embedding and "embedding" not in weights
+
+
+def test_the_first_and_the_last_features_of_a_target():
+    """The embeddings, and what the final norm reads."""
+    config, target = setups.VARIANTS["gemma"], setups.weights("gemma")
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+    output = toy.causal_pass(target, config, tokens, feature_layers=(-1, 0, config.num_layers - 1))
+    first, _, last = output.features
+    np.testing.assert_allclose(first[0], target["embedding"][:6] * config.embed_scale, rtol=1e-6)
+    normed = rms_norm(last, target["final_norm"]["weight"], config.norm_eps, config.norm_offset)
+    np.testing.assert_allclose(output.hidden, normed, rtol=1e-5, atol=1e-5)
