@@ -20,6 +20,7 @@ from support.published import save
 from support.rules import drawn_schemes, judges
 from support.texts import first_difference
 
+from hsd_jax import pair
 from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
 from hsd_jax.drafters.dflash.draft import DFLASH, INPUTS, context_features, lattice
 from hsd_jax.drafters.dflash.heads import with_confidence
@@ -319,6 +320,17 @@ def test_a_copy_of_the_embedding_is_used(tmp_path):
     drafted, _ = setups.draft(one, state, calls.mixed_call().arrays()[-1])
     for row, block in Read(one, values, tensors | more, None).blocks(state).items():
         assert np.asarray(drafted.tokens)[row, 1:].tolist() == block.chain()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_copies_of_the_targets_weights_are_not_held(tied, tmp_path):
+    """A head of its own stays, and that of a target with tied embeddings is the embedding."""
+    target, values = toy.target_config(tie_embeddings=tied), dspark.file_config(dspark.DFLASH, {})
+    weights = toy.make_target(target)
+    more = {"embed_tokens.weight": np.array(weights["embedding"]), "lm_head.weight": np.array(weights["embedding"])}
+    save(tmp_path, values, dspark.tensors_of(values) | more)
+    config, own = pair._without_copy(*read_published(tmp_path, DraftedFor(target, "", None)), weights)
+    assert (config.has_embedding, config.has_head) == ("embedding" in own, "head" in own) == (False, not tied)
 
 
 def test_the_planner_gets_chains_of_up_to_seven_drafts():
