@@ -41,7 +41,7 @@ class Eagle3Config(TrunkConfig):
     _: dataclasses.KW_ONLY
     num_steps: Steps = 15
     """The deepest tree that is drafted. The recurrence has no length of its own."""
-    feature_layers: tuple[FeatureLayer, ...]
+    feature_layers: tuple[FeatureLayer, ...] = ()
     target_hidden_size: Count
     has_embedding: bool = False
     """Whether it has embeddings of its own. If not, it reads those of its target."""
@@ -150,7 +150,7 @@ def parse(published: Published, target_config: ModelConfig) -> Eagle3Config:
             **on,
             vocab_size=target_config.vocab_size,
             target_hidden_size=target_config.hidden_size,
-            feature_layers=published.feature_layers,
+            feature_layers=published.feature_layers or (),
             reduced_vocab_size=published.reduced_vocab_size,
             has_embedding="embed_tokens.weight" in published.tensors,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, ClassVar
 
 import jax
@@ -90,7 +91,7 @@ _LLAMA = {"head_dim": None, "num_key_value_heads": None, "max_position_embedding
 
 
 def parse(published: Published, target_config: ModelConfig) -> DFlashConfig:
-    """As `PublishedKind.parse`. A missing switch has the default of speculators' class of DFlash or DSpark."""
+    """As `PublishedKind.parse`. A missing switch has the default of speculators' class, or what its tensors say."""
     where, switch, tensors = str(published.config_file), published.switch, published.tensors
     layers = published.layers
     if layers["model_type"] == "llama":
@@ -104,11 +105,12 @@ def parse(published: Published, target_config: ModelConfig) -> DFlashConfig:
         if published.switches.get(name) is None:
             raise ValueError(f"{where}: {name} is missing")
     samples_anchor = switch("sample_from_anchor", bool, is_dspark)
-    rank = switch("markov_rank", Whole, 256) if is_dspark else 0
-    proj = tensors.get("confidence_head.proj.weight")
+    proj, rows = (tensors.get(f"{name}.weight") for name in ("confidence_head.proj", "markov_head.markov_w1"))
+    width_of = lambda tensor: 0 if tensor is None else math.prod(tensor.shape[-1:])  # noqa: E731
+    rank = switch("markov_rank", Whole, width_of(rows)) if is_dspark else 0
     confidence = NONE
     if is_dspark and switch("enable_confidence_head", bool, proj is not None):
-        reads_token = switch("confidence_head_with_markov", bool, proj is None or proj.shape[-1] > own.hidden_size)
+        reads_token = switch("confidence_head_with_markov", bool, width_of(proj) > own.hidden_size)
         confidence = TOKEN if reads_token else STATE
     shared = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "rope")
     shared += ("max_position", "norm_eps", "activation", "qkv_bias", "output_bias", "sliding_window", "layer_types")
