@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from hsd_jax.config import NO_REUSE, NO_REUSE_FORM, REUSES, ModelConfig, ReuseConfig, TreeConfig, weights_of_layer
 from hsd_jax.drafters.dflash.heads import confidence, injector, with_confidence
 from hsd_jax.drafters.dflash.weights import NONE, PUBLISHED, VANILLA, DFlashConfig
+from hsd_jax.drafters.hidden.draft import LEVEL_OPERATIONS
 from hsd_jax.drafters.hidden.reuse import logits_of_round, reusing_drafter
 from hsd_jax.drafters.method import DraftingMethod, planning_of_trained
 from hsd_jax.drafters.trunk_state import TrunkInputs, TrunkState
@@ -72,16 +73,14 @@ def dflash_drafter(
     """The `Drafter`. With reuse the confidence head is not used, because spare states are only logits."""
     reuses = reuse.form != NO_REUSE_FORM
     if reuses and config.rank and config.markov_head != VANILLA:
-        raise ValueError(
-            f"reuse={str(reuse)!r}: a {config.markov_head} Markov head reads states and spare ones are only logits,"
-            f" allowed is {NO_REUSE}"
-        )
+        why = f"a {config.markov_head} Markov head reads states, and spare ones are only logits"
+        raise ValueError(f"reuse={str(reuse)!r}: {why}, allowed is {NO_REUSE}")
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
         weights, slots, num_levels = models["drafter"], None, None
         if reuses:
-            of_round = models, target_config, config, tree, reuse, state, inputs.live, INPUTS
-            logits, num_levels, state = logits_of_round(*of_round)
+            of_round = target_config, config, tree, reuse, state, inputs.live, INPUTS
+            logits, num_levels, state = logits_of_round(models, *of_round)
         else:
             logits, slots, state = logits_and_slots(models, target_config, config, tree, state)
         with jax.named_scope("tree"):
@@ -111,10 +110,6 @@ def lattice(target_config: ModelConfig, config: DFlashConfig, tree: TreeConfig, 
     """As `DraftingMethod.lattice`: the base logits, and the Markov head if there is one."""
     logits, slots, state = logits_and_slots(models, target_config, config, tree, state)
     return logits, injector(models["drafter"], config, slots), state
-
-
-LEVEL_OPERATIONS = 12
-"""Small operations of each level of a chain, as for `hidden/`, whose levels do the same."""
 
 
 def drafting_seconds(model: Any, config: DFlashConfig, rows: int, tree: TreeConfig) -> float:

@@ -36,10 +36,7 @@ def injector(weights: Weights, config: DFlashConfig, slots: Float[Array, "B slot
     if config.rank == 0:
         return None
     own = weights["injector"]
-
-    def row_of(tokens: Int[Array, "B w"]) -> Float[Array, "B w r"]:
-        return take_rows(own["previous"], tokens)
-
+    row_of = lambda tokens: take_rows(own["previous"], tokens)  # noqa: E731
     if config.markov_head == VANILLA:
         return lambda tokens, above: (matmul(row_of(tokens), own["bias"]), None)
     assert slots is not None, "a head that reads states has them"
