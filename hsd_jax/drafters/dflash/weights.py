@@ -179,4 +179,4 @@ def named(path: str, config: DFlashConfig) -> str:
     return file_name(path.removeprefix("trunk."), _OUTER, "layers", PLAIN_MODULES)
 
 
-PUBLISHED = PublishedKind(parse, init_weights, named, ("head",))
+PUBLISHED = PublishedKind(parse, init_weights, named, ("head", "injector.bias"))
