@@ -322,15 +322,18 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
 
 
 def _without_copy(drafter_config: Any, drafter: Weights, target: Weights) -> tuple[Any, Weights]:
-    """The drafter without embeddings of its own that equal the target's, as files of others often hold them."""
-    theirs = target["embedding"]
-    if not getattr(drafter_config, "has_embedding", False) or isinstance(theirs, int8.Quantized):
-        return drafter_config, drafter
-    own = drafter["embedding"]
-    if own.shape != theirs.shape or not bool(jnp.array_equal(own, theirs.astype(own.dtype))):
-        return drafter_config, drafter
-    rest = {name: part for name, part in drafter.items() if name != "embedding"}
-    return dataclasses.replace(drafter_config, has_embedding=False), rest
+    """The drafter without an embedding or a head of its own that equals the target's, as files of others often hold.
+
+    The target's is the head that `target.lm_head` reads.
+    """
+    for name, theirs in (("embedding", target["embedding"]), ("head", target.get("head", target["embedding"]))):
+        if not getattr(drafter_config, f"has_{name}", False) or isinstance(theirs, int8.Quantized):
+            continue
+        own = drafter[name]
+        if own.shape == theirs.shape and bool(jnp.array_equal(own, theirs.astype(own.dtype))):
+            drafter = {key: part for key, part in drafter.items() if key != name}
+            drafter_config = dataclasses.replace(drafter_config, **{f"has_{name}": False})
+    return drafter_config, drafter
 
 
 def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:

@@ -61,6 +61,7 @@ _SIZES = {
     r"\.q_proj|\.o_proj": ("num_attention_heads", "head_dim", "hidden_size"),
     r"\.[kv]_proj": ("num_key_value_heads", "head_dim", "hidden_size"),
     r"\.mlp\.": ("intermediate_size", "hidden_size"),
+    r"^confidence": ("hidden_size", "markov_rank"),
     r"lm_head|d2t|markov|embed": ("vocab_size", "draft_vocab_size", "hidden_size", "markov_rank"),
     r"": ("hidden_size",),
 }

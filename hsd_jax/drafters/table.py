@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.both import BOTH
+from hsd_jax.drafters.dflash.draft import DFLASH
 from hsd_jax.drafters.eagle import EAGLE
 from hsd_jax.drafters.eagle3 import EAGLE3
 from hsd_jax.drafters.hidden.draft import HIDDEN
@@ -25,7 +26,7 @@ from hsd_jax.drafters.steered import STEERED
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
-KINDS = HIDDEN, EAGLE, EAGLE3, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL, RESCORED, STACK, BOTH
+KINDS = HIDDEN, EAGLE, EAGLE3, DFLASH, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL, RESCORED, STACK, BOTH
 """If two can load a folder, the first one does."""
 DRAFTING_METHODS.update({method.config.kind: method for method in KINDS})
 

@@ -44,12 +44,16 @@ class TrunkState:
 
 
 class TrunkInputs(NamedTuple):
-    """What a trunk reads. The defaults are for a trunk that was trained with the target's own embeddings."""
+    """What a trunk reads and how. The defaults are for a trunk that was trained with the target's own embeddings."""
 
     embed: Callable[..., Any] = lambda models, *args: embed_committed(models["target"], *args)
     """`embed(models, target_config, config, tokens [B, N]) -> [B, N, H]`; None if it reads no embeddings."""
     fuse: Callable[..., Any] = lambda models, *args: trunk_features(models["drafter"], *args)
     """`fuse(models, config, hidden [..., H], features) -> [..., h]`: its input from a pass of the target."""
+    read: Callable[..., tuple[Any, NewKV]] = trunk_pass
+    """As `trunk_pass`: reads fused features that no draft follows. The states may be None."""
+    states: Callable[..., tuple[Array, NewKV]] | None = None
+    """As `run_trunk`, without `inputs`. None: `models.trunk.STATES` has it."""
 
 
 FROM_TARGET = TrunkInputs()
@@ -91,7 +95,7 @@ def trunk_drafter(
         is_first = type(start) is int and start == 0
         seen = positions, causal_mask(batch, num), None if is_first else before
         active = positions < num_entries[:, None]
-        states, kv = trunk_pass(models["drafter"], config, features, embeddings, *seen, active=active)
+        states, kv = inputs.read(models["drafter"], config, features, embeddings, *seen, active=active)
         cache = cache_lib.commit(before, kv, None, length * 0, after=_reading_cache(config, states), start=start)
         cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
         feature = newest_feature(features, start, length, state.pending[:, 0])
@@ -110,7 +114,7 @@ def trunk_drafter(
         embeddings = inputs.embed(models, target_config, config, state.next_tokens)
         seen = state.cache.length[:, None] + jnp.arange(num), causal_mask(batch, num), state.cache
         active = jnp.arange(num) < state.num_pending[:, None]
-        states, kv = trunk_pass(models["drafter"], config, state.pending, embeddings, *seen, active=active)
+        states, kv = inputs.read(models["drafter"], config, state.pending, embeddings, *seen, active=active)
         after = _reading_cache(config, states)
         cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
         return commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
@@ -128,6 +132,8 @@ def run_trunk(
     inputs: TrunkInputs = FROM_TARGET,
 ) -> tuple[Float[Array, "B K H"], NewKV]:
     """K = `num_states` token-free states, and the keys and values of the pending features."""
+    if inputs.states is not None:
+        return inputs.states(models, target_config, config, num_states, state)
     embeddings = inputs.embed(models, target_config, config, state.next_tokens)
     read = STATES[config.trunk]
     return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
@@ -146,7 +152,7 @@ def trunk_states(
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 
-def _reading_cache(config: TrunkConfig, states: Float[Array, "B M H"]) -> Float[Array, "B M H"] | None:
+def _reading_cache(config: TrunkConfig, states: Float[Array, "B M H"] | None) -> Float[Array, "B M H"] | None:
     """The array that a write to the cache must wait for, if the states themselves are not needed.
 
     `cache.commit` explains why a write must wait for the pass that reads the cache. A pass through a single layer whose

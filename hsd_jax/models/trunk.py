@@ -230,11 +230,12 @@ def base_logits(
 ) -> Float[Array, "... C"]:
     """Logits of all states through the target's LM head, in one product.
 
-    With a reduced draft vocabulary, the rows that `draft_vocab.attach` copied from the target's head replace the head.
+    The drafter's own head replaces it: rows that `draft_vocab.attach` copied from the target's for a reduced draft
+    vocabulary, or a head that was trained (`dflash.py`).
     """
     norm = weights["output_norm"]["weight"]
     normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
-    if config.reduced_vocab_size is None:
+    if "head" not in weights:
         return lm_head(target_weights, target_config, normed)
     return logits_of_rows(weights["head"], target_config, normed)
 

@@ -30,6 +30,7 @@ from hsd_jax.config import (
     TreeConfig,
 )
 from hsd_jax.drafters.both import BothConfig
+from hsd_jax.drafters.dflash.weights import GATED, NONE, RNN, DFlashConfig
 from hsd_jax.drafters.eagle3 import Eagle3Config
 from hsd_jax.drafters.hidden.weights import PATH, HiddenConfig
 from hsd_jax.drafters.lookup import LookupConfig
@@ -52,6 +53,7 @@ from hsd_jax.pair import Params
 from hsd_jax.train.ngram import make_ngram
 from hsd_jax.types import DecodeState, Drafter, DraftTree, DrawScheme, KVCache, NewKV, SamplingParams
 from support.calls import CAPACITY, Call, cut, generated, mixed_call
+from support.dspark import make_dspark, toy_config
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
 from support.toy import VOCAB, drafter_config, make_drafter, make_eagle3, make_small_lm, make_target, target_config
 
@@ -250,8 +252,25 @@ _STACKS = [
         ("stack", _stacked(SMALL_LM), True),
     )
 ]
+
+
+def _dspark(name: str, tree: TreeConfig, form: str = "none", is_slow: bool = True, **changes: Any) -> Proposer:
+    reuse = ReuseConfig(form, 1 if form == SKIP else None)
+    config = toy_config(VARIANTS["llama"], **changes)
+    return Proposer(name, tree, {}, reuse, is_trained=False, config=config, is_slow=is_slow)
+
+
+_SLIDES = {"layer_types": (SLIDING,), "sliding_window": 2}
+_DSPARK = [
+    _dspark("dspark", BEAM, is_slow=False),
+    _dspark("dspark_chain", CHAIN_OF_4, **_SLIDES),
+    _dspark("dspark_gated", BRANCHING, markov_head=GATED, **_SLIDES, sees_ahead=True),
+    _dspark("dspark_rnn", BEAM, markov_head=RNN, samples_anchor=False, num_steps=4),
+    _dspark("dflash", TreeConfig(nodes=16, depth=3, width=6), rank=0, confidence=NONE, samples_anchor=False),
+    *(_dspark(f"dspark_{form}", SMALL, form) for form in REUSES[1:]),
+]
 _WITH_MODELS = (*_OTHER, *_AHEAD, *_STEERED_BY_STATES, *_SMALL_LM_TREES)
-_LISTED = (*_READING, *_STEERED, *_WITH_MODELS, *_PUBLISHED, *_RESCORED, *_BOTH, *_STACKS)
+_LISTED = (*_READING, *_STEERED, *_WITH_MODELS, *_PUBLISHED, *_DSPARK, *_RESCORED, *_BOTH, *_STACKS)
 
 
 def _unlisted() -> list[Proposer]:
@@ -288,7 +307,7 @@ def _of_each_kind() -> dict[str, str]:
 
 OF_EACH_KIND = _of_each_kind()
 """For every kind of drafter its first proposer that is not slow."""
-LEFT_TO_SLOW = ["eagle", "eagle3", "medusa", "rescored_ngram", "both", "stack_hidden", "pearl", "sd2"]
+LEFT_TO_SLOW = ["eagle", "eagle3", "dspark", "medusa", "rescored_ngram", "both", "stack_hidden", "pearl", "sd2"]
 """Of these, what tests beside the conformance table leave to `make test-slow`."""
 TREES = {one.name: one.tree for one in _READING}
 """Of the drafters that read features."""
@@ -322,6 +341,8 @@ def drafter_weights_of(config: Any, target: dict[str, Any], seed: int = 2) -> di
         return make_eagle3(config, VARIANTS["llama"], target, tokens)
     if config.kind == SteeredConfig.kind:
         return {**make_small_lm(target, seed=seed), STEERING: make_steering(config)}
+    if config.kind == DFlashConfig.kind:
+        return make_dspark(config, VARIANTS["llama"], target, seed)
     return {} if DRAFTING_METHODS[config.kind].parse is not None else make_drafter(config, VARIANTS["llama"], target)
 
 
@@ -400,18 +421,18 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
         if one.is_trained:
             drafter = steered(drafter_of(config, wanted, CHAIN_OF_4, reuse=one.reuse), drafter)
     elif one.tree is not None:
-        drafter = drafter_of(
-            config, wanted, one.tree, scheme=scheme, **({"reuse": one.reuse} if one.is_trained else {})
-        )
+        drafter = drafter_of(config, wanted, one.tree, scheme=scheme, reuse=one.reuse)
     models = {"target": target, "drafter": drafter_weights}
     found = Setup(config, wanted, drafter, models, None)  # type: ignore
     return dataclasses.replace(found, decoder=found.decoder_with())
 
 
 @functools.cache
-def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "recursive") -> Setup:
-    """The pair of "beam" with trees drawn under `scheme` and judged by the rule `accept`."""
-    beam = setup("llama", "beam")
+def sampled(
+    scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "recursive", proposer: str = "beam"
+) -> Setup:
+    """The pair of a proposer with trees drawn under `scheme` and judged by the rule `accept`."""
+    beam = setup("llama", proposer)
     drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
     found = dataclasses.replace(beam, drafter=drafter)
     return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))

@@ -13,31 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from hsd_jax.config import (
-    AHEAD,
-    NO_REUSE,
-    NO_REUSE_FORM,
-    RECURRENT,
-    REUSES,
-    SKIP,
-    ModelConfig,
-    ReuseConfig,
-    TreeConfig,
-    weights_of_trunk,
-)
-from hsd_jax.drafters.hidden import reuse as reuse_lib
-from hsd_jax.drafters.hidden.reuse import fresh_logits, logits_of_round
+from hsd_jax.config import NO_REUSE, RECURRENT, REUSES, ModelConfig, ReuseConfig, TreeConfig, weights_of_trunk
+from hsd_jax.drafters.hidden.reuse import fresh_logits, logits_of_round, reusing_drafter
 from hsd_jax.drafters.hidden.weights import HiddenConfig, begin_from, init_weights, inject, read_paths, token_bias
 from hsd_jax.drafters.method import DraftingMethod, TokenInformation, Training, planning_of_trained
-from hsd_jax.drafters.reading import joined
-from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter, trunk_states
+from hsd_jax.drafters.trunk_state import TrunkState, trunk_states
 from hsd_jax.infer.tree import grow_tree, token_free
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.models.unroll import unroll
-from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict, Weights
+from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, Weights
 
 
 def hidden_drafter(
@@ -48,52 +34,14 @@ def hidden_drafter(
     scheme: DrawScheme,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
-    """The `Drafter`. Without reuse all functions except `draft` are those of `trunk_drafter`.
-
-    With reuse `init` and `commit` also keep the spare states. Under AHEAD `ready` makes the states of the first tree.
-    With reuse `follow` is None, because the drafter must draft in every round.
-    """
-    reuse_lib.check_reuse(reuse, config, tree)
-    num_states = reuse.num_states(tree.depth, config.num_steps)
-    runs_every_round = reuse.form != SKIP
+    """The `Drafter`. All functions except `draft` are those of `reusing_drafter`."""
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
         logits, num_levels, state = logits_of_round(models, target_config, config, tree, reuse, state, inputs.live)
         with jax.named_scope("tree"):
             return grow(models["drafter"], config, logits, inputs, tree, scheme, num_levels), state
 
-    # A row without a trunk run keeps its pending features. A tree is no deeper than the number of spares that it grows
-    # from, so a row commits at most K + 1 tokens from one trunk run to the next.
-    max_pending = None if runs_every_round else num_states + 1
-    basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending)
-    if reuse.form == NO_REUSE_FORM:
-        return basis
-
-    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        logits = jnp.zeros((len(length), num_states, config.draft_vocab_size))
-        spares = reuse_lib.Spares(logits, jnp.zeros(len(length), jnp.int32))
-        return dataclasses.replace(basis.init(tokens, length, capacity), spares=spares)
-
-    def ready(models, state: TrunkState):
-        """AHEAD: makes the states of the first tree, because no round before has made any."""
-        logits, _ = fresh_logits(models, target_config, config, num_states, state)
-        return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
-
-    def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        after = basis.commit(models, state, verdict, output, num_committed)
-        spares = reuse_lib.after_commit(state.spares, num_committed)
-        if runs_every_round:
-            return dataclasses.replace(after, spares=spares)
-        num = state.num_pending
-        return dataclasses.replace(
-            state,
-            pending=joined(state.pending, num, after.pending, max_pending),
-            next_tokens=joined(state.next_tokens, num, after.next_tokens, max_pending),
-            num_pending=num + num_committed,
-            spares=spares,
-        )
-
-    return basis._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
+    return reusing_drafter(target_config, config, tree, draft, cache_dtype, scheme, reuse)
 
 
 def grow(weights: Weights, config: HiddenConfig, logits: Float[Array, "B D C"], *rest: Any) -> DraftTree:

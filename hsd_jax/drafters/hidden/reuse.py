@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -33,10 +35,19 @@ from hsd_jax.config import (
     TreeConfig,
     TrunkConfig,
 )
-from hsd_jax.drafters.trunk_state import TrunkState, run_trunk, trunk_states
+from hsd_jax.drafters.reading import joined
+from hsd_jax.drafters.trunk_state import (
+    FROM_TARGET,
+    TrunkInputs,
+    TrunkState,
+    run_trunk,
+    trunk_drafter,
+    trunk_states,
+)
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.trunk import base_logits
+from hsd_jax.types import Drafter, DrawScheme, ModelOutput, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -97,11 +108,16 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
 
 
 def fresh_logits(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    num_states: int,
+    state: TrunkState,
+    inputs: TrunkInputs = FROM_TARGET,
 ) -> tuple[Float[Array, "B K C"], TrunkState]:
     """The base logits of `trunk_states`, and the state with the pending features committed."""
     with jax.named_scope("trunk"):
-        states, cache = trunk_states(models, target_config, config, num_states, state)
+        states, cache = trunk_states(models, target_config, config, num_states, state, inputs)
     with jax.named_scope("head"):
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
     return logits, dataclasses.replace(state, cache=cache)
@@ -115,6 +131,7 @@ def logits_of_round(
     reuse: ReuseConfig,
     state: TrunkState,
     live: Bool[Array, "B"],
+    inputs: TrunkInputs = FROM_TARGET,
 ) -> tuple[Float[Array, "B D C"], Int[Array, "B"] | None, TrunkState]:
     """The logits from which the tree grows, the number of levels of each row that have logits (None: all), and the
     state. The trunk runs if the round needs it. `live` is `RoundInputs.live`.
@@ -125,7 +142,7 @@ def logits_of_round(
     """
     num_states, old = reuse.num_states(tree.depth, config.num_steps), state.spares
     if reuse.form != SKIP:
-        fresh, state = fresh_logits(models, target_config, config, num_states, state)
+        fresh, state = fresh_logits(models, target_config, config, num_states, state, inputs)
         if reuse.form == NO_REUSE_FORM:
             return fresh, None, state
         # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
@@ -137,7 +154,7 @@ def logits_of_round(
     needs = live & (old.num < enough_spares(reuse, tree.depth, config.num_steps))
 
     def run():
-        states, kv = run_trunk(models, target_config, config, num_states, state)
+        states, kv = run_trunk(models, target_config, config, num_states, state, inputs)
         return base_logits(models["drafter"], config, models["target"], target_config, states), kv
 
     def keep():
@@ -152,3 +169,55 @@ def logits_of_round(
     num_pending, spares = jnp.where(needs, 0, state.num_pending), Spares(logits, num)
     state = dataclasses.replace(state, cache=cache, num_pending=num_pending, spares=spares)
     return logits[:, : tree.depth], jnp.minimum(num, tree.depth), state
+
+
+def reusing_drafter(
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    tree: TreeConfig,
+    draft: Callable[..., Any],
+    cache_dtype: Any,
+    scheme: DrawScheme,
+    reuse: ReuseConfig,
+    inputs: TrunkInputs = FROM_TARGET,
+) -> Drafter:
+    """A `Drafter` with token-free states. Without reuse all functions except `draft` are those of `trunk_drafter`.
+
+    With reuse `init` and `commit` also keep the spare states. Under AHEAD `ready` makes the states of the first tree.
+    With reuse `follow` is None, because the drafter must draft in every round.
+    """
+    check_reuse(reuse, config, tree)
+    num_states = reuse.num_states(tree.depth, config.num_steps)
+    runs_every_round = reuse.form != SKIP
+    # A row without a trunk run keeps its pending features. A tree is no deeper than the number of spares that it grows
+    # from, so a row commits at most K + 1 tokens from one trunk run to the next.
+    max_pending = None if runs_every_round else num_states + 1
+    basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending, inputs)
+    if reuse.form == NO_REUSE_FORM:
+        return basis
+
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        logits = jnp.zeros((len(length), num_states, config.draft_vocab_size))
+        spares = Spares(logits, jnp.zeros(len(length), jnp.int32))
+        return dataclasses.replace(basis.init(tokens, length, capacity), spares=spares)
+
+    def ready(models, state: TrunkState):
+        """AHEAD: makes the states of the first tree, because no round before has made any."""
+        logits, _ = fresh_logits(models, target_config, config, num_states, state, inputs)
+        return dataclasses.replace(state, spares=fresh_spares(logits))
+
+    def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        after = basis.commit(models, state, verdict, output, num_committed)
+        spares = after_commit(state.spares, num_committed)
+        if runs_every_round:
+            return dataclasses.replace(after, spares=spares)
+        num = state.num_pending
+        return dataclasses.replace(
+            state,
+            pending=joined(state.pending, num, after.pending, max_pending),
+            next_tokens=joined(state.next_tokens, num, after.next_tokens, max_pending),
+            num_pending=num + num_committed,
+            spares=spares,
+        )
+
+    return basis._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
