@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from hsd_jax.config import NO_REUSE, NO_REUSE_FORM, REUSES, ModelConfig, ReuseConfig, TreeConfig, weights_of_layer
 from hsd_jax.drafters.dflash.heads import confidence, injector, with_confidence
 from hsd_jax.drafters.dflash.weights import NONE, PUBLISHED, VANILLA, DFlashConfig
-from hsd_jax.drafters.hidden.draft import LEVEL_OPERATIONS
+from hsd_jax.drafters.hidden.draft import levels_seconds
 from hsd_jax.drafters.hidden.reuse import logits_of_round, reusing_drafter
 from hsd_jax.drafters.method import DraftingMethod, planning_of_trained
 from hsd_jax.drafters.trunk_state import TrunkInputs, TrunkState
@@ -114,14 +114,12 @@ def lattice(target_config: ModelConfig, config: DFlashConfig, tree: TreeConfig, 
 
 def drafting_seconds(model: Any, config: DFlashConfig, rows: int, tree: TreeConfig) -> float:
     """Seconds of a pass over the block, of a product of the used states with the head, and of the Markov head."""
-    width, small = config.hidden_size, model.rates.operation_seconds
+    width = config.hidden_size
     fused = len(config.feature_layers) * width**2
     states = float(model.product(config.num_layers * weights_of_layer(config), rows * config.block_size))
     states += float(model.product(fused, rows * tree.depth)) + model.layers(config)
     logits = float(model.product(config.draft_vocab_size * width, rows * tree.depth))
-    bias = float(model.product(config.rank * config.draft_vocab_size, rows * tree.most_expanded))
-    level = LEVEL_OPERATIONS * small * (model.rates.wide_levels if tree.width > 1 else 1.0)
-    return states + logits + tree.depth * (bias + level)
+    return states + logits + levels_seconds(model, config, rows, tree)
 
 
 DFLASH = DraftingMethod(

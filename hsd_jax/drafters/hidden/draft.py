@@ -96,11 +96,16 @@ def drafting_seconds(model: Any, config: HiddenConfig, rows: int, tree: TreeConf
         positions = ROWS_PER_STATE * rows * tree.depth
         states = float(model.product(weights_of_trunk(config), positions)) + per_pass + PARALLEL_OPERATIONS * small
     logits = float(model.product(config.draft_vocab_size * config.hidden_size, rows * tree.depth))
+    return states + logits + levels_seconds(model, config, rows, tree)
+
+
+def levels_seconds(model: Any, config: Any, rows: int, tree: TreeConfig) -> float:
+    """Seconds of the levels of a tree that grows from the logits of token-free states."""
     numbers, at_once = config.rank * config.draft_vocab_size, rows * tree.most_expanded
     bias = model.product(numbers, at_once)  # the later levels find the weights in the processor's cache
     later = model.product(numbers, at_once, cached_bytes=numbers * model.drafter_itemsize)
-    level = model.rates.level_operations * small * (model.rates.wide_levels if tree.width > 1 else 1.0)
-    return states + logits + float(bias + (tree.depth - 1) * later) + tree.depth * level
+    operations = model.rates.level_operations * (model.rates.wide_levels if tree.width > 1 else 1.0)
+    return float(bias + (tree.depth - 1) * later) + tree.depth * operations * model.rates.operation_seconds
 
 
 HIDDEN = DraftingMethod(
