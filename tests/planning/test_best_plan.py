@@ -53,7 +53,9 @@ def test_a_tree_of_32_nodes_is_chosen_where_nodes_are_free_and_drafts_often_fail
         (2, (1.3, 1.5, 1.49), 2),  # the same, because more nodes cost more here
         (1, (1.055, 1.0, 1.0), 1),
         (1, (1.045, 1.0, 1.0), None),  # too little
-        (8, (1.045, 1.0, 1.0), None),
+        (4, (1.055, 1.0, 1.0), 1),
+        (8, (1.09, 1.0, 1.0), None),  # too little for so many rows
+        (8, (1.11, 1.0, 1.0), 1),
     ],
 )
 def test_the_deepest_good_tree_is_taken_if_it_promises_enough(rows, gains, depth):
