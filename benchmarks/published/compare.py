@@ -54,7 +54,10 @@ def chains(params: Any, texts: np.ndarray, contexts: np.ndarray, depth: int) -> 
 def compare(folder: Path, target: Path, decodes: bool) -> None:
     """Prints a line for the drafter in a folder, or a few."""
     reference = np.load(folder / "reference.npz")
-    params = hsd_jax.load(target, drafter=folder, dtype="float32", precision="exact", probe=False)
+    try:
+        params = hsd_jax.load(target, drafter=folder, dtype="float32", precision="exact", probe=False)
+    except (OSError, ValueError) as error:
+        return print(f"refused: {error}")
     texts = np.maximum(reference["texts" if "texts" in reference else "ids"], 0).astype(np.int32)
     contexts, of_chain = reference["contexts"], reference.get("chain_contexts", reference["contexts"])
     depth = min(reference["chain"].shape[1], params.drafter_config.num_steps)
