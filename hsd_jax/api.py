@@ -30,6 +30,8 @@ class RowStats:
     tau: np.ndarray
     num_target_passes: np.ndarray
     accepted_histogram: np.ndarray
+    seed: np.ndarray
+    """The seeds that were given, or drawn where they were None. A single one is the same in all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,7 @@ def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
 def decode(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
-    max_new_tokens: PerRow[int] = NEW_TOKENS,
+    max_new_tokens: PerRow[int | None] = NEW_TOKENS,
     **settings: Unpack[Settings],
 ) -> DecodeResult:
     """Continues prompts. Speculation changes the speed and not the text.
@@ -125,7 +127,8 @@ def decode(
         A list that holds a mapping is one conversation. Its messages have a role and a content, which is a text or a
         list of text parts, and other keys that the checkpoint's chat template reads. The template renders the
         conversation, ready for the answer; a last message of the assistant is continued. No other start token is added.
-      max_new_tokens: most tokens of each row, one value or one value per row. The end token counts.
+      max_new_tokens: most tokens of each row, one value or one value per row. The end token counts. None: until the row
+        has `params.max_len` tokens, prompt included.
     Raises:
       ValueError: for a wrong argument, before anything compiles; it names the value and the allowed ones. Also if all
         logits of the target are -inf or one is NaN; it names the row.
@@ -150,7 +153,7 @@ def decode(
 def stream(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
-    max_new_tokens: PerRow[int] = NEW_TOKENS,
+    max_new_tokens: PerRow[int | None] = NEW_TOKENS,
     *,
     rounds: int | None = None,
     **settings: Unpack[Settings],
@@ -207,7 +210,7 @@ def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
         tau=float(num_tokens.sum() / max(passes.sum(), 1)),
         num_target_passes=int(passes.sum()),
         accepted_histogram=histogram.sum(0),
-        per_row=RowStats(num_tokens / np.maximum(passes, 1), passes, histogram),
+        per_row=RowStats(num_tokens / np.maximum(passes, 1), passes, histogram, np.array([row.seed for row in found])),
         prefill_seconds=session.prefill_seconds,
         decode_seconds=session.decode_seconds,
         plan=session.plan,

@@ -78,6 +78,8 @@ class RequestStats:
     """The number of drafts made, and how many of them were verified. None unless chains may end early."""
     drafter: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The drafter's own counts, by name."""
+    seed: int = 0
+    """The seed of its draws, given or drawn."""
 
     @property
     def tau(self) -> float:
@@ -249,7 +251,9 @@ class Session:
     # --- the verbs ----------------------------------------------------------------------------------------------------
 
     @takes(SamplingSettings)
-    def admit(self, prompt: Prompt, max_new_tokens: int = NEW_TOKENS, **settings: Unpack[SamplingSettings]) -> int:
+    def admit(
+        self, prompt: Prompt, max_new_tokens: int | None = NEW_TOKENS, **settings: Unpack[SamplingSettings]
+    ) -> int:
         """Takes a free slot for a request and returns at once. `step` reads its prompt.
 
         The text is that of `decode([prompt], ..., seed=[seed])`.
@@ -548,7 +552,8 @@ class Session:
         if requests:
             assert self.rows is not None
             found = _stats_of(self.setup, self.rows[0], [request.slot for request in requests])
-            for request, request.stats in zip(requests, found, strict=True):
+            for request, stats in zip(requests, found, strict=True):
+                request.stats = dataclasses.replace(stats, seed=request.row.asked.seed)
                 self._running.remove(request)
 
     def _clear(self, slot: int) -> None:

@@ -54,8 +54,8 @@ Tool = dict[str, Any] | Callable[..., Any]
 class Length(TypedDict, total=False):
     """The length of the text, which may be given by position."""
 
-    max_new_tokens: Annotated[PerRow[Whole], Default(NEW_TOKENS)]
-    """Most tokens per row. The end token counts."""
+    max_new_tokens: Annotated[PerRow[Whole | None], Default(NEW_TOKENS)]
+    """Most tokens per row. The end token counts. None: until the row has `max_len` tokens, prompt included."""
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -64,14 +64,17 @@ class SamplingSettings(TypedDict, total=False):
     temperature: Annotated[PerRow[Temperature], Default(0.0)]
     """0 is greedy."""
     top_k: Annotated[PerRow[TopK | None], Default(None)]
-    """Keeps the K likeliest tokens. None: all."""
+    """Keeps the K likeliest tokens. None, 0 or -1: all."""
     top_p: Annotated[PerRow[TopP | None], Default(None)]
     """Keeps the likeliest tokens of total probability P. None: all."""
-    seed: Annotated[PerRow[Seed], Default(0)]
+    seed: Annotated[PerRow[Seed | None], Default(0)]
     """Seed of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws
-    with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
-    eos: Annotated[int | Sequence[int] | None, Default(None)]
-    """End tokens of all rows in place of the checkpoint's; () for none."""
+    with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone. None: the operating system draws
+    the number, and the statistics report it."""
+    eos: Annotated[int | str | Sequence[int | str] | None, Default(None)]
+    """End tokens of all rows in place of the checkpoint's, as ids or as texts of one token each; () for none."""
+    ignore_eos: Annotated[Flag, Default(False)]
+    """Whether rows go on after end tokens, to `max_new_tokens` (as in vLLM). Refused together with `eos`."""
     tools: Annotated[list[Tool] | tuple[Tool, ...] | None, Default(None)]
     """What the model may call, for the chat template: JSON schemas, or functions with annotations and a docstring."""
     template: Annotated[dict[str, Any] | None, Default(None)]

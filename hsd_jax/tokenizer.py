@@ -247,6 +247,15 @@ class Tokenizer:
         )
         return ids[num:]
 
+    def only_token(self, text: str, name: str) -> int:
+        """The token whose text is `text`. A ValueError that begins with `name` if it takes several, or has none."""
+        check_unicode(text, name)
+        ids = self.raw.encode(text, add_special_tokens=False).ids
+        # An unknown character is one token, too. A SentencePiece decoder drops the first space.
+        if len(ids) != 1 or self.raw.decode(ids, skip_special_tokens=False).lstrip(" ") != text.lstrip(" "):
+            raise ValueError(f"{name}={shown(text)}: expected the text of a single token, it has {shown(ids)}")
+        return ids[0]
+
     def decode(self, tokens: Tokens) -> str:
         return self.raw.decode(list(tokens), skip_special_tokens=True)
 

@@ -7,6 +7,8 @@ writes bytes that are no UTF-8 at all.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 
 import jax
@@ -155,6 +157,34 @@ def test_end_tokens_of_checkpoint_and_call(text_params):
     assert hsd_jax.decode(text_params, "a", max_new_tokens=30, eos=()).num_tokens.tolist() == [30]
 
 
+def test_end_tokens_as_texts_and_none_at_all(text_params):
+    call = functools.partial(hsd_jax.decode, text_params, "a", max_new_tokens=30)
+    for eos in (" ", ["<eos>", " "], (EOS, " ")):
+        assert call(eos=eos).text == ["é€😀 "]
+    ends = dataclasses.replace(text_params, eos=(ord(" "),))
+    assert hsd_jax.decode(ends, "a", 30).num_tokens.tolist() == [10]
+    assert hsd_jax.decode(ends, "a", 30, ignore_eos=True).num_tokens.tolist() == [30]
+    with hsd_jax.Session(ends, slots=1) as session:
+        answers = session.generate(
+            [{"prompt": "a", "max_new_tokens": 30, "ignore_eos": flag} for flag in (True, False)]
+        )
+        assert [(len(one.tokens), one.finish_reason) for one in answers] == [(30, "length"), (10, "stop")]
+    for eos, said in (("é", "eos='é': .*a single token, it has .195, 169."), (["<eos>", "ab"], "eos='ab'")):
+        with pytest.raises(ValueError, match=said):
+            call(eos=eos)
+    with pytest.raises(ValueError, match="eos=' ', ignore_eos=True"):
+        call(eos=" ", ignore_eos=True)
+
+
+def test_no_limit_is_the_end_of_the_context(params):
+    result = hsd_jax.decode(params, [[1], [1, 2, 3]], max_new_tokens=[None, 5])
+    assert result.num_tokens.tolist() == [MAX_LEN - 1, 5]
+    assert hsd_jax.decode(params, [1] * MAX_LEN, None).num_tokens.tolist() == [0]
+    with hsd_jax.Session(params, slots=1, max_len=40) as session:
+        (answer,) = session.generate([{"prompt": [1, 2], "max_new_tokens": None}])
+        assert len(answer.tokens) == 38
+
+
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +199,20 @@ def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed(params):
     for seed, wanted in (5, [(5, 0), (5, 1), (5, 2)]), ([5, 6, 5], [(5, 0), (6, 0), (5, 0)]):
         rows = rows_of(params, [[1]] * 3, Sampling(1, seed=seed))
         assert [(row.asked.seed, row.fold) for row in rows] == wanted
+
+
+def test_a_seed_that_the_system_draws_is_reported_and_gives_the_text_again(params):
+    call = functools.partial(hsd_jax.decode, params, TWO, 12, temperature=1.0)
+    one, other = call(seed=None), call(seed=None)
+    assert one.tokens.tolist() != other.tokens.tolist()  # equal by chance in one of 10^15 runs
+    assert call(seed=int(one.stats.per_row.seed[0])).tokens.tolist() == one.tokens.tolist()
+    rows = call(seed=[None, 3])
+    assert rows.stats.per_row.seed[1] == 3
+    assert call(seed=rows.stats.per_row.seed.tolist()).tokens.tolist() == rows.tokens.tolist()
+    with hsd_jax.Session(params, slots=2) as session:
+        for answer in session.generate([{"prompt": TWO[0], "max_new_tokens": 9, "temperature": 1.0, "seed": None}] * 2):
+            wanted = hsd_jax.decode(params, [TWO[0]], 9, temperature=1.0, seed=[answer.stats.seed])
+            assert answer.tokens.tolist() == wanted.tokens[0].tolist()
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -225,8 +269,9 @@ def test_settings_may_be_arrays(params):
 
 
 def test_filters_that_are_off_and_temperatures_that_nothing_can_be_divided_by():
-    rows = [Sampling(), Sampling(temperature=1e-40, top_k=5, top_p=0.5), Sampling(temperature=0.5)]
+    rows = [Sampling(), Sampling(temperature=1e-40, top_k=5, top_p=0.5), Sampling(temperature=0.5, top_k=-1)]
     found = sampling_arrays(rows)
+    assert sampling_arrays([Sampling(top_k=0)]).top_k.tolist() == [0]
     assert found.temperature.tolist() == [0, 0, 0.5]
     assert (found.top_k.tolist(), found.top_p.tolist()) == ([0, 5, 0], [1, 0.5, 1])
 
@@ -338,7 +383,9 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "id too large": ({"prompt": [1, toy.VOCAB]}, f"0 to {LAST}"),
     "temperature negative": ({"temperature": -0.5}, "temperature=-0.5"),
     "temperature count": ({"temperature": [0.0, 1.0]}, "temperature"),
+    "top_k": ({"top_k": -2}, "top_k=-2"),
     "top_p zero": ({"top_p": 0.0}, "top_p=0.0"),
+    "eos text": ({"eos": "a"}, "eos='a': the checkpoint has no tokenizer"),
     "eos large": ({"eos": toy.VOCAB}, f"eos={toy.VOCAB}"),
     "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, "1 to 4"),
     "accept": ({"accept": "typical"}, "'match', 'recursive'"),

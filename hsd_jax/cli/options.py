@@ -43,8 +43,10 @@ def checked(function: Callable[[str], Any]):
 
 
 def value_of(hint: Any):
-    """Returns the argparse type of an annotation of `validation.py`, with its range."""
-    return checked(lambda text: validation.parse(hint, text))
+    """Returns the argparse type of an annotation of `validation.py`, with its range. "none" is None, if that is a value."""
+    is_number = not {str, Any}.intersection(validation.kinds_of(hint))
+    may_be_none = is_number and type(None) in typing.get_args(hint)
+    return checked(lambda text: None if may_be_none and text == "none" else validation.parse(hint, text))
 
 
 COUNT = value_of(Count)

@@ -99,7 +99,21 @@ def test_generate_prints_json_with_tokens(folders, capsys):
     assert len(record["text"]) == 2
     assert record["tau"] >= 1.0
     assert sum(record["accepted_histogram"]) == record["num_target_passes"]
+    assert record["seed"] == [3, 3]
     assert record["command"].startswith("hsd generate --target")
+
+
+def test_generate_without_limit_seed_and_end(folders, capsys):
+    """What the system draws is printed."""
+    call = "generate", "--target", folders.target, "--max-len", "24", "--max-new-tokens", "none", "--ignore-eos"
+    assert hsd(*call, "--temperature", "1", "--top-k", "-1", "--seed", "none", "the cat") == 0
+    drawn = capsys.readouterr()
+    assert hsd(*call, "--temperature", "1", "--seed", drawn.err.split(", seed ")[1].strip(), "--json", "the cat") == 0
+    record = json.loads(capsys.readouterr().out)
+    ids = hsd_jax.load(target=folders.target).tokenizer.encode("the cat")
+    assert drawn.out == record["text"][0] + "\n" and record["num_tokens"] == [24 - len(ids)]
+    assert hsd("generate", "--target", folders.target, "--eos", "1", "the", "--json", "--", "the cat") == 0
+    assert hsd("generate", "--target", folders.target, "--top-p", "none", "--seed", "-1", "the cat") == 2
 
 
 @pytest.mark.slow
