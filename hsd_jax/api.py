@@ -85,15 +85,24 @@ class DecodeResult:
     """The continuation of each prompt: prompt + text is the full text, so a space between them begins `text`. None
     without a tokenizer."""
     stats: Stats
+    finish_reason: list[str]
+    """Why each row ended: "stop" (a stop string or an end token) or "length"."""
+    stop_reason: list[str | int | None]
+    """With "stop", the stop string or the id of the end token (as in vLLM)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a stream adds to one row. `text` holds complete UTF-8 characters; it is None without a tokenizer."""
+    """What a stream adds to one row. `text` holds complete UTF-8 characters; it is None without a tokenizer.
+
+    The last piece of a row, which may be empty, says why the row ended, as `DecodeResult` does.
+    """
 
     row: int
     tokens: np.ndarray
     text: str | None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -146,7 +155,9 @@ def decode(
         for line, row in zip(out, rows, strict=True):
             line[: len(row.tokens)] = row.tokens
         text = None if params.tokenizer is None else [row.text or "" for row in rows]
-        return DecodeResult(out, num_tokens, text, _stats(session, [row.stats for row in rows]))
+        stats = _stats(session, [row.stats for row in rows])
+        ends = [row.finish_reason or "" for row in rows], [row.stop_reason for row in rows]
+        return DecodeResult(out, num_tokens, text, stats, *ends)
 
 
 @takes(SamplingSettings, SpeculationSettings)
@@ -189,8 +200,8 @@ def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stat
             for row, piece in pieces.items():
                 if piece.stats is not None:
                     ended[row] = piece.stats
-                if len(piece.tokens) or piece.text:
-                    yield Piece(row, piece.tokens, piece.text)
+                if len(piece.tokens) or piece.text or piece.finish_reason is not None:
+                    yield Piece(row, piece.tokens, piece.text, piece.finish_reason, piece.stop_reason)
         return _stats(session, [ended[row] for row in range(session.slots)])
 
 

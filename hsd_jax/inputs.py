@@ -60,38 +60,50 @@ ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(pa
 def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
     """The rows of a call."""
     given = prompts_in(prompt)
-    _check_is_read(asked, given)
+    _check_is_read(params, asked, given)
     prompts, asked = encode(params, given, asked), _seeded(asked)
     per_row = zip(*[_per_row(name, getattr(asked, name), len(prompts)) for name in ROW_HINTS], strict=True)
     folds = range(len(prompts)) if np.ndim(asked.seed) == 0 else [0] * len(prompts)
     ends = [end_tokens_of(params, asked, one) for one in given]
     own, max_len = enumerate(zip(prompts, per_row, ends, folds, strict=True)), params.max_len
-    return [_row(f"prompt {row}", tokens, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own]
+    return [
+        _row(f"prompt {row}", tokens, asked, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own
+    ]
 
 
 def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row:
     """The row of a request that comes alone, of at most `max_len` tokens."""
     if isinstance(prompt, (int, np.integer, Mapping)):
         raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}")
-    _check_is_read(asked, [prompt])
+    _check_is_read(params, asked, [prompt])
     tokens, asked = _encode_one(params, prompt, "the prompt", asked), _seeded(asked)
     values = [take(hint, _plain(getattr(asked, name)), name) for name, hint in ROW_HINTS.items()]
-    return _row("the prompt", tokens, values, end_tokens_of(params, asked, prompt), max_len)
+    return _row("the prompt", tokens, asked, values, end_tokens_of(params, asked, prompt), max_len)
 
 
-def _check_is_read(asked: Sampling, prompts: Sequence[Any]) -> None:
-    """Refuses settings of conversations if no prompt is one."""
+def _check_is_read(params: Params, asked: Sampling, prompts: Sequence[Any]) -> None:
+    """Refuses settings of conversations if no prompt is one, and those of texts if there is no tokenizer."""
+    if asked.stop and params.tokenizer is None:
+        raise ValueError(f"stop={shown(asked.stop)}: the checkpoint has no tokenizer, so there is no text to search")
     for name in ("tools", "template"):
         if getattr(asked, name) and not any(map(_is_conversation, prompts)):
             raise ValueError(f"{name}={shown(getattr(asked, name))}: only for conversations, and no prompt is one")
 
 
-def _row(name: str, tokens: list[int], values: Iterable[Any], eos: tuple[int, ...], max_len: int, fold: int = 0) -> Row:
+def _row(
+    name: str,
+    tokens: list[int],
+    asked: Sampling,
+    values: Iterable[Any],
+    eos: tuple[int, ...],
+    max_len: int,
+    fold: int = 0,
+) -> Row:
     """The row of checked values of ROW_HINTS, if it is not too long. `name` is that of its prompt, for the error."""
     own = dict(zip(ROW_HINTS, values, strict=True))
     if own["max_new_tokens"] is None:
         own["max_new_tokens"] = max(max_len - len(tokens), 0)
-    row = Row(tokens, Sampling(**own, eos=eos), fold)
+    row = Row(tokens, Sampling(**own, eos=eos, stop=asked.stop, include_stop=asked.include_stop), fold)
     check_length(name, len(tokens), row.asked.max_new_tokens, max_len)
     return row
 

@@ -54,13 +54,16 @@ from hsd_jax.setup import (
     rows_bucket,
     set_up,
 )
-from hsd_jax.tokenizer import IncrementalDecoder
+from hsd_jax.tokenizer import IncrementalDecoder, StopSearch
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, Costs, DecodeState, Drafts, Limits
 from hsd_jax.validation import Count, Flag, OneOf, shown, take, takes
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
-"""Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
+"""Why a row has ended: an end token or a stop string, its `max_new_tokens`, `cancel` or `close`, or an error
+(`Taken.error`)."""
 MOST_SLOTS = 4096
+PATIENCE, PATIENCE_OF_CALLS = 2, 16
+"""How long a row with stop strings may go on after one: rounds of a session or stream, and tokens of `decode`."""
 DEFAULT = Speculation()
 
 
@@ -69,6 +72,7 @@ class RequestStats:
     """Statistics of one row, without the prefill."""
 
     num_tokens: int
+    """The tokens that the rounds gave. Those that a stop string takes back count."""
     num_target_passes: int
     accepted_histogram: np.ndarray
     """[D+1]: the number of rounds for each number of accepted drafts that were kept."""
@@ -101,6 +105,8 @@ class Taken:
     """None until the row has ended, and for a row that never ran."""
     error: str | None = None
     """The reason if the row failed."""
+    stop_reason: str | int | None = None
+    """With "stop", the stop string or the id of the end token (as in vLLM)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +126,12 @@ class _Request:
     detokenizer: IncrementalDecoder | None
     length: int
     """The number of its tokens that the host has fetched, prompt included."""
+    search: StopSearch | None = None
+    """Holds the new tokens and their text if the request has stop strings."""
     new: list[np.ndarray] = dataclasses.field(default_factory=list)
     """Tokens that have not been taken yet."""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     stats: RequestStats | None = None
     error: str | None = None
 
@@ -276,6 +285,8 @@ class Session:
         tokenizer, handle = self.params.tokenizer, next(self._handles)
         detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
         request = _Request(row, self._at.index(None), detokenizer, len(row.tokens))
+        if row.asked.stop and detokenizer is not None:
+            request.search = StopSearch(detokenizer, row.asked.stop, row.asked.include_stop)
         self._at[request.slot] = self._open[handle] = request
         self._waiting.append(request)
         return handle
@@ -320,12 +331,16 @@ class Session:
             tokens = np.concatenate([*request.new, np.zeros(0, np.int32)])
             request.new.clear()
             has_ended, text = request.finish_reason is not None, None
-            if request.detokenizer is not None:
+            if request.search is not None:
+                found, text = request.search.take(is_last=has_ended)
+                tokens = np.array(found, np.int32)
+            elif request.detokenizer is not None:
                 text = request.detokenizer.push(tokens, is_last=has_ended) if has_ended or len(tokens) else ""
             if has_ended:
                 del self._open[handle]
                 self._free(request)
-            return Taken(tokens, text, request.finish_reason, request.stats, request.error)
+            why = request.finish_reason, request.stats, request.error, request.stop_reason
+            return Taken(tokens, text, *why)
 
     def cancel(self, handle: int) -> None:
         """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens."""
@@ -483,18 +498,27 @@ class Session:
         self._check_open()
         start, has_ended = time.perf_counter(), False
         with self._closes_on_error():
-            if self.setup.race is not None and self._running and not reads:
+            most = self._most_rounds(rounds)
+            if self.setup.race is not None and self._running and not reads and most == UNBOUNDED:
                 raced, has_ended = self._race(self.setup.race, rounds)
                 rounds -= raced if rounds < UNBOUNDED else 0
             while rounds > 0 and self.num_running >= least_live and not (has_ended and rounds < UNBOUNDED):
-                self._call(rounds, least_live, self.setup.costs)
+                now = min(rounds, most)
+                self._call(now, least_live, self.setup.costs)
                 if reads:
                     self._read_chunk()
                 has_ended |= self._collect()
-                if rounds < UNBOUNDED:
-                    break
+                rounds -= now if rounds < UNBOUNDED else 0
         self.decode_seconds += time.perf_counter() - start
         return has_ended
+
+    def _most_rounds(self, rounds: int) -> int:
+        """How many of `rounds` may run before the host looks for stop strings. UNBOUNDED if no row has any."""
+        if not any(request.search for request in self._running):
+            return UNBOUNDED
+        if self.setup.is_refilled or rounds < UNBOUNDED:
+            return PATIENCE
+        return max(PATIENCE_OF_CALLS // (self.setup.decoder.max_depth + 1), 1)
 
     def _call(self, rounds: int, least_live: int, costs: Costs | None) -> None:
         """Calls the loop and does not wait for it."""
@@ -528,17 +552,25 @@ class Session:
         state, tokens, ended = self.rows[0], None, []
         length, done = fetch(state.length), fetch(state.done)
         for request in self._running:
-            last = int(length[request.slot])
+            last, is_done, new = int(length[request.slot]), bool(done[request.slot]), np.zeros(0, np.int32)
             if last > request.length:
                 tokens = fetch(state.tokens) if tokens is None else tokens
-                request.new.append(np.array(tokens[request.slot, request.length : last]))  # a copy: `tokens` is donated
+                new = np.array(tokens[request.slot, request.length : last])  # a copy: `tokens` is donated
+                request.new.append(new)
                 request.length = last
-            if done[request.slot]:
+            if request.search is not None:
+                request.search.push(new[new != INVALID_TOKEN], is_last=is_done)
+            if is_done or (request.search is not None and request.search.found is not None):
                 ended.append(request)
         self._leave(ended)
         for request in ended:
-            last = request.new[-1][-1] if request.new else None
-            request.finish_reason = STOP if last is not None and int(last) in request.row.asked.eos else LENGTH
+            if request.search is not None and request.search.found is not None:
+                request.finish_reason, request.stop_reason = STOP, request.search.found
+                self._clear(request.slot)
+                continue
+            last = int(request.new[-1][-1]) if request.new else None
+            request.stop_reason = last if last in request.row.asked.eos else None
+            request.finish_reason = LENGTH if request.stop_reason is None else STOP
             if last == INVALID_TOKEN:
                 request.new[-1], num = request.new[-1][:-1], len(request.row.tokens)
                 request.stats = dataclasses.replace(request.stats, num_tokens=request.stats.num_tokens - 1)

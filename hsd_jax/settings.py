@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hsd_jax.config import NO_REUSE_FORM, FeatureLayer, Precision, Quantized, TreeConfig
 from hsd_jax.validation import (
@@ -47,6 +47,17 @@ MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
 Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
 Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
+MOST_STOPS = 16
+"""The largest number of stop strings of a row."""
+if TYPE_CHECKING:
+    Stops = str | Sequence[str]
+else:
+    Stops = Annotated[
+        tuple[Annotated[str, Field(min_length=1, title="TEXT")], ...],
+        Field(max_length=MOST_STOPS),
+        BeforeValidator(lambda x: (x,) if isinstance(x, str) else tuple(x) if isinstance(x, list) else x),
+    ]
+    """One text or several."""
 Tool = dict[str, Any] | Callable[..., Any]
 """A JSON schema, or a function from which transformers makes one."""
 
@@ -75,6 +86,12 @@ class SamplingSettings(TypedDict, total=False):
     """End tokens of all rows in place of the checkpoint's, as ids or as texts of one token each; () for none."""
     ignore_eos: Annotated[Flag, Default(False)]
     """Whether rows go on after end tokens, to `max_new_tokens` (as in vLLM). Refused together with `eos`."""
+    stop: Annotated[Stops, Default(())]
+    """Up to 16 texts. A row ends as soon as its text holds one of them, however its tokens split it. Text and ids end
+    before that one. A token that holds a part of it is left out, so the ids may spell less than the text."""
+    include_stop: Annotated[Flag, Default(False)]
+    """Whether the text ends after its stop string. The ids then end with the token that completes it. (In vLLM:
+    include_stop_str_in_output.)"""
     tools: Annotated[list[Tool] | tuple[Tool, ...] | None, Default(None)]
     """What the model may call, for the chat template: JSON schemas, or functions with annotations and a docstring."""
     template: Annotated[dict[str, Any] | None, Default(None)]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import stops as stops_lib
 from support import chat, setups, toy
 
 import hsd_jax
@@ -144,7 +145,8 @@ def test_nothing_to_generate(params):
     result = hsd_jax.decode(params, ONE, max_new_tokens=0)
     assert result.tokens.shape == (1, 0) and result.num_tokens.tolist() == [0]
     assert result.stats.num_target_passes == 0 and result.stats.tau == 0
-    assert list(hsd_jax.stream(params, ONE, max_new_tokens=0)) == []
+    (piece,) = hsd_jax.stream(params, ONE, max_new_tokens=0)
+    assert not len(piece.tokens) and piece.finish_reason == "length"
 
 
 def test_end_tokens_of_checkpoint_and_call(text_params):
@@ -317,6 +319,78 @@ def test_a_stream_complains_at_the_call(params):
         hsd_jax.stream(params, ONE, rounds=0)
 
 
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "text", "num"),
+    [
+        ("😀", "é€", 5),  # within two rounds of five tokens, in the middle of a round
+        (["x", "\u20ac😀 a", " a"], "é", 2),
+        (" ", "é€😀", 9),
+        ("é", "", 0),
+        (["nowhere"], "", 32),
+    ],
+)
+def test_text_and_ids_end_before_the_first_stop_string(text_params, speculate, stop, text, num):
+    call = {"max_new_tokens": 32, "speculate": speculate, "stop": stop}
+    one = hsd_jax.decode(text_params, "a", **call)
+    stops = [stop] if isinstance(stop, str) else stop
+    if num < 32:
+        assert one.text == [text] and one.num_tokens.tolist() == [num] and one.finish_reason == ["stop"]
+        assert one.stop_reason[0] in stops
+        kept = hsd_jax.decode(text_params, "a", include_stop=True, **call)
+        assert kept.text[0] == text + kept.stop_reason[0] == text + one.stop_reason[0]
+        assert bytes(kept.tokens[0].tolist()).decode() == kept.text[0]
+        sizes = np.arange(1, one.stats.accepted_histogram.shape[0] + 1)
+        assert one.stats.accepted_histogram @ sizes <= num + 1 + 4 + 16  # the string has up to 4 tokens
+    else:
+        assert one.finish_reason == ["length"] and one.stop_reason == [None]
+        assert one.text == hsd_jax.decode(text_params, "a", 32).text
+
+
+def test_the_end_token_is_a_reason(text_params):
+    result = hsd_jax.decode(text_params, ["a", "a"], [30, 3], eos=" ", stop="a")
+    assert result.finish_reason == ["stop", "length"] and result.stop_reason == [ord(" "), None]
+
+
+def test_streams_and_sessions_stop_where_calls_do(text_params):
+    """For random rows. Their bytes may be no characters; a stop string is cut from their text, or is not in it."""
+    rng, cycle = np.random.default_rng(3), list(CYCLE)
+    starts = [str(rng.choice(cycle)) for _ in range(64)]
+    settings = {"temperature": 0.9, "eos": ()}
+    whole = hsd_jax.decode(text_params, starts, 40, seed=list(range(64)), **settings)
+    texts, ids, asked, wanted = whole.text, whole.tokens.tolist(), [], []
+    for row, text in enumerate(texts):
+        stops = []
+        for _ in range(int(rng.integers(1, 4))):
+            at = int(rng.integers(0, max(len(text) - 4, 1)))
+            stops.append(text[at : at + int(rng.integers(1, 5))])
+        stops, is_kept = [*stops, "€€€€"][: int(rng.integers(1, 5))], bool(rng.random() < 0.3)
+        asked.append({"max_new_tokens": 40, "seed": row, "stop": stops, "include_stop": is_kept, **settings})
+        wanted.append(stops_lib.before(text, stops, is_kept))
+    with hsd_jax.Session(text_params, slots=4) as session:
+        requests = [{"prompt": start, **one} for start, one in zip(starts, asked, strict=True)]
+        for answer in session.generate(requests):
+            row = answer.index
+            assert (answer.text, answer.stop_reason) == wanted[row], (texts[row], asked[row])
+            assert answer.finish_reason == ("length" if wanted[row][1] is None else "stop")
+            assert answer.tokens.tolist() == ids[row][: len(answer.tokens)]
+            text, num = answer.text, len(answer.tokens)
+            assert num == len(text.encode()) or "\ufffd" in text
+            assert answer.stats.num_tokens <= num + 8 + 2 * (TREE.depth + 1)
+            wanted[row] = *wanted[row], num
+    for row in range(0, 64, 4):
+        one = {**asked[row], "seed": [row]}
+        result = hsd_jax.decode(text_params, [starts[row]], **one)
+        assert (result.text[0], result.stop_reason[0], result.num_tokens[0]) == wanted[row]
+        pieces = list(hsd_jax.stream(text_params, [starts[row]], rounds=int(rng.integers(1, 5)), **one))
+        assert "".join(piece.text for piece in pieces) == result.text[0]
+        assert np.concatenate([piece.tokens for piece in pieces]).tolist() == result.tokens[0].tolist()
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + result.finish_reason
+
+
 # --- params -----------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +467,7 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
     "sampled tree too full": ({"accept": "recursive", "tree": hsd_jax.TreeConfig(9, depth=3, width=2)}, "nodes=9"),
     "unknown name": ({"minp": 0.1}, "'minp'; allowed are max_new_tokens, temperature"),
+    "stop without text": ({"stop": "a"}, "stop=['a']: the checkpoint has no tokenizer"),
     "race": ({"race": "yes", "speculate": False}, "race='yes'"),
     "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),
 }
@@ -405,6 +480,12 @@ def test_bad_calls_are_refused(params, name):
     with pytest.raises(ValueError) as error:
         hsd_jax.decode(params, **({"prompt": ONE, "max_new_tokens": 4} | arguments))
     assert word in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * 17, 5, [5], b"a", None, "\ud800", {"a": 1}])
+def test_bad_stop_strings_are_refused(text_params, stop):
+    with pytest.raises(ValueError, match=r"stop\S*="), hsd_jax.Session(text_params, slots=1) as session:
+        session.admit("a", 4, stop=stop)
 
 
 @pytest.mark.parametrize(("prompt", "word"), [(["a", ""], "prompt 1"), ("a\ud800", "character 1")])

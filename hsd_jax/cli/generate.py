@@ -40,6 +40,7 @@ cat letter.txt | hsd generate --demo --json -
     tree = options.add_speculation(parser)
     options.add_record(tree, SpeculationSettings, "speculate", speculate={"help": "plain decoding: one token per pass"})
     output = parser.add_argument_group("output")
+    options.add_record(output, SamplingSettings, "stop", "include_stop")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -138,6 +139,8 @@ def _record(out, args: argparse.Namespace) -> dict:
         "text": out.text,
         "tokens": [out.tokens[r, : out.num_tokens[r]].tolist() for r in rows],
         "num_tokens": out.num_tokens.tolist(),
+        "finish_reason": out.finish_reason,
+        "stop_reason": out.stop_reason,
         "seed": out.stats.per_row.seed.tolist(),
         "tau": out.stats.tau,
         "lossy": out.stats.lossy,

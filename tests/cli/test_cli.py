@@ -103,6 +103,19 @@ def test_generate_prints_json_with_tokens(folders, capsys):
     assert record["command"].startswith("hsd generate --target")
 
 
+def test_generate_stops_at_a_text(folders, capsys):
+    call = "generate", "--target", folders.target, "--max-new-tokens", "12", "the cat"
+    assert hsd(*call) == 0
+    whole = capsys.readouterr().out[:-1]
+    assert hsd(*call, "--stop", "nowhere", whole[4:7]) == 0
+    streamed = capsys.readouterr().out[:-1]
+    assert hsd(*call, "--json", "--include-stop", "--stop", whole[4:7]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"][0] == streamed + whole[4:7] == whole[: whole.index(whole[4:7]) + 3]
+    assert (record["finish_reason"], record["stop_reason"]) == (["stop"], [whole[4:7]])
+    assert hsd(*call, "--stop", "") == 2
+
+
 def test_generate_without_limit_seed_and_end(folders, capsys):
     """What the system draws is printed."""
     call = "generate", "--target", folders.target, "--max-len", "24", "--max-new-tokens", "none", "--ignore-eos"
