@@ -21,7 +21,7 @@ from hsd_jax.host.files import decoded
 from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.pair import Params
 from hsd_jax.settings import Length, Sampling, SamplingSettings
-from hsd_jax.tokenizer import Messages, check_unicode
+from hsd_jax.tokenizer import Messages, Tokenizer, check_unicode
 from hsd_jax.types import NO_TOKEN, Limits, SamplingParams
 from hsd_jax.validation import MOST, parts_of, row_hint, shown, take
 
@@ -255,13 +255,18 @@ def end_tokens_of(params: Params, asked: Sampling, prompt: Any) -> tuple[int, ..
     lines = tokenizer.line_ends if eos is None and tokenizer is not None and _is_conversation(prompt) else ()
     given = params.eos if eos is None else eos
     ids = given if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)) else [given]
-    texts = [token for token in ids if isinstance(token, str)]
-    if texts and tokenizer is None:
-        raise ValueError(f"eos={shown(texts[0])}: the checkpoint has no tokenizer: give token ids")
-    ids = [tokenizer.only_token(token, "eos") if isinstance(token, str) else _plain(token) for token in ids]
-    named = tuple(take(int, token, "eos", ge=0, lt=vocab_size) for token in ids)
+    named = tuple(take(int, _id_of(token, tokenizer), "eos", ge=0, lt=vocab_size) for token in ids)
     if asked.ignore_eos:
         if eos is not None and named:
             raise ValueError(f"eos={shown(asked.eos)}, ignore_eos=True: give one of them")
         return ()
     return *named, *(token for token in lines if token < vocab_size and token not in named)
+
+
+def _id_of(token: Any, tokenizer: Tokenizer | None) -> Any:
+    """An end token that may be given by its text."""
+    if not isinstance(token, str):
+        return _plain(token)
+    if tokenizer is None:
+        raise ValueError(f"eos={shown(token)}: the checkpoint has no tokenizer: give token ids")
+    return tokenizer.only_token(token, "eos")

@@ -16,6 +16,7 @@ from pydantic import Field
 from tokenizers import Tokenizer
 
 from hsd_jax import validation
+from hsd_jax.settings import Stops
 from hsd_jax.train.documents import ChatTemplate, content_of, question_prompt, render_turns, speaker_of
 from hsd_jax.train.journal import Report
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
@@ -35,6 +36,8 @@ class GenerateConfig:
     """Keep the K likeliest tokens; 0 or -1: all (default: all)."""
     top_p: TopP | None = None
     """Keep the likeliest tokens of total probability P (default: all)."""
+    stop: Stops = ()
+    """Up to 16 texts; a response ends before the first that it holds."""
     samples_per_prompt: Count = 1
     """Responses per prompt."""
     batch: Count = 32
