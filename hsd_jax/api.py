@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from hsd_jax.inputs import Prompt
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.session import RequestStats, Session, Taken, prepare
-from hsd_jax.settings import NEW_TOKENS, SamplingSettings, Settings, SpeculationSettings, records
+from hsd_jax.settings import NEW_TOKENS, Samples, SamplingSettings, Settings, SpeculationSettings, records
 from hsd_jax.types import NO_TOKEN
 from hsd_jax.validation import Count, PerRow, take, takes
 
@@ -78,7 +78,7 @@ class DecodeResult:
     """The result of `decode`."""
 
     tokens: np.ndarray
-    """[B, T_out], without the prompts, padded with NO_TOKEN."""
+    """[B, T_out], without the prompts, padded with NO_TOKEN. B is the number of prompts times `n`."""
     num_tokens: np.ndarray
     """[B]: the length of each row of `tokens`. It counts the end token."""
     text: list[str] | None
@@ -111,7 +111,7 @@ def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
     return reached[1:] / np.maximum(reached[:-1], 1)
 
 
-@takes(SamplingSettings, SpeculationSettings)
+@takes(Samples, SamplingSettings, SpeculationSettings)
 def decode(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
@@ -145,7 +145,7 @@ def decode(
       Coupled drafts: Daliri et al., "Coupling without communication and drafter-invariant speculative decoding"
       (arXiv:2408.07978).
     """
-    with prepare(params, prompt, *records({"max_new_tokens": max_new_tokens, **settings})) as session:
+    with _opened(params, prompt, {"max_new_tokens": max_new_tokens, **settings}) as session:
         while session.num_running:
             session.run(UNBOUNDED)
         rows = [session.take(row) for row in range(session.slots)]  # `prepare` gives row i the handle i
@@ -160,7 +160,7 @@ def decode(
         return DecodeResult(out, num_tokens, text, stats, *ends)
 
 
-@takes(SamplingSettings, SpeculationSettings)
+@takes(Samples, SamplingSettings, SpeculationSettings)
 def stream(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
@@ -184,7 +184,12 @@ def stream(
     """
     take(Count | None, rounds, "rounds")
     check_same("rounds of the stream", repr(rounds))
-    return _stream(prepare(params, prompt, *records({"max_new_tokens": max_new_tokens, **settings})), rounds)
+    return _stream(_opened(params, prompt, {"max_new_tokens": max_new_tokens, **settings}), rounds)
+
+
+def _opened(params: Params, prompt: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> Session:
+    num = take(Count, settings.pop("n", 1), "n")
+    return prepare(params, prompt, *records(settings), num_samples=num)
 
 
 def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:

@@ -57,18 +57,19 @@ ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(pa
 """The annotation of one row's value of each setting that rows have of their own."""
 
 
-def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
-    """The rows of a call."""
+def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, num_samples: int = 1) -> list[Row]:
+    """The rows of a call. Those of a prompt follow one another."""
     given = prompts_in(prompt)
     _check_is_read(params, asked, given)
     prompts, asked = encode(params, given, asked), _seeded(asked)
     per_row = zip(*[_per_row(name, getattr(asked, name), len(prompts)) for name in ROW_HINTS], strict=True)
-    folds = range(len(prompts)) if np.ndim(asked.seed) == 0 else [0] * len(prompts)
+    folds = [row * num_samples if np.ndim(asked.seed) == 0 else 0 for row in range(len(prompts))]
     ends = [end_tokens_of(params, asked, one) for one in given]
     own, max_len = enumerate(zip(prompts, per_row, ends, folds, strict=True)), params.max_len
-    return [
+    rows = [
         _row(f"prompt {row}", tokens, asked, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own
     ]
+    return [dataclasses.replace(row, fold=row.fold + sample) for row in rows for sample in range(num_samples)]
 
 
 def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row:

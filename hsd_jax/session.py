@@ -768,13 +768,17 @@ def _in_order(answers: Generator[Generated, None, None]) -> Generator[Generated,
 
 
 def prepare(
-    params: Params, prompt: Prompt | Sequence[Prompt], sampling: Sampling, speculation: Speculation = DEFAULT
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    sampling: Sampling,
+    speculation: Speculation = DEFAULT,
+    num_samples: int = 1,
 ) -> Session:
-    """Opens a session for the rows of one call and reads their prompts. Row i takes slot i.
+    """Opens a session for the rows of one call, some of each prompt, and reads their prompts. Row i takes slot i.
 
     Only the reading of the prompts compiles anything.
     """
-    rows = rows_of(params, prompt, sampling)
+    rows = rows_of(params, prompt, sampling, num_samples)
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)

@@ -69,6 +69,14 @@ class Length(TypedDict, total=False):
     """Most tokens per row. The end token counts. None: until the row has `max_len` tokens, prompt included."""
 
 
+class Samples(TypedDict, total=False):
+    """The number of rows of a prompt."""
+
+    n: Annotated[Count, Default(1)]
+    """Samples of each prompt, in rows that follow one another. Sample i of a prompt alone is row i of a call with n
+    copies of it. With a list of seeds it draws with `fold_in(key(seed[row]), i)`. All copies are read together."""
+
+
 class SamplingSettings(TypedDict, total=False):
     """How the text is drawn. A setting is one value, or one value per row."""
 
@@ -139,7 +147,7 @@ class SpeculationSettings(TypedDict, total=False):
     that do not pay are left out only if the tree was chosen."""
 
 
-class Settings(SamplingSettings, SpeculationSettings, total=False):
+class Settings(Samples, SamplingSettings, SpeculationSettings, total=False):
     """All settings of `decode` and `stream`."""
 
 

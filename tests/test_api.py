@@ -217,6 +217,20 @@ def test_a_seed_that_the_system_draws_is_reported_and_gives_the_text_again(param
             assert answer.tokens.tolist() == wanted.tokens[0].tolist()
 
 
+def test_samples_are_the_rows_of_copies(text_params):
+    call = functools.partial(hsd_jax.decode, text_params, max_new_tokens=9, temperature=1.0)
+    copies = call(["a"] * 3, seed=5)
+    samples = call("a", seed=5, n=3)
+    assert len({tuple(row) for row in samples.tokens.tolist()}) == 3
+    assert samples.tokens.tolist() == copies.tokens.tolist() and samples.text == copies.text
+    several = call(["a", "€"], seed=[5, 6], temperature=[1.0, 0.5], n=3)
+    assert several.tokens[:3].tolist() == copies.tokens.tolist()
+    assert several.tokens[3:].tolist() == call("€", seed=6, temperature=0.5, n=3).tokens.tolist()
+    assert call(["a", "€"], seed=5, n=2).tokens.tolist() == call(["a", "a", "€", "€"], seed=5).tokens.tolist()
+    pieces = list(hsd_jax.stream(text_params, "a", 9, temperature=1.0, seed=5, n=3))
+    assert ["".join(piece.text for piece in pieces if piece.row == row) for row in range(3)] == copies.text
+
+
 @pytest.mark.parametrize("speculate", [True, False])
 def test_a_batch_is_its_rows_alone(params, speculate):
     """A list of seeds, and the first row of a single one."""
@@ -457,6 +471,7 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "id too large": ({"prompt": [1, toy.VOCAB]}, f"0 to {LAST}"),
     "temperature negative": ({"temperature": -0.5}, "temperature=-0.5"),
     "temperature count": ({"temperature": [0.0, 1.0]}, "temperature"),
+    "n": ({"n": 0}, "n=0"),
     "top_k": ({"top_k": -2}, "top_k=-2"),
     "top_p zero": ({"top_p": 0.0}, "top_p=0.0"),
     "eos text": ({"eos": "a"}, "eos='a': the checkpoint has no tokenizer"),

@@ -14,7 +14,7 @@ from pydantic import Json
 from hsd_jax.cli import options
 from hsd_jax.host.files import decoded, with_unix_lines
 from hsd_jax.lab.bench.tables import print_pieces
-from hsd_jax.settings import Length, SamplingSettings, SpeculationSettings
+from hsd_jax.settings import Length, Samples, SamplingSettings, SpeculationSettings
 from hsd_jax.validation import parse
 
 
@@ -41,6 +41,7 @@ cat letter.txt | hsd generate --demo --json -
     options.add_record(tree, SpeculationSettings, "speculate", speculate={"help": "plain decoding: one token per pass"})
     output = parser.add_argument_group("output")
     options.add_record(output, SamplingSettings, "stop", "include_stop")
+    options.add_record(output, Samples)
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -71,17 +72,19 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     prompts = [encode_prompt(params, text, args) for text in texts]
-    settings: dict[str, Any] = options.given(args, Length, SamplingSettings, SpeculationSettings) | {
+    settings: dict[str, Any] = options.given(args, Length, Samples, SamplingSettings, SpeculationSettings) | {
         "tree": None if params.drafter is None else options.tree_asked(args, params),
     }
-    if args.json or len(prompts) > 1:
+    num_samples = settings.get("n", 1)
+    if args.json or len(prompts) * num_samples > 1:
         out = hsd_jax.decode(params, prompts, **settings)
         if args.json:
             is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
             print(json.dumps(_record(out, args), ensure_ascii=not is_utf8))  # escaped, no character is lost
         else:
-            for row in range(len(prompts)):
-                print(f"--- prompt {row}")
+            for row in range(len(out.num_tokens)):
+                sample = f", sample {row % num_samples}" if num_samples > 1 else ""
+                print(f"--- prompt {row // num_samples}{sample}")
                 ids = out.tokens[row, : out.num_tokens[row]]
                 print(out.text[row] if out.text else " ".join(map(str, ids.tolist())))
         _summary(args, int(out.num_tokens.sum()), out.stats, out.stats.decode_seconds, "compilation included")

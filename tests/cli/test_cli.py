@@ -116,6 +116,16 @@ def test_generate_stops_at_a_text(folders, capsys):
     assert hsd(*call, "--stop", "") == 2
 
 
+def test_generate_prints_samples(folders, capsys):
+    call = "generate", "--target", folders.target, "--max-new-tokens", "6", "--temperature", "1", "--n", "2"
+    assert hsd(*call, "--json", "the cat", "a dog") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert len(text) == 4 and text[0] != text[1]
+    assert hsd(*call, "the cat", "a dog") == 0
+    heads = [f"--- prompt {prompt}, sample {sample}\n" for prompt in range(2) for sample in range(2)]
+    assert capsys.readouterr().out == "".join(f"{head}{one}\n" for head, one in zip(heads, text, strict=True))
+
+
 def test_generate_without_limit_seed_and_end(folders, capsys):
     """What the system draws is printed."""
     call = "generate", "--target", folders.target, "--max-len", "24", "--max-new-tokens", "none", "--ignore-eos"
