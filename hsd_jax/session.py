@@ -475,19 +475,37 @@ class Session:
 
     def read_together(self, rows: Sequence[Row], capacity: int) -> None:
         """Reads the prompts of the first rows of a session together. Row i takes slot i."""
-        start = time.perf_counter()
+        start, mesh = time.perf_counter(), self.params.mesh
         for row in rows:
             self._queue(row)
-        reading = _reading(self.setup, self.params.mesh, rows, self._num_rows, capacity, is_all=True)
-        while reading.num_left > 0:
-            _read(self.setup, reading, STRETCH)
-        assert reading.state is not None
-        self.rows = reading.state, reading.given.sampling, reading.given.limits
+        if len(rows) > 1 and all(row.tokens is rows[0].tokens for row in rows) and self._can_copy:
+            self.rows = self._copies(rows, capacity)
+        else:
+            reading = _reading(self.setup, mesh, rows, self._num_rows, capacity, is_all=True)
+            self.rows = _read_all(self.setup, reading), reading.given.sampling, reading.given.limits
         self._running, self._waiting = list(self._waiting), deque()
         if any(row.asked.max_new_tokens == 0 for row in rows):
             self._collect()
-        jax.block_until_ready(reading.state.length)
+        jax.block_until_ready(self.rows[0].length)
         self.prefill_seconds += time.perf_counter() - start
+
+    @property
+    def _can_copy(self) -> bool:
+        """Whether all of a row's state is on the same devices."""
+        return self.setup.drafting is None or self.setup.drafting.mesh is None
+
+    def _copies(self, rows: Sequence[Row], capacity: int) -> Rows:
+        """The state of rows of one prompt, which is read once. Only their keys differ."""
+        mesh, decoder = self.params.mesh, self.setup.decoder
+        num = sharding_lib.rows_multiple(mesh)
+        reading, found = _reading(self.setup, mesh, rows[:1], num, capacity), self._empty(capacity)
+        read, given = _read_all(self.setup, reading), given_of(rows, self._num_rows, capacity, mesh, is_all=True)
+        found = found[0], found[1], _with_ends(found[2], given.limits.eos.shape[1])
+        for slot, row in enumerate(rows):
+            own = given_of([row], num, capacity, mesh)
+            new = dataclasses.replace(read, keys=own.keys), own.sampling, own.limits
+            found = decoder.insert(found, new, np.int32(slot))
+        return found[0], given.sampling, given.limits
 
     def run(self, rounds: int, least_live: int = 1, reads: bool = False) -> bool:
         """Runs rounds with the rows that are in the state. Returns whether a row has ended.
@@ -715,6 +733,14 @@ def _read(setup: Setup, reading: _Reading, num: int) -> None:
     args = *reading.given[:4], np.int32(num), reading.state, setup.costs
     reading.state = setup.decoder.prefill(setup.held, *args, capacity=reading.capacity)
     reading.num_left -= num
+
+
+def _read_all(setup: Setup, reading: _Reading) -> DecodeState:
+    """Queues all chunks. Returns the state after them."""
+    while reading.num_left > 0:
+        _read(setup, reading, STRETCH)
+    assert reading.state is not None
+    return reading.state
 
 
 def _stats_of(setup: Setup, state: DecodeState, slots: Sequence[int]) -> list[RequestStats]:

@@ -74,7 +74,8 @@ class Samples(TypedDict, total=False):
 
     n: Annotated[Count, Default(1)]
     """Samples of each prompt, in rows that follow one another. Sample i of a prompt alone is row i of a call with n
-    copies of it. With a list of seeds it draws with `fold_in(key(seed[row]), i)`. All copies are read together."""
+    copies of it. With a list of seeds it draws with `fold_in(key(seed[row]), i)`. A prompt that comes alone is read
+    once, unless a small language model drafts on devices of its own; the copies of several are read together."""
 
 
 class SamplingSettings(TypedDict, total=False):

@@ -20,6 +20,7 @@ from support import chat, setups, toy
 
 import hsd_jax
 from hsd_jax import pair as pair_lib
+from hsd_jax import session as session_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.inputs import rows_of, sampling_arrays
@@ -215,6 +216,20 @@ def test_a_seed_that_the_system_draws_is_reported_and_gives_the_text_again(param
         for answer in session.generate([{"prompt": TWO[0], "max_new_tokens": 9, "temperature": 1.0, "seed": None}] * 2):
             wanted = hsd_jax.decode(params, [TWO[0]], 9, temperature=1.0, seed=[answer.stats.seed])
             assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_prompt_of_samples_is_read_once(params, monkeypatch, speculate):
+    """Also of several chunks, and for a number of rows that is padded."""
+    call = functools.partial(hsd_jax.decode, params, max_new_tokens=9, temperature=1.0, seed=4, speculate=speculate)
+    prompt, read = np.random.default_rng(0).integers(0, toy.VOCAB, 80).tolist(), []
+    copies = call([prompt] * 3, eos=(1, 2, 3, 4, 5))
+    reading = session_lib._reading
+    monkeypatch.setattr(session_lib, "_reading", lambda *a, **b: read.append(a[3]) or reading(*a, **b))
+    samples = call(prompt, n=3, eos=(1, 2, 3, 4, 5))
+    assert read == [1] and samples.tokens.tolist() == copies.tokens.tolist()
+    assert samples.stats.num_target_passes <= copies.stats.num_target_passes + 3
+    assert call(prompt, n=3, max_new_tokens=0).num_tokens.tolist() == [0, 0, 0]
 
 
 def test_samples_are_the_rows_of_copies(text_params):
