@@ -189,7 +189,7 @@ def stream(
 
 def _opened(params: Params, prompt: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> Session:
     num = take(Count, settings.pop("n", 1), "n")
-    return prepare(params, prompt, *records(settings), num_samples=num)
+    return prepare(params, prompt, *records(settings), num)
 
 
 def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:
