@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from hsd_jax.inputs import Prompt
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.session import RequestStats, Session, Taken, prepare
-from hsd_jax.settings import NEW_TOKENS, SamplingSettings, Settings, SpeculationSettings, records
+from hsd_jax.settings import NEW_TOKENS, Samples, SamplingSettings, Settings, SpeculationSettings, records
 from hsd_jax.types import NO_TOKEN
 from hsd_jax.validation import Count, PerRow, take, takes
 
@@ -30,6 +30,8 @@ class RowStats:
     tau: np.ndarray
     num_target_passes: np.ndarray
     accepted_histogram: np.ndarray
+    seed: np.ndarray
+    """The seeds that were given, or drawn where they were None. A single one is the same in all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +78,31 @@ class DecodeResult:
     """The result of `decode`."""
 
     tokens: np.ndarray
-    """[B, T_out], without the prompts, padded with NO_TOKEN."""
+    """[B, T_out], without the prompts, padded with NO_TOKEN. B is the number of prompts times `n`."""
     num_tokens: np.ndarray
     """[B]: the length of each row of `tokens`. It counts the end token."""
     text: list[str] | None
     """The continuation of each prompt: prompt + text is the full text, so a space between them begins `text`. None
     without a tokenizer."""
     stats: Stats
+    finish_reason: list[str]
+    """Why each row ended: "stop" (a stop string or an end token) or "length"."""
+    stop_reason: list[str | int | None]
+    """With "stop", the stop string or the id of the end token (as in vLLM)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a stream adds to one row. `text` holds complete UTF-8 characters; it is None without a tokenizer."""
+    """What a stream adds to one row. `text` holds complete UTF-8 characters; it is None without a tokenizer.
+
+    The last piece of a row, which may be empty, says why the row ended, as `DecodeResult` does.
+    """
 
     row: int
     tokens: np.ndarray
     text: str | None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -100,11 +111,11 @@ def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
     return reached[1:] / np.maximum(reached[:-1], 1)
 
 
-@takes(SamplingSettings, SpeculationSettings)
+@takes(Samples, SamplingSettings, SpeculationSettings)
 def decode(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
-    max_new_tokens: PerRow[int] = NEW_TOKENS,
+    max_new_tokens: PerRow[int | None] = NEW_TOKENS,
     **settings: Unpack[Settings],
 ) -> DecodeResult:
     """Continues prompts. Speculation changes the speed and not the text.
@@ -125,7 +136,8 @@ def decode(
         A list that holds a mapping is one conversation. Its messages have a role and a content, which is a text or a
         list of text parts, and other keys that the checkpoint's chat template reads. The template renders the
         conversation, ready for the answer; a last message of the assistant is continued. No other start token is added.
-      max_new_tokens: most tokens of each row, one value or one value per row. The end token counts.
+      max_new_tokens: most tokens of each row, one value or one value per row. The end token counts. None: until the row
+        has `params.max_len` tokens, prompt included.
     Raises:
       ValueError: for a wrong argument, before anything compiles; it names the value and the allowed ones. Also if all
         logits of the target are -inf or one is NaN; it names the row.
@@ -133,7 +145,7 @@ def decode(
       Coupled drafts: Daliri et al., "Coupling without communication and drafter-invariant speculative decoding"
       (arXiv:2408.07978).
     """
-    with prepare(params, prompt, *records({"max_new_tokens": max_new_tokens, **settings})) as session:
+    with _opened(params, prompt, {"max_new_tokens": max_new_tokens, **settings}) as session:
         while session.num_running:
             session.run(UNBOUNDED)
         rows = [session.take(row) for row in range(session.slots)]  # `prepare` gives row i the handle i
@@ -143,14 +155,16 @@ def decode(
         for line, row in zip(out, rows, strict=True):
             line[: len(row.tokens)] = row.tokens
         text = None if params.tokenizer is None else [row.text or "" for row in rows]
-        return DecodeResult(out, num_tokens, text, _stats(session, [row.stats for row in rows]))
+        stats = _stats(session, [row.stats for row in rows])
+        ends = [row.finish_reason or "" for row in rows], [row.stop_reason for row in rows]
+        return DecodeResult(out, num_tokens, text, stats, *ends)
 
 
-@takes(SamplingSettings, SpeculationSettings)
+@takes(Samples, SamplingSettings, SpeculationSettings)
 def stream(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
-    max_new_tokens: PerRow[int] = NEW_TOKENS,
+    max_new_tokens: PerRow[int | None] = NEW_TOKENS,
     *,
     rounds: int | None = None,
     **settings: Unpack[Settings],
@@ -170,7 +184,12 @@ def stream(
     """
     take(Count | None, rounds, "rounds")
     check_same("rounds of the stream", repr(rounds))
-    return _stream(prepare(params, prompt, *records({"max_new_tokens": max_new_tokens, **settings})), rounds)
+    return _stream(_opened(params, prompt, {"max_new_tokens": max_new_tokens, **settings}), rounds)
+
+
+def _opened(params: Params, prompt: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> Session:
+    num = take(Count, settings.pop("n", 1), "n")
+    return prepare(params, prompt, *records(settings), num)
 
 
 def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:
@@ -186,8 +205,8 @@ def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stat
             for row, piece in pieces.items():
                 if piece.stats is not None:
                     ended[row] = piece.stats
-                if len(piece.tokens) or piece.text:
-                    yield Piece(row, piece.tokens, piece.text)
+                if len(piece.tokens) or piece.text or piece.finish_reason is not None:
+                    yield Piece(row, piece.tokens, piece.text, piece.finish_reason, piece.stop_reason)
         return _stats(session, [ended[row] for row in range(session.slots)])
 
 
@@ -207,7 +226,7 @@ def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
         tau=float(num_tokens.sum() / max(passes.sum(), 1)),
         num_target_passes=int(passes.sum()),
         accepted_histogram=histogram.sum(0),
-        per_row=RowStats(num_tokens / np.maximum(passes, 1), passes, histogram),
+        per_row=RowStats(num_tokens / np.maximum(passes, 1), passes, histogram, np.array([row.seed for row in found])),
         prefill_seconds=session.prefill_seconds,
         decode_seconds=session.decode_seconds,
         plan=session.plan,

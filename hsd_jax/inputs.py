@@ -6,6 +6,7 @@ Nothing here depends on the drafter.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +16,12 @@ from jax.sharding import Mesh
 
 from hsd_jax.config import bucket
 from hsd_jax.host import sharding as sharding_lib
-from hsd_jax.host.distributed import put
+from hsd_jax.host.distributed import of_first, put
 from hsd_jax.host.files import decoded
 from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.pair import Params
 from hsd_jax.settings import Length, Sampling, SamplingSettings
-from hsd_jax.tokenizer import Messages, check_unicode
+from hsd_jax.tokenizer import Messages, Tokenizer, check_unicode
 from hsd_jax.types import NO_TOKEN, Limits, SamplingParams
 from hsd_jax.validation import MOST, parts_of, row_hint, shown, take
 
@@ -51,46 +52,71 @@ class Row:
 
 NOTHING = Row([0], Sampling(max_new_tokens=0, eos=()))
 """Fills an unused row: it has one token, may get no other, and so is finished from the start."""
-ROW_HINTS = {name: row_hint(part.hint) for kind in (Length, SamplingSettings) for name, part in parts_of(kind).items()}
+_PARTS = parts_of(Length) | parts_of(SamplingSettings)
+ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(part.hint)) and name != "eos"}
 """The annotation of one row's value of each setting that rows have of their own."""
-for _name in ("eos", "tools", "template"):  # the same for all rows
-    del ROW_HINTS[_name]
 
 
-def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling) -> list[Row]:
-    """The rows of a call."""
+def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, num_samples: int = 1) -> list[Row]:
+    """The rows of a call. Those of a prompt follow one another."""
     given = prompts_in(prompt)
-    _check_is_read(asked, given)
-    prompts = encode(params, given, asked)
+    _check_is_read(params, asked, given)
+    prompts, asked = encode(params, given, asked), _seeded(asked)
     per_row = zip(*[_per_row(name, getattr(asked, name), len(prompts)) for name in ROW_HINTS], strict=True)
-    folds = range(len(prompts)) if np.ndim(asked.seed) == 0 else [0] * len(prompts)
-    ends = [end_tokens_of(params, asked.eos, one) for one in given]
+    folds = [row * num_samples if np.ndim(asked.seed) == 0 else 0 for row in range(len(prompts))]
+    ends = [end_tokens_of(params, asked, one) for one in given]
     own, max_len = enumerate(zip(prompts, per_row, ends, folds, strict=True)), params.max_len
-    return [_row(f"prompt {row}", tokens, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own]
+    rows = [
+        _row(f"prompt {row}", tokens, asked, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own
+    ]
+    return [dataclasses.replace(row, fold=row.fold + sample) for row in rows for sample in range(num_samples)]
 
 
 def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row:
     """The row of a request that comes alone, of at most `max_len` tokens."""
     if isinstance(prompt, (int, np.integer, Mapping)):
         raise ValueError(f"prompt of type {type(prompt).__name__}: {_EXPECTED}")
-    _check_is_read(asked, [prompt])
-    tokens = _encode_one(params, prompt, "the prompt", asked)
+    _check_is_read(params, asked, [prompt])
+    tokens, asked = _encode_one(params, prompt, "the prompt", asked), _seeded(asked)
     values = [take(hint, _plain(getattr(asked, name)), name) for name, hint in ROW_HINTS.items()]
-    return _row("the prompt", tokens, values, end_tokens_of(params, asked.eos, prompt), max_len)
+    return _row("the prompt", tokens, asked, values, end_tokens_of(params, asked, prompt), max_len)
 
 
-def _check_is_read(asked: Sampling, prompts: Sequence[Any]) -> None:
-    """Refuses settings of conversations if no prompt is one."""
+def _check_is_read(params: Params, asked: Sampling, prompts: Sequence[Any]) -> None:
+    """Refuses settings of conversations if no prompt is one, and those of texts if there is no tokenizer."""
+    if asked.stop and params.tokenizer is None:
+        raise ValueError(f"stop={shown(asked.stop)}: the checkpoint has no tokenizer, so there is no text to search")
     for name in ("tools", "template"):
         if getattr(asked, name) and not any(map(_is_conversation, prompts)):
             raise ValueError(f"{name}={shown(getattr(asked, name))}: only for conversations, and no prompt is one")
 
 
-def _row(name: str, tokens: list[int], values: Iterable[Any], eos: tuple[int, ...], max_len: int, fold: int = 0) -> Row:
+def _row(
+    name: str,
+    tokens: list[int],
+    asked: Sampling,
+    values: Iterable[Any],
+    eos: tuple[int, ...],
+    max_len: int,
+    fold: int = 0,
+) -> Row:
     """The row of checked values of ROW_HINTS, if it is not too long. `name` is that of its prompt, for the error."""
-    row = Row(tokens, Sampling(**dict(zip(ROW_HINTS, values, strict=True)), eos=eos), fold)
+    own = dict(zip(ROW_HINTS, values, strict=True))
+    if own["max_new_tokens"] is None:
+        own["max_new_tokens"] = max(max_len - len(tokens), 0)
+    row = Row(tokens, Sampling(**own, eos=eos, stop=asked.stop, include_stop=asked.include_stop), fold)
     check_length(name, len(tokens), row.asked.max_new_tokens, max_len)
     return row
+
+
+def _seeded(asked: Sampling) -> Sampling:
+    """The settings with a number in place of each seed that is None: one for a call, or for a row of a list."""
+
+    def drawn(seed: Any) -> Any:
+        return of_first(secrets.randbelow(2**31)) if seed is None else seed  # int32, as processes exchange it
+
+    several = isinstance(asked.seed, Sequence) and not isinstance(asked.seed, str)
+    return dataclasses.replace(asked, seed=[drawn(one) for one in asked.seed] if several else drawn(asked.seed))
 
 
 class Given(NamedTuple):
@@ -128,7 +154,7 @@ def given_of(rows: Sequence[Row], num_rows: int, num_places: int, mesh: Mesh | N
 def sampling_arrays(asked: Sequence[Sampling]) -> SamplingParams:
     """The settings of rows as arrays [B], as the loop reads them."""
     temperature = np.array([one.temperature if one.temperature >= COLDEST else 0.0 for one in asked], np.float32)
-    top_k = np.array([0 if one.top_k is None else min(one.top_k, MOST) for one in asked], np.int32)
+    top_k = np.array([min(max(one.top_k or 0, 0), MOST) for one in asked], np.int32)
     top_p = np.array([1.0 if one.top_p is None else one.top_p for one in asked], np.float32)
     arrays: tuple[Any, Any, Any] = temperature, top_k, top_p
     return SamplingParams(*arrays)
@@ -221,14 +247,27 @@ def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float |
     return jax.device_put(sampling_arrays([Sampling(temperature=temperature, top_k=top_k, top_p=top_p)]))
 
 
-def end_tokens_of(params: Params, eos, prompt: Any) -> tuple[int, ...]:
+def end_tokens_of(params: Params, asked: Sampling, prompt: Any) -> tuple[int, ...]:
     """The checked end tokens of a row.
 
     None: those of the checkpoint, and after a conversation also the line ends, if its turns are lines.
     """
-    vocab_size, tokenizer = params.target_config.vocab_size, params.tokenizer
+    vocab_size, tokenizer, eos = params.target_config.vocab_size, params.tokenizer, _plain(asked.eos)
     lines = tokenizer.line_ends if eos is None and tokenizer is not None and _is_conversation(prompt) else ()
-    eos = params.eos if eos is None else _plain(eos)
-    ids = eos if isinstance(eos, Iterable) and not isinstance(eos, (str, bytes, dict)) else [eos]
-    named = tuple(take(int, _plain(token), "eos", ge=0, lt=vocab_size) for token in ids)
+    given = params.eos if eos is None else eos
+    ids = given if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)) else [given]
+    named = tuple(take(int, _id_of(token, tokenizer), "eos", ge=0, lt=vocab_size) for token in ids)
+    if asked.ignore_eos:
+        if eos is not None and named:
+            raise ValueError(f"eos={shown(asked.eos)}, ignore_eos=True: give one of them")
+        return ()
     return *named, *(token for token in lines if token < vocab_size and token not in named)
+
+
+def _id_of(token: Any, tokenizer: Tokenizer | None) -> Any:
+    """An end token that may be given by its text."""
+    if not isinstance(token, str):
+        return _plain(token)
+    if tokenizer is None:
+        raise ValueError(f"eos={shown(token)}: the checkpoint has no tokenizer: give token ids")
+    return tokenizer.only_token(token, "eos")

@@ -54,13 +54,16 @@ from hsd_jax.setup import (
     rows_bucket,
     set_up,
 )
-from hsd_jax.tokenizer import IncrementalDecoder
+from hsd_jax.tokenizer import IncrementalDecoder, StopSearch
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, Costs, DecodeState, Drafts, Limits
 from hsd_jax.validation import Count, Flag, OneOf, shown, take, takes
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
-"""Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error (`Taken.error`)."""
+"""Why a row has ended: an end token or a stop string, its `max_new_tokens`, `cancel` or `close`, or an error
+(`Taken.error`)."""
 MOST_SLOTS = 4096
+PATIENCE, PATIENCE_OF_CALLS = 2, 16
+"""How long a row with stop strings may go on after one: rounds of a session or stream, and tokens of `decode`."""
 DEFAULT = Speculation()
 
 
@@ -69,6 +72,7 @@ class RequestStats:
     """Statistics of one row, without the prefill."""
 
     num_tokens: int
+    """The tokens that the rounds gave. Those that a stop string takes back count."""
     num_target_passes: int
     accepted_histogram: np.ndarray
     """[D+1]: the number of rounds for each number of accepted drafts that were kept."""
@@ -78,6 +82,8 @@ class RequestStats:
     """The number of drafts made, and how many of them were verified. None unless chains may end early."""
     drafter: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The drafter's own counts, by name."""
+    seed: int = 0
+    """The seed of its draws, given or drawn."""
 
     @property
     def tau(self) -> float:
@@ -99,6 +105,8 @@ class Taken:
     """None until the row has ended, and for a row that never ran."""
     error: str | None = None
     """The reason if the row failed."""
+    stop_reason: str | int | None = None
+    """With "stop", the stop string or the id of the end token (as in vLLM)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +126,12 @@ class _Request:
     detokenizer: IncrementalDecoder | None
     length: int
     """The number of its tokens that the host has fetched, prompt included."""
+    search: StopSearch | None = None
+    """Holds the new tokens and their text if the request has stop strings."""
     new: list[np.ndarray] = dataclasses.field(default_factory=list)
     """Tokens that have not been taken yet."""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     stats: RequestStats | None = None
     error: str | None = None
 
@@ -249,7 +260,9 @@ class Session:
     # --- the verbs ----------------------------------------------------------------------------------------------------
 
     @takes(SamplingSettings)
-    def admit(self, prompt: Prompt, max_new_tokens: int = NEW_TOKENS, **settings: Unpack[SamplingSettings]) -> int:
+    def admit(
+        self, prompt: Prompt, max_new_tokens: int | None = NEW_TOKENS, **settings: Unpack[SamplingSettings]
+    ) -> int:
         """Takes a free slot for a request and returns at once. `step` reads its prompt.
 
         The text is that of `decode([prompt], ..., seed=[seed])`.
@@ -272,6 +285,8 @@ class Session:
         tokenizer, handle = self.params.tokenizer, next(self._handles)
         detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
         request = _Request(row, self._at.index(None), detokenizer, len(row.tokens))
+        if row.asked.stop and detokenizer is not None:
+            request.search = StopSearch(detokenizer, row.asked.stop, row.asked.include_stop)
         self._at[request.slot] = self._open[handle] = request
         self._waiting.append(request)
         return handle
@@ -316,12 +331,16 @@ class Session:
             tokens = np.concatenate([*request.new, np.zeros(0, np.int32)])
             request.new.clear()
             has_ended, text = request.finish_reason is not None, None
-            if request.detokenizer is not None:
+            if request.search is not None:
+                found, text = request.search.take(is_last=has_ended)
+                tokens = np.array(found, np.int32)
+            elif request.detokenizer is not None:
                 text = request.detokenizer.push(tokens, is_last=has_ended) if has_ended or len(tokens) else ""
             if has_ended:
                 del self._open[handle]
                 self._free(request)
-            return Taken(tokens, text, request.finish_reason, request.stats, request.error)
+            why = request.finish_reason, request.stats, request.error, request.stop_reason
+            return Taken(tokens, text, *why)
 
     def cancel(self, handle: int) -> None:
         """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens."""
@@ -456,19 +475,37 @@ class Session:
 
     def read_together(self, rows: Sequence[Row], capacity: int) -> None:
         """Reads the prompts of the first rows of a session together. Row i takes slot i."""
-        start = time.perf_counter()
+        start, mesh = time.perf_counter(), self.params.mesh
         for row in rows:
             self._queue(row)
-        reading = _reading(self.setup, self.params.mesh, rows, self._num_rows, capacity, is_all=True)
-        while reading.num_left > 0:
-            _read(self.setup, reading, STRETCH)
-        assert reading.state is not None
-        self.rows = reading.state, reading.given.sampling, reading.given.limits
+        if len(rows) > 1 and all(row.tokens is rows[0].tokens for row in rows) and self._can_copy:
+            self.rows = self._copies(rows, capacity)
+        else:
+            reading = _reading(self.setup, mesh, rows, self._num_rows, capacity, is_all=True)
+            self.rows = _read_all(self.setup, reading), reading.given.sampling, reading.given.limits
         self._running, self._waiting = list(self._waiting), deque()
         if any(row.asked.max_new_tokens == 0 for row in rows):
             self._collect()
-        jax.block_until_ready(reading.state.length)
+        jax.block_until_ready(self.rows[0].length)
         self.prefill_seconds += time.perf_counter() - start
+
+    @property
+    def _can_copy(self) -> bool:
+        """Whether all of a row's state is on the same devices."""
+        return self.setup.drafting is None or self.setup.drafting.mesh is None
+
+    def _copies(self, rows: Sequence[Row], capacity: int) -> Rows:
+        """The state of rows of one prompt, which is read once. Only their keys differ."""
+        mesh, decoder = self.params.mesh, self.setup.decoder
+        num = sharding_lib.rows_multiple(mesh)
+        reading, found = _reading(self.setup, mesh, rows[:1], num, capacity), self._empty(capacity)
+        read, given = _read_all(self.setup, reading), given_of(rows, self._num_rows, capacity, mesh, is_all=True)
+        found = found[0], found[1], _with_ends(found[2], given.limits.eos.shape[1])
+        for slot, row in enumerate(rows):
+            own = given_of([row], num, capacity, mesh)
+            new = dataclasses.replace(read, keys=own.keys), own.sampling, own.limits
+            found = decoder.insert(found, new, np.int32(slot))
+        return found[0], given.sampling, given.limits
 
     def run(self, rounds: int, least_live: int = 1, reads: bool = False) -> bool:
         """Runs rounds with the rows that are in the state. Returns whether a row has ended.
@@ -479,18 +516,27 @@ class Session:
         self._check_open()
         start, has_ended = time.perf_counter(), False
         with self._closes_on_error():
-            if self.setup.race is not None and self._running and not reads:
+            most = self._most_rounds(rounds)
+            if self.setup.race is not None and self._running and not reads and most == UNBOUNDED:
                 raced, has_ended = self._race(self.setup.race, rounds)
                 rounds -= raced if rounds < UNBOUNDED else 0
             while rounds > 0 and self.num_running >= least_live and not (has_ended and rounds < UNBOUNDED):
-                self._call(rounds, least_live, self.setup.costs)
+                now = min(rounds, most)
+                self._call(now, least_live, self.setup.costs)
                 if reads:
                     self._read_chunk()
                 has_ended |= self._collect()
-                if rounds < UNBOUNDED:
-                    break
+                rounds -= now if rounds < UNBOUNDED else 0
         self.decode_seconds += time.perf_counter() - start
         return has_ended
+
+    def _most_rounds(self, rounds: int) -> int:
+        """How many of `rounds` may run before the host looks for stop strings. UNBOUNDED if no row has any."""
+        if not any(request.search for request in self._running):
+            return UNBOUNDED
+        if self.setup.is_refilled or rounds < UNBOUNDED:
+            return PATIENCE
+        return max(PATIENCE_OF_CALLS // (self.setup.decoder.max_depth + 1), 1)
 
     def _call(self, rounds: int, least_live: int, costs: Costs | None) -> None:
         """Calls the loop and does not wait for it."""
@@ -524,17 +570,25 @@ class Session:
         state, tokens, ended = self.rows[0], None, []
         length, done = fetch(state.length), fetch(state.done)
         for request in self._running:
-            last = int(length[request.slot])
+            last, is_done, new = int(length[request.slot]), bool(done[request.slot]), np.zeros(0, np.int32)
             if last > request.length:
                 tokens = fetch(state.tokens) if tokens is None else tokens
-                request.new.append(np.array(tokens[request.slot, request.length : last]))  # a copy: `tokens` is donated
+                new = np.array(tokens[request.slot, request.length : last])  # a copy: `tokens` is donated
+                request.new.append(new)
                 request.length = last
-            if done[request.slot]:
+            if request.search is not None:
+                request.search.push(new[new != INVALID_TOKEN], is_last=is_done)
+            if is_done or (request.search is not None and request.search.found is not None):
                 ended.append(request)
         self._leave(ended)
         for request in ended:
-            last = request.new[-1][-1] if request.new else None
-            request.finish_reason = STOP if last is not None and int(last) in request.row.asked.eos else LENGTH
+            if request.search is not None and request.search.found is not None:
+                request.finish_reason, request.stop_reason = STOP, request.search.found
+                self._clear(request.slot)
+                continue
+            last = int(request.new[-1][-1]) if request.new else None
+            request.stop_reason = last if last in request.row.asked.eos else None
+            request.finish_reason = LENGTH if request.stop_reason is None else STOP
             if last == INVALID_TOKEN:
                 request.new[-1], num = request.new[-1][:-1], len(request.row.tokens)
                 request.stats = dataclasses.replace(request.stats, num_tokens=request.stats.num_tokens - 1)
@@ -548,7 +602,8 @@ class Session:
         if requests:
             assert self.rows is not None
             found = _stats_of(self.setup, self.rows[0], [request.slot for request in requests])
-            for request, request.stats in zip(requests, found, strict=True):
+            for request, stats in zip(requests, found, strict=True):
+                request.stats = dataclasses.replace(stats, seed=request.row.asked.seed)
                 self._running.remove(request)
 
     def _clear(self, slot: int) -> None:
@@ -680,6 +735,14 @@ def _read(setup: Setup, reading: _Reading, num: int) -> None:
     reading.num_left -= num
 
 
+def _read_all(setup: Setup, reading: _Reading) -> DecodeState:
+    """Queues all chunks. Returns the state after them."""
+    while reading.num_left > 0:
+        _read(setup, reading, STRETCH)
+    assert reading.state is not None
+    return reading.state
+
+
 def _stats_of(setup: Setup, state: DecodeState, slots: Sequence[int]) -> list[RequestStats]:
     drafter, drafts = setup.decoder.drafter, None if state.control is None else state.control.drafts
     counts = {} if drafter.counts is None else drafter.counts(state.drafter)
@@ -731,13 +794,17 @@ def _in_order(answers: Generator[Generated, None, None]) -> Generator[Generated,
 
 
 def prepare(
-    params: Params, prompt: Prompt | Sequence[Prompt], sampling: Sampling, speculation: Speculation = DEFAULT
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    sampling: Sampling,
+    speculation: Speculation = DEFAULT,
+    num_samples: int = 1,
 ) -> Session:
-    """Opens a session for the rows of one call and reads their prompts. Row i takes slot i.
+    """Opens a session for the rows of one call, some of each prompt, and reads their prompts. Row i takes slot i.
 
     Only the reading of the prompts compiles anything.
     """
-    rows = rows_of(params, prompt, sampling)
+    rows = rows_of(params, prompt, sampling, num_samples)
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hsd_jax.config import NO_REUSE_FORM, FeatureLayer, Precision, Quantized, TreeConfig
 from hsd_jax.validation import (
@@ -47,6 +47,17 @@ MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
 Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
 Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
+MOST_STOPS = 16
+"""The largest number of stop strings of a row."""
+if TYPE_CHECKING:
+    Stops = str | Sequence[str]
+else:
+    Stops = Annotated[
+        tuple[Annotated[str, Field(min_length=1, title="TEXT")], ...],
+        Field(max_length=MOST_STOPS),
+        BeforeValidator(lambda x: (x,) if isinstance(x, str) else tuple(x) if isinstance(x, list) else x),
+    ]
+    """One text or several."""
 Tool = dict[str, Any] | Callable[..., Any]
 """A JSON schema, or a function from which transformers makes one."""
 
@@ -54,8 +65,17 @@ Tool = dict[str, Any] | Callable[..., Any]
 class Length(TypedDict, total=False):
     """The length of the text, which may be given by position."""
 
-    max_new_tokens: Annotated[PerRow[Whole], Default(NEW_TOKENS)]
-    """Most tokens per row. The end token counts."""
+    max_new_tokens: Annotated[PerRow[Whole | None], Default(NEW_TOKENS)]
+    """Most tokens per row. The end token counts. None: until the row has `max_len` tokens, prompt included."""
+
+
+class Samples(TypedDict, total=False):
+    """The number of rows of a prompt."""
+
+    n: Annotated[Count, Default(1)]
+    """Samples of each prompt, in rows that follow one another. Sample i of a prompt alone is row i of a call with n
+    copies of it. With a list of seeds it draws with `fold_in(key(seed[row]), i)`. A prompt that comes alone is read
+    once, unless a small language model drafts on devices of its own; the copies of several are read together."""
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -64,14 +84,23 @@ class SamplingSettings(TypedDict, total=False):
     temperature: Annotated[PerRow[Temperature], Default(0.0)]
     """0 is greedy."""
     top_k: Annotated[PerRow[TopK | None], Default(None)]
-    """Keeps the K likeliest tokens. None: all."""
+    """Keeps the K likeliest tokens. None, 0 or -1: all."""
     top_p: Annotated[PerRow[TopP | None], Default(None)]
     """Keeps the likeliest tokens of total probability P. None: all."""
-    seed: Annotated[PerRow[Seed], Default(0)]
+    seed: Annotated[PerRow[Seed | None], Default(0)]
     """Seed of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws
-    with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone."""
-    eos: Annotated[int | Sequence[int] | None, Default(None)]
-    """End tokens of all rows in place of the checkpoint's; () for none."""
+    with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone. None: the operating system draws
+    the number, and the statistics report it."""
+    eos: Annotated[int | str | Sequence[int | str] | None, Default(None)]
+    """End tokens of all rows in place of the checkpoint's, as ids or as texts of one token each; () for none."""
+    ignore_eos: Annotated[Flag, Default(False)]
+    """Whether rows go on after end tokens, to `max_new_tokens` (as in vLLM). Refused together with `eos`."""
+    stop: Annotated[Stops, Default(())]
+    """Up to 16 texts. A row ends as soon as its text holds one of them, however its tokens split it. Text and ids end
+    before that one. A token that holds a part of it is left out, so the ids may spell less than the text."""
+    include_stop: Annotated[Flag, Default(False)]
+    """Whether the text ends after its stop string. The ids then end with the token that completes it. (In vLLM:
+    include_stop_str_in_output.)"""
     tools: Annotated[list[Tool] | tuple[Tool, ...] | None, Default(None)]
     """What the model may call, for the chat template: JSON schemas, or functions with annotations and a docstring."""
     template: Annotated[dict[str, Any] | None, Default(None)]
@@ -119,7 +148,7 @@ class SpeculationSettings(TypedDict, total=False):
     that do not pay are left out only if the tree was chosen."""
 
 
-class Settings(SamplingSettings, SpeculationSettings, total=False):
+class Settings(Samples, SamplingSettings, SpeculationSettings, total=False):
     """All settings of `decode` and `stream`."""
 
 

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import inspect
@@ -246,6 +247,15 @@ class Tokenizer:
             stacklevel=2,
         )
         return ids[num:]
+
+    def only_token(self, text: str, name: str) -> int:
+        """The token whose text is `text`. A ValueError that begins with `name` if it takes several, or has none."""
+        check_unicode(text, name)
+        ids = self.raw.encode(text, add_special_tokens=False).ids
+        # An unknown character is one token, too. A SentencePiece decoder drops the first space.
+        if len(ids) != 1 or self.raw.decode(ids, skip_special_tokens=False).lstrip(" ") != text.lstrip(" "):
+            raise ValueError(f"{name}={shown(text)}: expected the text of a single token, it has {shown(ids)}")
+        return ids[0]
 
     def decode(self, tokens: Tokens) -> str:
         return self.raw.decode(list(tokens), skip_special_tokens=True)
@@ -586,3 +596,65 @@ class IncrementalDecoder:
                 if text and text.endswith(rest) and (whole.endswith(text) or not ends_whole):
                     self._tokens, self._out = self._tokens[-num:], text[: len(text) - len(rest)]
                     return
+
+
+class StopSearch:
+    """Finds the first of some strings in a text that grows, and gives out only what no such string can take back.
+
+    The first is the one that is complete first and, of those that end together, the longest. So it depends on the text
+    alone, and not on its tokens or on how they arrive.
+    """
+
+    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], is_kept: bool):
+        self._decoder, self._stops, self._is_kept = decoder, stops, is_kept
+        self.found: str | None = None
+        """The stop string. Nothing is added after it."""
+        self._is_whole = False
+        """Whether the decoder holds back nothing any more."""
+        self._open, self._start = "", 0
+        """The longest end of the text that may begin a stop string, and its place in the text."""
+        self._ready, self._num_out = "", 0
+        """Text that can be given out, and the length of that of the tokens which are out."""
+        self._tokens: list[int] = []
+        """Tokens that are not out."""
+        self._ends: list[int] = []
+        """The length of the text up to each of them. That of a token inside a character is the one before it."""
+
+    def push(self, tokens: Tokens, is_last: bool = False) -> None:
+        """Adds tokens. With `is_last` also what the decoder holds back."""
+        for token in tokens:
+            if self.found is None:
+                self._tokens.append(int(token))
+                self._add(self._decoder.push([token]))
+                self._ends.append(self._start + len(self._open))
+        if is_last and self.found is None and not self._is_whole:
+            self._is_whole = True
+            self._add(self._decoder.push([], is_last=True))
+
+    def _add(self, piece: str) -> None:
+        known, text = len(self._open), self._open + piece
+        places = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if places:
+            end, at, self.found = min(places)
+            text = text[:end]
+        else:
+            longest = max(map(len, self._stops))
+            rests = range(max(len(text) - longest + 1, 0), len(text) + 1)
+            at = next(at for at in rests if any(stop.startswith(text[at:]) for stop in self._stops))
+        self._ready += text[known:] if self._is_kept else text[:at]
+        self._open, self._start = text[at:], self._start + at
+
+    def take(self, is_last: bool) -> tuple[list[int], str]:
+        """The tokens and the text that can be given out and are not. `is_last`: all, but for a stop string."""
+        self.push([], is_last)
+        num, text, self._ready = len(self._tokens), self._ready, ""
+        if is_last and self.found is None:
+            text += "" if self._is_kept else self._open
+        elif not self._is_kept:
+            num = bisect.bisect_right(self._ends, self._start)
+            reached = self._ends[num - 1] if num else self._num_out
+            # A token that adds no text may hold the first bytes of the string's first character.
+            num = 0 if reached == self._num_out else bisect.bisect_left(self._ends, reached) + 1
+            self._num_out = reached
+        out, self._tokens, self._ends = self._tokens[:num], self._tokens[num:], self._ends[num:]
+        return out, text

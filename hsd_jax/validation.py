@@ -83,7 +83,7 @@ NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 ProperShare = Annotated[float, Field(gt=0, lt=1)]
-TopK = Annotated[int, Field(ge=1)]
+TopK = Annotated[int, Field(ge=-1)]
 TopP = PositiveShare
 Temperature = Annotated[float, Field(ge=0, le=HOTTEST)]
 Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if isinstance(value, np.bool_) else value)]

@@ -7,16 +7,20 @@ writes bytes that are no UTF-8 at all.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import stops as stops_lib
 from support import chat, setups, toy
 
 import hsd_jax
 from hsd_jax import pair as pair_lib
+from hsd_jax import session as session_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.inputs import rows_of, sampling_arrays
@@ -142,7 +146,8 @@ def test_nothing_to_generate(params):
     result = hsd_jax.decode(params, ONE, max_new_tokens=0)
     assert result.tokens.shape == (1, 0) and result.num_tokens.tolist() == [0]
     assert result.stats.num_target_passes == 0 and result.stats.tau == 0
-    assert list(hsd_jax.stream(params, ONE, max_new_tokens=0)) == []
+    (piece,) = hsd_jax.stream(params, ONE, max_new_tokens=0)
+    assert not len(piece.tokens) and piece.finish_reason == "length"
 
 
 def test_end_tokens_of_checkpoint_and_call(text_params):
@@ -153,6 +158,34 @@ def test_end_tokens_of_checkpoint_and_call(text_params):
         result = hsd_jax.decode(text_params, "a", max_new_tokens=30, eos=eos)
         assert result.text == ["é€"] and result.num_tokens.tolist() == [5]
     assert hsd_jax.decode(text_params, "a", max_new_tokens=30, eos=()).num_tokens.tolist() == [30]
+
+
+def test_end_tokens_as_texts_and_none_at_all(text_params):
+    call = functools.partial(hsd_jax.decode, text_params, "a", max_new_tokens=30)
+    for eos in (" ", ["<eos>", " "], (EOS, " ")):
+        assert call(eos=eos).text == ["é€😀 "]
+    ends = dataclasses.replace(text_params, eos=(ord(" "),))
+    assert hsd_jax.decode(ends, "a", 30).num_tokens.tolist() == [10]
+    assert hsd_jax.decode(ends, "a", 30, ignore_eos=True).num_tokens.tolist() == [30]
+    with hsd_jax.Session(ends, slots=1) as session:
+        answers = session.generate(
+            [{"prompt": "a", "max_new_tokens": 30, "ignore_eos": flag} for flag in (True, False)]
+        )
+        assert [(len(one.tokens), one.finish_reason) for one in answers] == [(30, "length"), (10, "stop")]
+    for eos, said in (("é", "eos='é': .*a single token, it has .195, 169."), (["<eos>", "ab"], "eos='ab'")):
+        with pytest.raises(ValueError, match=said):
+            call(eos=eos)
+    with pytest.raises(ValueError, match="eos=' ', ignore_eos=True"):
+        call(eos=" ", ignore_eos=True)
+
+
+def test_no_limit_is_the_end_of_the_context(params):
+    result = hsd_jax.decode(params, [[1], [1, 2, 3]], max_new_tokens=[None, 5])
+    assert result.num_tokens.tolist() == [MAX_LEN - 1, 5]
+    assert hsd_jax.decode(params, [1] * MAX_LEN, None).num_tokens.tolist() == [0]
+    with hsd_jax.Session(params, slots=1, max_len=40) as session:
+        (answer,) = session.generate([{"prompt": [1, 2], "max_new_tokens": None}])
+        assert len(answer.tokens) == 38
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------
@@ -169,6 +202,48 @@ def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed(params):
     for seed, wanted in (5, [(5, 0), (5, 1), (5, 2)]), ([5, 6, 5], [(5, 0), (6, 0), (5, 0)]):
         rows = rows_of(params, [[1]] * 3, Sampling(1, seed=seed))
         assert [(row.asked.seed, row.fold) for row in rows] == wanted
+
+
+def test_a_seed_that_the_system_draws_is_reported_and_gives_the_text_again(params):
+    call = functools.partial(hsd_jax.decode, params, TWO, 12, temperature=1.0)
+    one, other = call(seed=None), call(seed=None)
+    assert one.tokens.tolist() != other.tokens.tolist()  # equal by chance in one of 10^15 runs
+    assert call(seed=int(one.stats.per_row.seed[0])).tokens.tolist() == one.tokens.tolist()
+    rows = call(seed=[None, 3])
+    assert rows.stats.per_row.seed[1] == 3
+    assert call(seed=rows.stats.per_row.seed.tolist()).tokens.tolist() == rows.tokens.tolist()
+    with hsd_jax.Session(params, slots=2) as session:
+        for answer in session.generate([{"prompt": TWO[0], "max_new_tokens": 9, "temperature": 1.0, "seed": None}] * 2):
+            wanted = hsd_jax.decode(params, [TWO[0]], 9, temperature=1.0, seed=[answer.stats.seed])
+            assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_prompt_of_samples_is_read_once(params, monkeypatch, speculate):
+    """Also of several chunks, and for a number of rows that is padded."""
+    call = functools.partial(hsd_jax.decode, params, max_new_tokens=9, temperature=1.0, seed=4, speculate=speculate)
+    prompt, read = np.random.default_rng(0).integers(0, toy.VOCAB, 80).tolist(), []
+    copies = call([prompt] * 3, eos=(1, 2, 3, 4, 5))
+    reading = session_lib._reading
+    monkeypatch.setattr(session_lib, "_reading", lambda *a, **b: read.append(a[3]) or reading(*a, **b))
+    samples = call(prompt, n=3, eos=(1, 2, 3, 4, 5))
+    assert read == [1] and samples.tokens.tolist() == copies.tokens.tolist()
+    assert samples.stats.num_target_passes <= copies.stats.num_target_passes + 3
+    assert call(prompt, n=3, max_new_tokens=0).num_tokens.tolist() == [0, 0, 0]
+
+
+def test_samples_are_the_rows_of_copies(text_params):
+    call = functools.partial(hsd_jax.decode, text_params, max_new_tokens=9, temperature=1.0)
+    copies = call(["a"] * 3, seed=5)
+    samples = call("a", seed=5, n=3)
+    assert len({tuple(row) for row in samples.tokens.tolist()}) == 3
+    assert samples.tokens.tolist() == copies.tokens.tolist() and samples.text == copies.text
+    several = call(["a", "€"], seed=[5, 6], temperature=[1.0, 0.5], n=3)
+    assert several.tokens[:3].tolist() == copies.tokens.tolist()
+    assert several.tokens[3:].tolist() == call("€", seed=6, temperature=0.5, n=3).tokens.tolist()
+    assert call(["a", "€"], seed=5, n=2).tokens.tolist() == call(["a", "a", "€", "€"], seed=5).tokens.tolist()
+    pieces = list(hsd_jax.stream(text_params, "a", 9, temperature=1.0, seed=5, n=3))
+    assert ["".join(piece.text for piece in pieces if piece.row == row) for row in range(3)] == copies.text
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -225,8 +300,9 @@ def test_settings_may_be_arrays(params):
 
 
 def test_filters_that_are_off_and_temperatures_that_nothing_can_be_divided_by():
-    rows = [Sampling(), Sampling(temperature=1e-40, top_k=5, top_p=0.5), Sampling(temperature=0.5)]
+    rows = [Sampling(), Sampling(temperature=1e-40, top_k=5, top_p=0.5), Sampling(temperature=0.5, top_k=-1)]
     found = sampling_arrays(rows)
+    assert sampling_arrays([Sampling(top_k=0)]).top_k.tolist() == [0]
     assert found.temperature.tolist() == [0, 0, 0.5]
     assert (found.top_k.tolist(), found.top_p.tolist()) == ([0, 5, 0], [1, 0.5, 1])
 
@@ -270,6 +346,78 @@ def test_a_stream_complains_at_the_call(params):
         hsd_jax.stream(params, ONE, temperature=-1.0)
     with pytest.raises(ValueError, match="rounds=0"):
         hsd_jax.stream(params, ONE, rounds=0)
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "text", "num"),
+    [
+        ("😀", "é€", 5),  # within two rounds of five tokens, in the middle of a round
+        (["x", "\u20ac😀 a", " a"], "é", 2),
+        (" ", "é€😀", 9),
+        ("é", "", 0),
+        (["nowhere"], "", 32),
+    ],
+)
+def test_text_and_ids_end_before_the_first_stop_string(text_params, speculate, stop, text, num):
+    call = {"max_new_tokens": 32, "speculate": speculate, "stop": stop}
+    one = hsd_jax.decode(text_params, "a", **call)
+    stops = [stop] if isinstance(stop, str) else stop
+    if num < 32:
+        assert one.text == [text] and one.num_tokens.tolist() == [num] and one.finish_reason == ["stop"]
+        assert one.stop_reason[0] in stops
+        kept = hsd_jax.decode(text_params, "a", include_stop=True, **call)
+        assert kept.text[0] == text + kept.stop_reason[0] == text + one.stop_reason[0]
+        assert bytes(kept.tokens[0].tolist()).decode() == kept.text[0]
+        sizes = np.arange(1, one.stats.accepted_histogram.shape[0] + 1)
+        assert one.stats.accepted_histogram @ sizes <= num + 1 + 4 + 16  # the string has up to 4 tokens
+    else:
+        assert one.finish_reason == ["length"] and one.stop_reason == [None]
+        assert one.text == hsd_jax.decode(text_params, "a", 32).text
+
+
+def test_the_end_token_is_a_reason(text_params):
+    result = hsd_jax.decode(text_params, ["a", "a"], [30, 3], eos=" ", stop="a")
+    assert result.finish_reason == ["stop", "length"] and result.stop_reason == [ord(" "), None]
+
+
+def test_streams_and_sessions_stop_where_calls_do(text_params):
+    """For random rows. Their bytes may be no characters; a stop string is cut from their text, or is not in it."""
+    rng, cycle = np.random.default_rng(3), list(CYCLE)
+    starts = [str(rng.choice(cycle)) for _ in range(64)]
+    settings = {"temperature": 0.9, "eos": ()}
+    whole = hsd_jax.decode(text_params, starts, 40, seed=list(range(64)), **settings)
+    texts, ids, asked, wanted = whole.text, whole.tokens.tolist(), [], []
+    for row, text in enumerate(texts):
+        stops = []
+        for _ in range(int(rng.integers(1, 4))):
+            at = int(rng.integers(0, max(len(text) - 4, 1)))
+            stops.append(text[at : at + int(rng.integers(1, 5))])
+        stops, is_kept = [*stops, "€€€€"][: int(rng.integers(1, 5))], bool(rng.random() < 0.3)
+        asked.append({"max_new_tokens": 40, "seed": row, "stop": stops, "include_stop": is_kept, **settings})
+        wanted.append(stops_lib.before(text, stops, is_kept))
+    with hsd_jax.Session(text_params, slots=4) as session:
+        requests = [{"prompt": start, **one} for start, one in zip(starts, asked, strict=True)]
+        for answer in session.generate(requests):
+            row = answer.index
+            assert (answer.text, answer.stop_reason) == wanted[row], (texts[row], asked[row])
+            assert answer.finish_reason == ("length" if wanted[row][1] is None else "stop")
+            assert answer.tokens.tolist() == ids[row][: len(answer.tokens)]
+            text, num = answer.text, len(answer.tokens)
+            assert num == len(text.encode()) or "\ufffd" in text
+            assert answer.stats.num_tokens <= num + 8 + 2 * (TREE.depth + 1)
+            wanted[row] = *wanted[row], num
+    for row in range(0, 64, 4):
+        one = {**asked[row], "seed": [row]}
+        result = hsd_jax.decode(text_params, [starts[row]], **one)
+        assert (result.text[0], result.stop_reason[0], result.num_tokens[0]) == wanted[row]
+        pieces = list(hsd_jax.stream(text_params, [starts[row]], rounds=int(rng.integers(1, 5)), **one))
+        assert "".join(piece.text for piece in pieces) == result.text[0]
+        assert np.concatenate([piece.tokens for piece in pieces]).tolist() == result.tokens[0].tolist()
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + result.finish_reason
 
 
 # --- params -----------------------------------------------------------------------------------------------------------
@@ -338,7 +486,10 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "id too large": ({"prompt": [1, toy.VOCAB]}, f"0 to {LAST}"),
     "temperature negative": ({"temperature": -0.5}, "temperature=-0.5"),
     "temperature count": ({"temperature": [0.0, 1.0]}, "temperature"),
+    "n": ({"n": 0}, "n=0"),
+    "top_k": ({"top_k": -2}, "top_k=-2"),
     "top_p zero": ({"top_p": 0.0}, "top_p=0.0"),
+    "eos text": ({"eos": "a"}, "eos='a': the checkpoint has no tokenizer"),
     "eos large": ({"eos": toy.VOCAB}, f"eos={toy.VOCAB}"),
     "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, "1 to 4"),
     "accept": ({"accept": "typical"}, "'match', 'recursive'"),
@@ -346,6 +497,7 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
     "sampled tree too full": ({"accept": "recursive", "tree": hsd_jax.TreeConfig(9, depth=3, width=2)}, "nodes=9"),
     "unknown name": ({"minp": 0.1}, "'minp'; allowed are max_new_tokens, temperature"),
+    "stop without text": ({"stop": "a"}, "stop=['a']: the checkpoint has no tokenizer"),
     "race": ({"race": "yes", "speculate": False}, "race='yes'"),
     "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),
 }
@@ -358,6 +510,12 @@ def test_bad_calls_are_refused(params, name):
     with pytest.raises(ValueError) as error:
         hsd_jax.decode(params, **({"prompt": ONE, "max_new_tokens": 4} | arguments))
     assert word in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * 17, 5, [5], b"a", None, "\ud800", {"a": 1}])
+def test_bad_stop_strings_are_refused(text_params, stop):
+    with pytest.raises(ValueError, match=r"stop\S*="), hsd_jax.Session(text_params, slots=1) as session:
+        session.admit("a", 4, stop=stop)
 
 
 @pytest.mark.parametrize(("prompt", "word"), [(["a", ""], "prompt 1"), ("a\ud800", "character 1")])

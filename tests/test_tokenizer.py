@@ -15,12 +15,13 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from oracles.stops import before
 from support import chat, toy
 
 import hsd_jax
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
-from hsd_jax.tokenizer import IncrementalDecoder, Tokenizer
+from hsd_jax.tokenizer import IncrementalDecoder, StopSearch, Tokenizer
 from hsd_jax.train import data
 
 WORDS = ["▁once", "▁upon", "▁a", "▁time", ",", "▁"]
@@ -330,3 +331,40 @@ def test_tokens_that_straddle_characters(byte_level):
         assert pieces[1:-1] == ["€"] * (num - 1) and "".join(pieces) == "€" * num + "\ufffd"
         costs.append(Counting.num_decoded)
     assert costs[1] < 2.2 * costs[0]
+
+
+def test_nothing_is_taken_back_at_a_stop_string(byte_level, tokenizer):
+    """Random texts, stop strings and cuts: what comes out at any time begins what the whole text says."""
+    glyphs, rng, num_found = chat.byte_glyphs(), np.random.default_rng(5), 0
+    for index in range(300):
+        text = b"".join(HOSTILE[i] for i in rng.integers(1, 7 + index % 2 * 6, size=14))
+        if index % 3:
+            words, read = [byte_level.raw.token_to_id(glyphs[byte]) for byte in text], byte_level
+        else:
+            words, read = rng.choice([ONCE, A, COMMA, UPON, *byte_tokens("é\n")], 14).tolist(), tokenizer
+        whole = "".join(pieces_of(read, [ONCE], words, [1]))
+        cuts = [int(at) for at in rng.integers(len(whole), size=4)]
+        stops = [whole[at : at + int(rng.integers(1, 6))] for at in cuts] + ["nowhere", whole[3:5] + "?"]
+        stops, is_kept = stops[int(rng.integers(5)) :], bool(rng.random() < 0.3)
+        wanted, stop = before(whole, stops, is_kept)
+        search, at, ids, out = StopSearch(IncrementalDecoder(read, [ONCE]), stops, is_kept), 0, [], ""
+        while at < len(words) and search.found is None:
+            size = int(rng.integers(1, 6))
+            search.push(words[at : at + size], is_last=at + size >= len(words))
+            at += size
+            if rng.random() < 0.7:
+                more, text = search.take(is_last=False)
+                ids, out = ids + more, out + text
+            assert wanted.startswith(out) and ids == words[: len(ids)]
+        more, text = search.take(is_last=True)
+        ids, out, num_found = ids + more, out + text, num_found + (stop is not None)
+        assert (out, search.found) == (wanted, stop)
+        if stop is None:
+            assert ids == words
+        elif "\ufffd" not in whole:  # else a byte may belong to what follows it
+            spelled = ["".join(pieces_of(read, [ONCE], words[:num], [1])) for num in range(1, len(words) + 1)]
+            nums = [num for num, text in enumerate(spelled, 1) if text.startswith(wanted)]
+            if not is_kept:
+                nums = [max((num for num, text in enumerate(spelled, 1) if wanted.startswith(text)), default=0)]
+            assert len(ids) == nums[0]
+    assert 100 < num_found < 290

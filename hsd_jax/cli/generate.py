@@ -14,7 +14,7 @@ from pydantic import Json
 from hsd_jax.cli import options
 from hsd_jax.host.files import decoded, with_unix_lines
 from hsd_jax.lab.bench.tables import print_pieces
-from hsd_jax.settings import Length, SamplingSettings, SpeculationSettings
+from hsd_jax.settings import Length, Samples, SamplingSettings, SpeculationSettings
 from hsd_jax.validation import parse
 
 
@@ -40,6 +40,8 @@ cat letter.txt | hsd generate --demo --json -
     tree = options.add_speculation(parser)
     options.add_record(tree, SpeculationSettings, "speculate", speculate={"help": "plain decoding: one token per pass"})
     output = parser.add_argument_group("output")
+    options.add_record(output, SamplingSettings, "stop", "include_stop")
+    options.add_record(output, Samples)
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -52,6 +54,8 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
     kinds = {"tools": (_tools, "FILE"), "template": (options.value_of(Json[dict[str, Any]]), "JSON")}
     of_chat: Any = {name: {"type": kind, "nargs": None, "metavar": what} for name, (kind, what) in kinds.items()}
     options.add_record(text, SamplingSettings, *kinds, **of_chat)
+    what: Any = {"type": lambda token: int(token) if token.isdigit() else token, "nargs": "+", "metavar": "TOKEN"}
+    options.add_record(text, SamplingSettings, "eos", eos=what)
     either.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
     options.add_text_settings(parser, **defaults)
 
@@ -68,28 +72,30 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     prompts = [encode_prompt(params, text, args) for text in texts]
-    settings: dict[str, Any] = options.given(args, Length, SamplingSettings, SpeculationSettings) | {
+    settings: dict[str, Any] = options.given(args, Length, Samples, SamplingSettings, SpeculationSettings) | {
         "tree": None if params.drafter is None else options.tree_asked(args, params),
     }
-    if args.json or len(prompts) > 1:
+    num_samples = settings.get("n", 1)
+    if args.json or len(prompts) * num_samples > 1:
         out = hsd_jax.decode(params, prompts, **settings)
         if args.json:
             is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
             print(json.dumps(_record(out, args), ensure_ascii=not is_utf8))  # escaped, no character is lost
         else:
-            for row in range(len(prompts)):
-                print(f"--- prompt {row}")
+            for row in range(len(out.num_tokens)):
+                sample = f", sample {row % num_samples}" if num_samples > 1 else ""
+                print(f"--- prompt {row // num_samples}{sample}")
                 ids = out.tokens[row, : out.num_tokens[row]]
                 print(out.text[row] if out.text else " ".join(map(str, ids.tolist())))
-        _summary(int(out.num_tokens.sum()), out.stats, out.stats.decode_seconds, "compilation included")
+        _summary(args, int(out.num_tokens.sum()), out.stats, out.stats.decode_seconds, "compilation included")
         return 0
     pieces, times, stats = print_pieces(hsd_jax.stream(params, prompts, **settings))
     print()
     counts = [len(piece.tokens) for piece in pieces]
     if timed := sum(counts[1:]):  # the first piece waits for compilation and prefill
-        _summary(sum(counts), stats, times[-1] - times[0], "first piece excluded", timed)
+        _summary(args, sum(counts), stats, times[-1] - times[0], "first piece excluded", timed)
     else:
-        _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
+        _summary(args, sum(counts), stats, stats.decode_seconds, "compilation included")
     return 0
 
 
@@ -120,11 +126,13 @@ def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
     return [*messages, {"role": "user", "content": text}]
 
 
-def _summary(num_tokens: int, stats, seconds: float, note: str, timed: int | None = None) -> None:
+def _summary(args, num_tokens: int, stats, seconds: float, note: str, timed: int | None = None) -> None:
     speed = (num_tokens if timed is None else timed) / max(seconds, 1e-9)
     options.say(
         f"{num_tokens} tokens in {stats.num_target_passes} target passes, tau {stats.tau:.2f},"
-        f" {speed:,.0f} tokens/s ({note})" + (f", lossy {stats.lossy}" if stats.lossy else "")
+        f" {speed:,.0f} tokens/s ({note})"
+        + (f", lossy {stats.lossy}" if stats.lossy else "")
+        + ("" if getattr(args, "seed", 0) is not None else f", seed {stats.per_row.seed[0]}")
     )
 
 
@@ -134,6 +142,9 @@ def _record(out, args: argparse.Namespace) -> dict:
         "text": out.text,
         "tokens": [out.tokens[r, : out.num_tokens[r]].tolist() for r in rows],
         "num_tokens": out.num_tokens.tolist(),
+        "finish_reason": out.finish_reason,
+        "stop_reason": out.stop_reason,
+        "seed": out.stats.per_row.seed.tolist(),
         "tau": out.stats.tau,
         "lossy": out.stats.lossy,
         "num_target_passes": out.stats.num_target_passes,

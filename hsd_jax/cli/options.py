@@ -43,8 +43,10 @@ def checked(function: Callable[[str], Any]):
 
 
 def value_of(hint: Any):
-    """Returns the argparse type of an annotation of `validation.py`, with its range."""
-    return checked(lambda text: validation.parse(hint, text))
+    """Returns the argparse type of an annotation of `validation.py`, with its range. "none" is None where allowed."""
+    is_number = not {str, Any}.intersection(validation.kinds_of(hint))
+    may_be_none = is_number and type(None) in typing.get_args(hint)
+    return checked(lambda text: None if may_be_none and text == "none" else validation.parse(hint, text))
 
 
 COUNT = value_of(Count)
@@ -209,8 +211,9 @@ def add_text_settings(parser: argparse.ArgumentParser, *names: str, **defaults: 
     """Declares length and sampling of the text: all settings, or those that are named."""
     group = parser.add_argument_group("sampling")
     changes = {name: {"default": value} for name, value in defaults.items()}
+    others = "eos", "stop", "include_stop", "tools", "template"
     for kind in (Length, SamplingSettings):
-        add_record(group, kind, *names, **changes | dict.fromkeys(("eos", "tools", "template")))
+        add_record(group, kind, *names, **changes | dict.fromkeys(others))
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

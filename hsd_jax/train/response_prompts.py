@@ -16,10 +16,11 @@ from pydantic import Field
 from tokenizers import Tokenizer
 
 from hsd_jax import validation
+from hsd_jax.settings import Stops
 from hsd_jax.train.documents import ChatTemplate, content_of, question_prompt, render_turns, speaker_of
 from hsd_jax.train.journal import Report
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
-from hsd_jax.validation import Count, Seed, Temperature, TopP
+from hsd_jax.validation import Count, Seed, Temperature, TopK, TopP
 
 
 @validation.dataclass
@@ -31,10 +32,12 @@ class GenerateConfig:
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.7, 1.0)
     """Each prompt is decoded at one of them, chosen by its number and the seed; further samples of it take the others
     in turn. 0 is greedy."""
-    top_k: Count | None = None
-    """Keep the K likeliest tokens (default: all)."""
+    top_k: TopK | None = None
+    """Keep the K likeliest tokens; 0 or -1: all (default: all)."""
     top_p: TopP | None = None
     """Keep the likeliest tokens of total probability P (default: all)."""
+    stop: Stops = ()
+    """Up to 16 texts; a response ends before the first that it holds."""
     samples_per_prompt: Count = 1
     """Responses per prompt."""
     batch: Count = 32

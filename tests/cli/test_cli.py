@@ -99,7 +99,44 @@ def test_generate_prints_json_with_tokens(folders, capsys):
     assert len(record["text"]) == 2
     assert record["tau"] >= 1.0
     assert sum(record["accepted_histogram"]) == record["num_target_passes"]
+    assert record["seed"] == [3, 3]
     assert record["command"].startswith("hsd generate --target")
+
+
+def test_generate_stops_at_a_text(folders, capsys):
+    call = "generate", "--target", folders.target, "--max-new-tokens", "12", "the cat"
+    assert hsd(*call) == 0
+    whole = capsys.readouterr().out[:-1]
+    assert hsd(*call, "--stop", "nowhere", whole[4:7]) == 0
+    streamed = capsys.readouterr().out[:-1]
+    assert hsd(*call, "--json", "--include-stop", "--stop", whole[4:7]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"][0] == streamed + whole[4:7] == whole[: whole.index(whole[4:7]) + 3]
+    assert (record["finish_reason"], record["stop_reason"]) == (["stop"], [whole[4:7]])
+    assert hsd(*call, "--stop", "") == 2
+
+
+def test_generate_prints_samples(folders, capsys):
+    call = "generate", "--target", folders.target, "--max-new-tokens", "6", "--temperature", "1", "--n", "2"
+    assert hsd(*call, "--json", "the cat", "a dog") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert len(text) == 4 and text[0] != text[1]
+    assert hsd(*call, "the cat", "a dog") == 0
+    heads = [f"--- prompt {prompt}, sample {sample}\n" for prompt in range(2) for sample in range(2)]
+    assert capsys.readouterr().out == "".join(f"{head}{one}\n" for head, one in zip(heads, text, strict=True))
+
+
+def test_generate_without_limit_seed_and_end(folders, capsys):
+    """What the system draws is printed."""
+    call = "generate", "--target", folders.target, "--max-len", "24", "--max-new-tokens", "none", "--ignore-eos"
+    assert hsd(*call, "--temperature", "1", "--top-k", "-1", "--seed", "none", "the cat") == 0
+    drawn = capsys.readouterr()
+    assert hsd(*call, "--temperature", "1", "--seed", drawn.err.split(", seed ")[1].strip(), "--json", "the cat") == 0
+    record = json.loads(capsys.readouterr().out)
+    ids = hsd_jax.load(target=folders.target).tokenizer.encode("the cat")
+    assert drawn.out == record["text"][0] + "\n" and record["num_tokens"] == [24 - len(ids)]
+    assert hsd("generate", "--target", folders.target, "--eos", "1", "the", "--json", "--", "the cat") == 0
+    assert hsd("generate", "--target", folders.target, "--top-p", "none", "--seed", "-1", "the cat") == 2
 
 
 @pytest.mark.slow

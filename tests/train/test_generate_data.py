@@ -361,3 +361,16 @@ def test_with_a_drafter_the_text_is_the_same(folder, tmp_path):
     assert (tmp_path / "plain.jsonl").read_bytes() == (tmp_path / "drafted.jsonl").read_bytes()
     settings = json.loads((tmp_path / "drafted.jsonl.settings.json").read_text())
     assert settings["tree"] == "5x3x2" and len(settings["drafter"]) == 64
+
+
+def test_responses_end_before_a_stop_string(folder, whole, tmp_path):
+    stop = lines_of(whole)[0]["response"][2:4]
+    assert hsd(folder, tmp_path / "cut.jsonl", "--samples-per-prompt", "2", "--stop", stop, "nowhere") == 0
+    cut, num_cut = lines_of(tmp_path / "cut.jsonl"), 0
+    for line, uncut in zip(cut, lines_of(whole), strict=True):
+        num = len(line["response_tokens"])
+        assert line["response_tokens"] == uncut["response_tokens"][:num] and stop not in line["response"]
+        assert (num < len(uncut["response_tokens"])) == (stop in uncut["response"])
+        num_cut += stop in uncut["response"]
+    assert num_cut
+    assert hsd(folder, tmp_path / "cut.jsonl", "--samples-per-prompt", "2") == 2
