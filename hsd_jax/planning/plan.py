@@ -27,9 +27,9 @@ from hsd_jax.types import Costs, Drafts
 LEAST_GAIN, OF_MANY_ROWS = 1.05, 1.1
 """The speed of a chosen tree must be at least this many times that of plain decoding, as predicted or as measured by a
 race; the second number is for more than FEW_ROWS rows. The ratios of short chains were predicted within about 5 per
-cent on one kind of processor (docs/history.md). A race is as exact, and its plain rounds, which the drafter follows, are
-a little slower than those of plain decoding. Of many rows the slowest one decides, and texts unlike those of the profile
-take the gain away: eight greedy rows of the bundled pair got 1.1 on its dialogues and 0.92 on questions."""
+cent on one kind of processor (docs/history.md). A race is as exact, and its plain rounds, which the drafter follows,
+are a little slower than those of plain decoding. Of many rows the slowest one decides, and texts unlike those of the
+profile take the gain away: eight greedy rows of the bundled pair got 1.1 on its dialogues and 0.92 on questions."""
 FEW_ROWS = 4
 EQUALLY_GOOD = 0.985
 """Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest one
