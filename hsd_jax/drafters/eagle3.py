@@ -19,7 +19,7 @@ from hsd_jax import validation
 from hsd_jax.config import SLIDING, FeatureLayer, ModelConfig, Steps, TreeConfig, TrunkConfig, weights_of_layer
 from hsd_jax.drafters.eagle import drafter_of_levels
 from hsd_jax.drafters.method import DraftingMethod, PublishedKind, planning_of_trained
-from hsd_jax.drafters.published import Published
+from hsd_jax.drafters.published import Published, config_of
 from hsd_jax.drafters.trunk_state import TrunkInputs
 from hsd_jax.kernels.ops import embed, matmul, rms_norm
 from hsd_jax.models.convert import PLAIN_MODULES
@@ -136,26 +136,14 @@ def parse(published: Published, target_config: ModelConfig) -> Eagle3Config:
     """As `PublishedKind.parse`. A missing switch is off, as in speculators' class."""
     where, keys = str(published.config_file), published.layers
     own = parse_config(keys, where)
-    shared = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "rope")
-    shared += ("max_position", "norm_eps", "activation", "qk_norm", "qkv_bias", "output_bias", "mlp_bias")
     switches = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     on = {name: published.switch(name, bool, False) for name in switches}
     if own.sliding_window is not None or (
         published.format == "speculators" and SLIDING in (keys.get("layer_types") or ())
     ):
         raise ValueError(f"{where}: layer_types={shown(keys.get('layer_types'))}: allowed is full_attention")
-    try:
-        return Eagle3Config(
-            **{name: getattr(own, name) for name in shared},
-            **on,
-            vocab_size=target_config.vocab_size,
-            target_hidden_size=target_config.hidden_size,
-            feature_layers=published.feature_layers or (),
-            reduced_vocab_size=published.reduced_vocab_size,
-            has_embedding="embed_tokens.weight" in published.tensors,
-        )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    on["target_hidden_size"] = target_config.hidden_size
+    return config_of(published, Eagle3Config, own, target_config, **on)
 
 
 _OUTER = {
