@@ -24,6 +24,7 @@ from hsd_jax.drafters.trunk_state import TrunkInputs
 from hsd_jax.kernels.ops import embed, matmul, rms_norm
 from hsd_jax.models.convert import PLAIN_MODULES
 from hsd_jax.models.hf_config import parse_config
+from hsd_jax.models.mask_block import normed
 from hsd_jax.models.tensor_files import file_name
 from hsd_jax.models.trunk import init_trunk
 from hsd_jax.types import Drafter, DrawScheme, Weights
@@ -83,20 +84,14 @@ def init_weights(key: jax.Array, config: Eagle3Config) -> Weights:
     return weights | ({"embedding": matrix(3, config.vocab_size, width)} if config.has_embedding else {})
 
 
-def normed(x: Float[Array, "... H"], norm: Float[Array, "H"], config: Eagle3Config) -> Float[Array, "... H"]:
-    """A norm that only a product reads."""
-    return rms_norm(x, norm, config.norm_eps, dtype=norm.dtype)
-
-
 def fuse(models, config: Eagle3Config, _, features: tuple[Float[Array, "... H"], ...]) -> Float[Array, "... h"]:
     """The state that stands for a committed position, from the target's features of it."""
     own = models["drafter"]["fusion"]
     if config.fc_norm:
-        norms = (own["norms"][str(i)]["weight"] for i in range(len(features)))
-        features = tuple(normed(x, norm, config) for x, norm in zip(features, norms, strict=True))
+        features = tuple(normed(own["norms"][str(i)], config, x) for i, x in enumerate(features))
     joined = jnp.concatenate(features, -1)
     if config.norm_before_fc:
-        joined = normed(joined, own["norm"]["weight"], config)
+        joined = normed(own["norm"], config, joined)
     return matmul(joined, own["kernel"])
 
 
@@ -112,11 +107,10 @@ def eagle3_drafter(
 
     def say(models, states: Float[Array, "B w h"]) -> tuple[Array, Array]:
         own = models["drafter"]
-        norm = own["output_norm"]["weight"]
         if config.norm_output:
-            states = rms_norm(states, norm, config.norm_eps)
+            states = rms_norm(states, own["output_norm"]["weight"], config.norm_eps)
             return matmul(states, own["head"]), states
-        return matmul(normed(states, norm, config), own["head"]), states
+        return matmul(normed(own["output_norm"], config, states), own["head"]), states
 
     inputs = TrunkInputs(embed_tokens, fuse)
     return drafter_of_levels(target_config, config, tree, cache_dtype, scheme, say, inputs)

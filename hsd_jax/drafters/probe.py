@@ -50,8 +50,6 @@ NOISE = 2.0
 PRIOR = 8
 """Rounds that the acceptance at a depth is worth before it is measured: it is then that of the depth above."""
 
-Layers = tuple[int, ...]
-
 
 @validation.dataclass
 class Probe:
@@ -98,7 +96,9 @@ def is_off() -> bool:
     return validation.is_off(os.environ.get(FOLDER_VARIABLE, ""))
 
 
-def probed(choices: Sequence[Layers], about: Sequence[str], run: Callable[[Layers], Probe]) -> tuple[Probe, bool]:
+def probed(
+    choices: Sequence[tuple[int, ...]], about: Sequence[str], run: Callable[[tuple[int, ...]], Probe]
+) -> tuple[Probe, bool]:
     """The best of the probes with each of these layers, and whether it is new. What was found is kept for this user.
 
     The first choice is left only for one that accepts more beyond noise. Several processes keep nothing: their files

@@ -219,7 +219,7 @@ def read_published(
 
 
 def config_of(published: Published, kind: type, own: ModelConfig, target: ModelConfig, **switches: Any) -> Any:
-    """The configuration of a kind: `switches`, what `own` says of the drafter's transformer, and what all kinds have."""
+    """The configuration of a kind: `switches`, what `own` says of the transformer, and what all kinds have."""
     tensors, names = published.tensors, {field.name for field in dataclasses.fields(kind)}
     shared = {name: value for name, value in vars(own).items() if name in names}
     shared |= {"vocab_size": target.vocab_size, "reduced_vocab_size": published.reduced_vocab_size}
@@ -236,7 +236,6 @@ def _first(table: Mapping[str, str], words: Iterable[str]) -> str | None:
 
 
 def _words(values: dict[str, Any]) -> list[str]:
-    """The words of a configuration by which kinds are known."""
     own = values.get("dflash_config")
     values = values | (own if isinstance(own, dict) else {})
     names = values.get("architectures")

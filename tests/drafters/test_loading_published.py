@@ -198,11 +198,11 @@ def test_what_is_refused(target, tmp_path):
     refused("Medusa heads with projections of their own, which is not read", **given)
 
 
-@pytest.mark.parametrize("kept", ['{"feature_layers": [9], "histogram": [1]}', '{"feature_layers": [1, 2, 3], "histogram": []}'])
+@pytest.mark.parametrize("kept", [{"feature_layers": [9], "histogram": [1]}, {"feature_layers": [1], "histogram": []}])
 def test_what_a_damaged_file_says_is_not_used(target, tmp_path, probes, kept):
     folder = write(tmp_path / "head", [2, 3, 4], knows=1)
     hsd_jax.load(target=target, drafter=folder)
-    next(probes.iterdir()).write_text(kept)
+    next(probes.iterdir()).write_text(json.dumps(kept))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = hsd_jax.load(target=target, drafter=folder).drafter_config

@@ -155,7 +155,7 @@ def test_what_cannot_score_is_refused(tmp_path):
     params = params_of()
     with pytest.raises(ValueError, match=r"0{12} .*1{12} "):
         hsd_jax.rescore(dataclasses.replace(params, tokenizer=OtherTokenizer()), tmp_path / "own")
-    with pytest.raises(ValueError, match="hidden or .*medusa"):
+    with pytest.raises(ValueError, match=r"hidden or .*medusa"):
         hsd_jax.rescore(params_of("eagle"), "0-gram")
     with pytest.raises(ValueError, match=r"width=6: .*1 to 5"):
         make_drafter(params.target_config, RescoredConfig(params.drafter_config, None, 5), TreeConfig(16, 3, 6))
