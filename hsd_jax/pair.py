@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.config import QUANTIZED, ModelConfig, TreeConfig
+from hsd_jax.config import QUANTIZED, FeatureLayer, ModelConfig, TreeConfig
 from hsd_jax.drafters import probe as probe_lib
 from hsd_jax.drafters.both import BothConfig
 from hsd_jax.drafters.files import DRAFTER, read_drafter, read_drafter_config, read_scorer
@@ -351,6 +351,7 @@ def with_drafter(
     probe: bool = True,
 ) -> Params:
     """The same target with another drafter, named as in `load`. The target's weights are shared."""
+    take(tuple[FeatureLayer, ...] | None, feature_layers, "feature_layers")
     dtype = params.target["final_norm"]["weight"].dtype if params.dtype in QUANTIZED else jnp.dtype(params.dtype)
     dtype = _drafter_dtype(dtype, params.mesh, params.precision)
     found = _load_drafter(drafter, params.as_owner, dtype, Placement(params.mesh, True), strict, feature_layers)

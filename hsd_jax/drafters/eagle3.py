@@ -19,11 +19,12 @@ from hsd_jax import validation
 from hsd_jax.config import SLIDING, FeatureLayer, ModelConfig, Steps, TreeConfig, TrunkConfig, weights_of_layer
 from hsd_jax.drafters.eagle import drafter_of_levels
 from hsd_jax.drafters.method import DraftingMethod, PublishedKind, planning_of_trained
-from hsd_jax.drafters.published import Published
+from hsd_jax.drafters.published import Published, config_of
 from hsd_jax.drafters.trunk_state import TrunkInputs
 from hsd_jax.kernels.ops import embed, matmul, rms_norm
 from hsd_jax.models.convert import PLAIN_MODULES
 from hsd_jax.models.hf_config import parse_config
+from hsd_jax.models.mask_block import normed
 from hsd_jax.models.tensor_files import file_name
 from hsd_jax.models.trunk import init_trunk
 from hsd_jax.types import Drafter, DrawScheme, Weights
@@ -83,20 +84,14 @@ def init_weights(key: jax.Array, config: Eagle3Config) -> Weights:
     return weights | ({"embedding": matrix(3, config.vocab_size, width)} if config.has_embedding else {})
 
 
-def normed(x: Float[Array, "... H"], norm: Float[Array, "H"], config: Eagle3Config) -> Float[Array, "... H"]:
-    """A norm that only a product reads."""
-    return rms_norm(x, norm, config.norm_eps, dtype=norm.dtype)
-
-
 def fuse(models, config: Eagle3Config, _, features: tuple[Float[Array, "... H"], ...]) -> Float[Array, "... h"]:
     """The state that stands for a committed position, from the target's features of it."""
     own = models["drafter"]["fusion"]
     if config.fc_norm:
-        norms = (own["norms"][str(i)]["weight"] for i in range(len(features)))
-        features = tuple(normed(x, norm, config) for x, norm in zip(features, norms, strict=True))
+        features = tuple(normed(own["norms"][str(i)], config, x) for i, x in enumerate(features))
     joined = jnp.concatenate(features, -1)
     if config.norm_before_fc:
-        joined = normed(joined, own["norm"]["weight"], config)
+        joined = normed(own["norm"], config, joined)
     return matmul(joined, own["kernel"])
 
 
@@ -112,11 +107,10 @@ def eagle3_drafter(
 
     def say(models, states: Float[Array, "B w h"]) -> tuple[Array, Array]:
         own = models["drafter"]
-        norm = own["output_norm"]["weight"]
         if config.norm_output:
-            states = rms_norm(states, norm, config.norm_eps)
+            states = rms_norm(states, own["output_norm"]["weight"], config.norm_eps)
             return matmul(states, own["head"]), states
-        return matmul(normed(states, norm, config), own["head"]), states
+        return matmul(normed(own["output_norm"], config, states), own["head"]), states
 
     inputs = TrunkInputs(embed_tokens, fuse)
     return drafter_of_levels(target_config, config, tree, cache_dtype, scheme, say, inputs)
@@ -136,26 +130,14 @@ def parse(published: Published, target_config: ModelConfig) -> Eagle3Config:
     """As `PublishedKind.parse`. A missing switch is off, as in speculators' class."""
     where, keys = str(published.config_file), published.layers
     own = parse_config(keys, where)
-    shared = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "rope")
-    shared += ("max_position", "norm_eps", "activation", "qk_norm", "qkv_bias", "output_bias", "mlp_bias")
     switches = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     on = {name: published.switch(name, bool, False) for name in switches}
     if own.sliding_window is not None or (
         published.format == "speculators" and SLIDING in (keys.get("layer_types") or ())
     ):
         raise ValueError(f"{where}: layer_types={shown(keys.get('layer_types'))}: allowed is full_attention")
-    try:
-        return Eagle3Config(
-            **{name: getattr(own, name) for name in shared},
-            **on,
-            vocab_size=target_config.vocab_size,
-            target_hidden_size=target_config.hidden_size,
-            feature_layers=published.feature_layers or (),
-            reduced_vocab_size=published.reduced_vocab_size,
-            has_embedding="embed_tokens.weight" in published.tensors,
-        )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    on["target_hidden_size"] = target_config.hidden_size
+    return config_of(published, Eagle3Config, own, target_config, **on)
 
 
 _OUTER = {

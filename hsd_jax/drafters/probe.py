@@ -11,13 +11,12 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from pydantic import Field
 
 from hsd_jax import validation
 from hsd_jax.config import ModelConfig, TreeConfig, bucket
@@ -51,8 +50,6 @@ NOISE = 2.0
 PRIOR = 8
 """Rounds that the acceptance at a depth is worth before it is measured: it is then that of the depth above."""
 
-Layers = tuple[int, ...]
-
 
 @validation.dataclass
 class Probe:
@@ -60,7 +57,7 @@ class Probe:
 
     feature_layers: tuple[int, ...]
     """The layers of the target that it read."""
-    histogram: tuple[Whole, ...]
+    histogram: Annotated[tuple[Whole, ...], Field(min_length=1)]
     """The number of rounds by the number of accepted drafts."""
 
     @property
@@ -99,7 +96,9 @@ def is_off() -> bool:
     return validation.is_off(os.environ.get(FOLDER_VARIABLE, ""))
 
 
-def probed(choices: Sequence[Layers], about: Sequence[str], run: Callable[[Layers], Probe]) -> tuple[Probe, bool]:
+def probed(
+    choices: Sequence[tuple[int, ...]], about: Sequence[str], run: Callable[[tuple[int, ...]], Probe]
+) -> tuple[Probe, bool]:
     """The best of the probes with each of these layers, and whether it is new. What was found is kept for this user.
 
     The first choice is left only for one that accepts more beyond noise. Several processes keep nothing: their files
@@ -108,26 +107,18 @@ def probed(choices: Sequence[Layers], about: Sequence[str], run: Callable[[Layer
     Args:
       about: fingerprints of target and drafter and all else that the acceptance depends on.
     """
-    try:
-        own = version("hsd_jax")
-    except PackageNotFoundError:
-        own = "not installed"
-    what, alone = repr((own, tuple(choices), tuple(about))), jax.process_count() == 1
+    what, alone = repr((files.own_version(), tuple(choices), tuple(about))), jax.process_count() == 1
     path = files.kept_file(FOLDER_VARIABLE, "probes", Probe, what) if alone else None
     found = files.kept(Probe, path)
-    if found is not None:
+    if found is not None and found.feature_layers in choices:  # else the file was damaged
         return found, False
     best, *others = map(run, choices)
     for other in others:
         best = other if other.is_better(best) else best
-    _keep(path, best)
-    return best, True
-
-
-def _keep(path: Path | None, found: Probe) -> None:
     if path is not None:
         with contextlib.suppress(OSError):  # then the next process probes, too
-            files.keep(path, found)
+            files.keep(path, best)
+    return best, True
 
 
 def run_probe(

@@ -139,9 +139,10 @@ def open_published(folder: Path, target: ModelConfig | None) -> Published:
     for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
         if name not in tensors:
             raise ValueError(f"{folder}: missing tensor {name!r} of {kind}")
-    layout, layers, switches = _layout(values), values, values
+    layers = switches = values
     for name in ("dflash_config", "eagle_config"):
         switches = switches | (validation.take(dict | None, values.get(name), f"{file}: {name}") or {})
+    layout = _layout(values)
     if switches.get("use_aux_norm"):  # SGLang's older name
         switches = switches | {"fc_norm": True}
     if layout == "speculators":
@@ -168,7 +169,7 @@ def layer_readings(published: Published, target: ModelConfig) -> tuple[tuple[int
     ours = _default_layers(published, target)
     both = [tuple(layer + by for layer in first) for by in (0, 1)]
     both = [layers for layers in both if layers[-1] < target.num_layers]
-    return tuple(sorted(both, key=lambda layers: layers != ours))
+    return tuple(sorted(both, key=lambda layers: layers != ours)) or (first,)
 
 
 def described(
@@ -217,13 +218,24 @@ def read_published(
     return held, weights if ids is None else {**weights, "draft_to_target": jnp.asarray(ids)}
 
 
+def config_of(published: Published, kind: type, own: ModelConfig, target: ModelConfig, **switches: Any) -> Any:
+    """The configuration of a kind: `switches`, what `own` says of the transformer, and what all kinds have."""
+    tensors, names = published.tensors, {field.name for field in dataclasses.fields(kind)}
+    shared = {name: value for name, value in vars(own).items() if name in names}
+    shared |= {"vocab_size": target.vocab_size, "reduced_vocab_size": published.reduced_vocab_size}
+    shared |= {"feature_layers": published.feature_layers, "has_embedding": "embed_tokens.weight" in tensors}
+    try:
+        return kind(**shared | switches)
+    except ValueError as error:
+        raise ValueError(f"{published.config_file}: {error}") from error
+
+
 def _first(table: Mapping[str, str], words: Iterable[str]) -> str | None:
     """What a table says of the first word that one of its patterns matches."""
     return next((what for word in words for pattern, what in table.items() if re.search(pattern, word)), None)
 
 
 def _words(values: dict[str, Any]) -> list[str]:
-    """The words of a configuration by which kinds are known."""
     own = values.get("dflash_config")
     values = values | (own if isinstance(own, dict) else {})
     names = values.get("architectures")

@@ -17,6 +17,7 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,14 @@ def set_writer(is_one: bool) -> None:
 def is_writer() -> bool:
     """Whether this process writes results and prints progress and tables."""
     return _writes
+
+
+def own_version() -> str:
+    """The version of this package, for what is kept between processes."""
+    try:
+        return version("hsd_jax")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def sha256(*parts: str | bytes) -> str:

@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,11 +184,8 @@ def race_of(gain: float, *about: Any) -> Race:
     Several processes keep nothing: their files may differ.
     """
     if about not in _races:  # every call asks, so what follows is done once
-        try:
-            own = version("hsd_jax")
-        except PackageNotFoundError:
-            own = "not installed"
-        what, alone = repr((device_name(), jax.__version__, own, about)), jax.process_count() == 1
+        about_all = device_name(), jax.__version__, files.own_version(), about
+        what, alone = repr(about_all), jax.process_count() == 1
         path = files.kept_file(FOLDER_VARIABLE, "races", Outcome, what) if alone else None
         _races.setdefault(about, Race(gain, path))  # of two threads one finds that of the other
     return _races[about]

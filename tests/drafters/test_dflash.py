@@ -287,8 +287,8 @@ def test_heads_that_read_states_allow_no_reuse(head):
 
 
 WRONG = {
-    "mask_token_id is missing": ({"mask_token_id": None}, {}),
-    "block_size is missing": ({"block_size": None}, {}),
+    "mask_token_id=None: ": ({"mask_token_id": None}, {}),
+    "block_size=None: ": ({"block_size": None}, {}),
     "mask_token=24: allowed are 0 to 23": ({"mask_token_id": 24}, {}),
     "markov_head_type='deep': should be 'vanilla'": ({"markov_head_type": "deep"}, {}),
     "confidence='token' with rank=0": ({"markov_rank": 0}, {}),

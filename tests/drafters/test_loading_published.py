@@ -198,6 +198,24 @@ def test_what_is_refused(target, tmp_path):
     refused("Medusa heads with projections of their own, which is not read", **given)
 
 
+@pytest.mark.parametrize("kept", [{"feature_layers": [9], "histogram": [1]}, {"feature_layers": [1], "histogram": []}])
+def test_what_a_damaged_file_says_is_not_used(target, tmp_path, probes, kept):
+    folder = write(tmp_path / "head", [2, 3, 4], knows=1)
+    hsd_jax.load(target=target, drafter=folder)
+    next(probes.iterdir()).write_text(json.dumps(kept))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = hsd_jax.load(target=target, drafter=folder).drafter_config
+    assert config.feature_layers == (1, 2, 3) and config.profile == (1.0,) * 7
+
+
+@pytest.mark.parametrize("layers", [3, "abc", [None], (True, 2, 3)])
+def test_layers_of_another_type(target, tmp_path, layers):
+    folder, params = write(tmp_path / "head", [2, 3, 4]), hsd_jax.load(target=target)
+    with pytest.raises(ValueError, match=r"^feature_layers[^\n]*: should be a valid"):
+        with_drafter(params, folder, feature_layers=layers)
+
+
 def test_a_warning_below_the_least_acceptance(target, tmp_path, probes):
     folder = write(tmp_path / "head", [2, 3, 4], knows=2)
     with pytest.warns(UserWarning, match=r"only 0% of the first drafts .* feature_layers=\[1, 2, 3\]"):

@@ -208,6 +208,22 @@ OF_ANOTHER = [
 ]
 
 
+@pytest.mark.parametrize("value", [7, True, "x", [1]])
+@pytest.mark.parametrize("key", ["dflash_config", "eagle_config"])
+def test_a_part_of_the_configuration_that_is_no_object(key, value, tmp_path):
+    write(tmp_path, RAW | {key: value}, DFLASH)
+    with pytest.raises(ValueError, match=rf"^[^\n]*config.json: {key}=[^\n]*$"):
+        open_published(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize("ids", [[1, 4, 9], [5, 4, 8]])
+def test_ids_that_suit_by_neither_reading_are_shown(ids, tmp_path):
+    """The layout leaves two readings open."""
+    write_eagle3(tmp_path, TARGET, is_raw=True, eagle_config={IDS: ids})
+    with pytest.raises(ValueError, match=r"feature_layers=\[[0-9, ]+\]: allowed are ascending numbers"):
+        read_published(tmp_path, DraftedFor(TARGET, "", None))
+
+
 @pytest.mark.parametrize(("keys", "changes", "words"), OF_ANOTHER)
 def test_a_head_of_another_target_or_with_wrong_keys(keys, changes, words, tmp_path):
     late = ("model_type", "layer_types")

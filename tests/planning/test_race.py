@@ -125,7 +125,7 @@ def test_an_outcome_is_kept_for_this_machine_and_these_versions(folder, monkeypa
     assert race.race_of(1.9, "a call").outcome == one.outcome
     assert race.race_of(1.9, "another call").outcome is None
     race._races.clear()
-    monkeypatch.setattr(race, "version", lambda name: "0.0")
+    monkeypatch.setattr(race.files, "version", lambda name: "0.0")
     assert race.race_of(1.9, "a call").outcome is None
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from hsd_jax import validation
 from hsd_jax.config import ACTIVATIONS, FULL, SLIDING, FeatureLayer, LayerType, ModelConfig, TrunkConfig
 from hsd_jax.drafters.method import PublishedKind
-from hsd_jax.drafters.published import Published
+from hsd_jax.drafters.published import Published, config_of
 from hsd_jax.models.convert import PLAIN_MODULES
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.models.tensor_files import file_name
@@ -61,14 +61,10 @@ class DFlashConfig(TrunkConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.feature_layers:
-            raise ValueError("DFlashConfig.feature_layers=(): at least one layer of the target is needed")
         if self.mask_token >= self.vocab_size:
             raise ValueError(f"DFlashConfig.mask_token={self.mask_token}: allowed are 0 to {self.vocab_size - 1}")
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise ValueError("DFlashConfig.sliding_window=None: some of layer_types are sliding")
-        if len(self.layer_types) not in (0, self.num_layers):
-            raise ValueError(f"DFlashConfig.layer_types={self.layer_types}: expected {self.num_layers} types")
         if self.confidence == TOKEN and self.rank == 0:
             raise ValueError(f"DFlashConfig.confidence={TOKEN!r} with rank=0: allowed are {NONE!r} and {STATE!r}")
 
@@ -101,9 +97,6 @@ def parse(published: Published, target_config: ModelConfig) -> DFlashConfig:
         raise ValueError(f"{where}: hidden_size={own.hidden_size}: allowed is the target's {target_config.hidden_size}")
     is_dspark = any(name.startswith(("markov_head.", "confidence_head.")) for name in tensors)
     is_dspark |= "dspark" in (published.switches.get(name) for name in ("speculators_model_type", "projector_type"))
-    for name in ("mask_token_id", "block_size"):
-        if published.switches.get(name) is None:
-            raise ValueError(f"{where}: {name} is missing")
     samples_anchor = switch("sample_from_anchor", bool, is_dspark)
     proj, rows = (tensors.get(f"{name}.weight") for name in ("confidence_head.proj", "markov_head.markov_w1"))
     width_of = lambda tensor: 0 if tensor is None else math.prod(tensor.shape[-1:])  # noqa: E731
@@ -112,28 +105,20 @@ def parse(published: Published, target_config: ModelConfig) -> DFlashConfig:
     if is_dspark and switch("enable_confidence_head", bool, proj is not None):
         reads_token = switch("confidence_head_with_markov", bool, width_of(proj) > own.hidden_size)
         confidence = TOKEN if reads_token else STATE
-    shared = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "rope")
-    shared += ("max_position", "norm_eps", "activation", "qkv_bias", "output_bias", "sliding_window", "layer_types")
-    own_switches = {
-        "num_steps": switch("block_size", AtLeastTwo, None) - (0 if samples_anchor else 1),
-        "mask_token": switch("mask_token_id", Whole, None),
-        "sees_ahead": switch("sliding_window_non_causal", bool, published.format != "speculators"),
-        "markov_head": switch("markov_head_type", Annotated[str, OneOf(MARKOV_HEADS)], VANILLA),
-    }
-    try:
-        return DFlashConfig(
-            **{name: getattr(own, name) for name in shared} | own_switches,
-            vocab_size=target_config.vocab_size,
-            feature_layers=published.feature_layers or (),
-            reduced_vocab_size=published.reduced_vocab_size,
-            samples_anchor=samples_anchor,
-            rank=rank,
-            confidence=confidence,
-            has_embedding="embed_tokens.weight" in tensors,
-            has_head="lm_head.weight" in tensors,
-        )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    return config_of(
+        published,
+        DFlashConfig,
+        own,
+        target_config,
+        num_steps=switch("block_size", AtLeastTwo, None) - (0 if samples_anchor else 1),
+        mask_token=switch("mask_token_id", Whole, None),
+        samples_anchor=samples_anchor,
+        sees_ahead=switch("sliding_window_non_causal", bool, published.format != "speculators"),
+        rank=rank,
+        markov_head=switch("markov_head_type", Annotated[str, OneOf(MARKOV_HEADS)], VANILLA),
+        confidence=confidence,
+        has_head="lm_head.weight" in tensors,
+    )
 
 
 def init_weights(key: jax.Array, config: DFlashConfig) -> Weights:
