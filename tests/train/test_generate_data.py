@@ -337,6 +337,15 @@ def test_other_settings_and_bad_input_are_refused_before_anything_is_loaded(
     assert re.search("whole.jsonl.*dtype", capsys.readouterr().err)
 
 
+def test_a_result_of_a_version_without_stop_strings_goes_on(tmp_path):
+    out = tmp_path / "own.jsonl"
+    out.touch()
+    responses.settings_path(out).write_text(json.dumps({"batch": 2}))
+    responses.check_settings(out, {"batch": 2, "stop": ()})
+    with pytest.raises(ValueError, match="stop is 'missing' there"):
+        responses.check_settings(out, {"batch": 2, "stop": ("\n",)})
+
+
 def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(texts, "Session", None)
     out = tmp_path / "own.jsonl"
