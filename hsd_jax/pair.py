@@ -24,7 +24,7 @@ from hsd_jax.drafters import probe as probe_lib
 from hsd_jax.drafters.both import BothConfig
 from hsd_jax.drafters.files import DRAFTER, read_drafter, read_drafter_config, read_scorer
 from hsd_jax.drafters.method import DraftedFor, DraftingMethod
-from hsd_jax.drafters.published import check_readable, is_published, layer_readings, open_published, read_published
+from hsd_jax.drafters.published import check_readable, is_published, read_published
 from hsd_jax.drafters.rescored.draft import ALPHA, RescoredConfig
 from hsd_jax.drafters.stack import StackConfig, at_bottom
 from hsd_jax.drafters.table import DRAFTING_METHODS, kinds_with, load_foreign, make_drafter, method_of, parse
@@ -247,10 +247,7 @@ def _load_drafter(
             drafter = parse(drafter) or drafter
     found = None if isinstance(drafter, WITHOUT_WEIGHTS) else find(drafter, check=check_drafts)
     if found is not None and found.path.is_dir() and is_published(found.path):
-        config, weights = read_published(found.path, target, dtype, placement, feature_layers)
-        if feature_layers is not None:
-            return _Loaded(config, weights, (tuple(feature_layers),))
-        return _Loaded(config, weights, layer_readings(open_published(found.path, target.config), target.config))
+        return _Loaded(*read_published(found.path, target, dtype, placement, feature_layers))
     if feature_layers is not None:
         why = "only for a drafter that others trained; ours read the layers for which they were trained"
         raise ValueError(f"feature_layers={shown(feature_layers)} with drafter={shown(str(drafter))}: {why}")

@@ -293,7 +293,7 @@ def run(args: argparse.Namespace) -> int:
     if args.drafter is not None:
         folder = find(args.drafter, check=check_drafts).path
         if is_published(folder):
-            drafter, asked = described(folder, DraftedFor(target, "", None))[2], args.what or list(PROGRAMS[:-1])
+            drafter, asked = described(folder, DraftedFor(target, "", None))[-1], args.what or list(PROGRAMS[:-1])
             if TRAIN in asked:
                 raise ValueError(f"--what {TRAIN}: {args.drafter} was trained by others and is not trained here")
         else:

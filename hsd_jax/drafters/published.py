@@ -174,9 +174,10 @@ def layer_readings(published: Published, target: ModelConfig) -> tuple[tuple[int
 
 def described(
     folder: Path, target: DraftedFor, feature_layers: tuple[int, ...] | None = None
-) -> tuple[Published, PublishedKind, Any]:
-    """The files of a drafter that others trained, how its kind is read, and its configuration, with the vocabulary of
-    the files. Arguments and errors are those of `read_published`, but for missing and unexpected tensors."""
+) -> tuple[Published, tuple[tuple[int, ...], ...], PublishedKind, Any]:
+    """The files of a drafter that others trained, the layers that they may mean, how its kind is read, and its
+    configuration, with the vocabulary of the files. Arguments and errors are those of `read_published`, but for missing
+    and unexpected tensors."""
     published = open_published(folder, target.config)
     readings = layer_readings(published, target.config) if feature_layers is None else (tuple(feature_layers),)
     published = published._replace(feature_layers=readings[0] if readings else None)
@@ -185,7 +186,7 @@ def described(
     assert kind is not None, published.kind
     config = kind.parse(published, dataclasses.replace(target.config, vocab_size=target.vocab_size))
     _check_shapes(published, kind, config)
-    return published, kind, config
+    return published, readings, kind, config
 
 
 def read_published(
@@ -194,8 +195,9 @@ def read_published(
     dtype: Any = "float32",
     placement: Placement = HERE,
     feature_layers: tuple[int, ...] | None = None,
-) -> tuple[Any, Weights]:
-    """The configuration and the weights of a drafter that others trained.
+) -> tuple[Any, Weights, tuple[tuple[int, ...], ...]]:
+    """The configuration and the weights of a drafter that others trained, and the layers that its files may mean, the
+    likeliest first. The configuration has the first.
 
     Args:
       feature_layers: the target's layers that it reads. None: the first of `layer_readings`.
@@ -203,7 +205,7 @@ def read_published(
       FileNotFoundError, ValueError: as `open_published`; and for layers that do not suit the target or the drafter, or
         a tensor that is missing, unexpected or of another shape, before any is read.
     """
-    published, kind, config = described(folder, target, feature_layers)
+    published, readings, kind, config = described(folder, target, feature_layers)
     stored = dict(published.tensors)
     held = dataclasses.replace(config, vocab_size=target.config.vocab_size)
     offsets, ids = stored.pop("d2t", None), None
@@ -215,7 +217,7 @@ def read_published(
     where = stored["fc.weight"].file
     found = matched(stored, where, kind.init_weights, config, lambda path: kind.named(path, config))
     weights = load_tree(found, where, kind.init_weights, held, dtype, placement)
-    return held, weights if ids is None else {**weights, "draft_to_target": jnp.asarray(ids)}
+    return held, weights if ids is None else {**weights, "draft_to_target": jnp.asarray(ids)}, readings
 
 
 def config_of(published: Published, kind: type, own: ModelConfig, target: ModelConfig, **switches: Any) -> Any:

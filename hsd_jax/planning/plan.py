@@ -162,7 +162,7 @@ def plan_for(
     """
     call = CostModel.of(params), rows, slots, is_warm(temperature), is_refilled
     if raced_as is not None and not is_off():
-        plan = best_plan(*call, is_raced=True)
+        plan = best_plan(*call, is_raced=not is_refilled)  # a session decides for each number of rows by the model
         race = None if plan.tree is None else race_of(plan.gain, *call, plan.tree, raced_as)
         if race is not None and not race.gave_up:
             return plan, race

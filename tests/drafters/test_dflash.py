@@ -88,7 +88,7 @@ class Read:
 def setup_of(folder, tree: TreeConfig | None = None) -> setups.Setup:
     """The toy target and the drafter of a folder, with trees that nothing draws; by default the deepest chain."""
     base = setups.setup("llama", "plain")
-    config, weights = read_published(folder, DraftedFor(base.config, "", None))
+    config, weights, _ = read_published(folder, DraftedFor(base.config, "", None))
     drafter = make_drafter(base.config, config, tree or TreeConfig.chain(config.num_steps))
     models = {"target": base.models["target"], "drafter": weights}
     one = dataclasses.replace(base, drafter_config=config, drafter=drafter, models=models)
@@ -331,7 +331,7 @@ def test_copies_of_the_targets_weights_are_not_held(tied, tmp_path):
     weights = toy.make_target(target)
     more = {"embed_tokens.weight": np.array(weights["embedding"]), "lm_head.weight": np.array(weights["embedding"])}
     save(tmp_path, values, dspark.tensors_of(values) | more)
-    config, own = pair._without_copy(*read_published(tmp_path, DraftedFor(target, "", None)), weights)
+    config, own = pair._without_copy(*read_published(tmp_path, DraftedFor(target, "", None))[:2], weights)
     assert (config.has_embedding, config.has_head) == ("embedding" in own, "head" in own) == (False, not tied)
 
 

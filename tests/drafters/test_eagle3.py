@@ -97,7 +97,7 @@ def test_the_logits_of_every_depth_are_the_oracles(switches, tmp_path, monkeypat
     """Prompts of several lengths, behind which greedy chains go on."""
     monkeypatch.setattr(eagle, "grow_tree", greedy_chain)
     tensors, keys = write_eagle3(tmp_path, TARGET, **SWITCHES[switches])
-    config, weights = read_published(tmp_path, DraftedFor(TARGET, "", None))
+    config, weights, _ = read_published(tmp_path, DraftedFor(TARGET, "", None))
     assert config.feature_layers == ((-1, 1, 5, 6) if switches == "taps" else TAPS)
     tokens = np.random.default_rng(1).integers(0, TARGET.vocab_size, (len(LENGTHS), ROOM)).astype(np.int32)
     found = drafted(config, weights, target_weights(), jnp.asarray(tokens), jnp.asarray(LENGTHS, jnp.int32))

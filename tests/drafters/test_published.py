@@ -248,7 +248,7 @@ def test_a_head_of_its_own_stays(tmp_path):
     """Its rows go with the ascending tokens. Another drafter gets the target's rows."""
     tokens = [9, 2, 20, 5]
     tensors, _ = write_eagle3(tmp_path, TARGET, tokens)
-    config, weights = read_published(tmp_path, DraftedFor(TARGET, "", None), dtype="bfloat16")
+    config, weights, _ = read_published(tmp_path, DraftedFor(TARGET, "", None), dtype="bfloat16")
     assert config.reduced_vocab_size == 4 and weights["draft_to_target"].tolist() == sorted(tokens)
     rows = tensors["lm_head.weight"][np.argsort(tokens)]
     np.testing.assert_array_equal(weights["head"], jnp.asarray(rows, jnp.bfloat16))
@@ -264,7 +264,7 @@ def test_a_target_of_fewer_tokens(tmp_path):
     """A small model that itself drafts for one of fewer tokens: what it lacks is not drafted."""
     small = dataclasses.replace(setups.SMALL_LM, num_layers=8, vocab_size=18, stored_vocab_size=toy.VOCAB)
     tensors, _ = write_eagle3(tmp_path, TARGET, [9, 2, 20, 5], has_embedding=True)
-    config, weights = read_published(tmp_path, DraftedFor(small, "", None))
+    config, weights, _ = read_published(tmp_path, DraftedFor(small, "", None))
     assert config.vocab_size == 18 and weights["draft_to_target"].tolist() == [2, 5, 9]
     np.testing.assert_array_equal(weights["head"], tensors["lm_head.weight"][[1, 3, 0]])
     np.testing.assert_array_equal(weights["embedding"], tensors["embed_tokens.weight"][:18])
@@ -274,12 +274,12 @@ def test_a_copy_of_the_targets_embeddings_is_not_held(tmp_path):
     """Also beside a target in another dtype. Embeddings of its own stay."""
     write_eagle3(tmp_path, TARGET, has_embedding=True)
     target, owner = toy.make_target(TARGET), DraftedFor(TARGET, "", None)
-    own = read_published(tmp_path, owner)
+    own = read_published(tmp_path, owner)[:2]
     assert pair._without_copy(*own, target) == own
     edit_tensors(
         tmp_path / "model.safetensors", lambda t: t.update({"embed_tokens.weight": np.array(target["embedding"])})
     )
-    config, weights = read_published(tmp_path, owner, dtype="bfloat16")
+    config, weights, _ = read_published(tmp_path, owner, dtype="bfloat16")
     assert config.has_embedding
     config, weights = pair._without_copy(config, weights, target)
     assert not config.has_embedding and "embedding" not in weights

@@ -18,6 +18,8 @@ def test_expected_tokens_of_a_tree():
     found = acceptance.expected_tokens((0.5, 0.5), TreeConfig(7, 2, 2))
     np.testing.assert_allclose(np.diff(found), [0.5, 0.25, second, second / 2, second / 2, second**2])
     assert acceptance.expected_tokens((0.5,), TreeConfig(2, 1, 1)).tolist() == [1.0, 1.5]
+    sampled = acceptance.expected_tokens((0.5,), TreeConfig(3, 1, 2), is_sampled=True)
+    np.testing.assert_allclose(sampled, [1.0, 1.5, 2 - 0.5**1.6])  # a second sibling adds more where tokens are drawn
 
 
 def test_tokens_of_a_random_number_of_drafts():

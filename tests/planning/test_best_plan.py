@@ -70,6 +70,7 @@ def test_a_race_decides_where_the_model_promises_little(monkeypatch, tmp_path):
     about = None, 1, 512, 0.0
     found, race = plan.plan_for(*about, raced_as="rounds")
     assert found.tree is not None and race is not None
+    assert plan.plan_for(*about, is_refilled=True, raced_as="rounds")[0].tree is None
     race.give_up()  # these calls are too short to be timed
     for raced_as in ("rounds", None):
         found, race = plan.plan_for(*about, raced_as=raced_as)
