@@ -9,6 +9,7 @@ import pytest
 from support import toy
 from support.costs import cost_model
 
+from hsd_jax.config import TreeConfig
 from hsd_jax.planning import plan
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.rates import FAR, ROWS, Rates
@@ -82,6 +83,14 @@ def test_each_block_of_rows_reads_the_weights_again():
     rows = rates.rows(np.array([1, 8, 9, 16, ROWS]), 2.0)
     assert rows[4] == ROWS / FAR and rows[3] == pytest.approx(2 * rows[1])
     assert rows[2] - rows[1] > 4 * (rows[1] - rows[0]) / 7 > 0
+    seconds = dataclasses.replace(cost_model(), rates=rates).product(1e9, np.array([7, 8, 9]), 2)
+    assert seconds[2] - seconds[1] > 4 * (seconds[1] - seconds[0])
+
+
+def test_sampled_siblings_promise_more():
+    rates = Rates(1e11, 1e15, 1e-12, skips_positions=True)  # further nodes cost nothing
+    model, tree = dataclasses.replace(cost_model(), rates=rates), TreeConfig(3, 1, 2)
+    assert model.predicted_speed(1, 0, tree, (0.5,), True) > model.predicted_speed(1, 0, tree, (0.5,), False)
 
 
 def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainly_where_it_computes():
