@@ -122,7 +122,7 @@ def best_plan(
     speeds = {tree: speed(tree) for tree in trees}
     best = max(trees, key=speeds.__getitem__)
     good = [tree for tree in trees if speeds[tree] >= EQUALLY_GOOD * speeds[best] and model.are_free(rows, tree.nodes)]
-    best = max([best, *good], key=lambda tree: (tree.depth, -tree.nodes))
+    best = max([best, *good], key=lambda tree: (tree.depth, speeds[tree]))
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"
