@@ -1,4 +1,4 @@
-"""Settings of output on trees: speculative text is the plain one to the token, and the plain one is that of a plain loop.
+"""Settings of output on trees: speculative text is plain text to the token, and plain text is that of a plain loop.
 
 A call has rows of all settings and temperatures at once (`support/controlled.py`).
 """
@@ -113,14 +113,13 @@ def test_rows_of_both_kinds_share_a_session(is_told):
     params, rows = pair("small_lm", "8x4x2"), batch("rows")
     wanted = texts(decoded(params, rows, speculate=False))
     order = [0, 1, 2, *np.random.default_rng(1).permutation(np.arange(3, len(wanted))), 0, 2]
-    found = {}
+    found, requests = {}, rows.requests()
     with hsd_jax.Session(params, slots=3, **({"controls": True} if is_told else {})) as session:
         waiting, running = list(enumerate(order)), {}
         while waiting or running:
             while waiting and session.num_free:
                 number, row = waiting.pop(0)
-                own = {name: of_row(value, row) for name, value in rows.settings().items()}
-                running[session.admit(rows.prompts[row], controlled.NEW_TOKENS, **own)] = number
+                running[session.admit(**requests[row])] = number
             session.step(2)
             for handle in list(running):
                 taken = session.take(handle)
@@ -128,10 +127,6 @@ def test_rows_of_both_kinds_share_a_session(is_told):
                 if taken.finish_reason is not None:
                     del running[handle]
     assert [found[number] for number in range(len(order))] == [wanted[row] for row in order]
-
-
-def of_row(value, row: int):
-    return value[row] if isinstance(value, list) else value
 
 
 def test_streams_draw_what_calls_draw():
@@ -198,9 +193,7 @@ def test_rows_ask_for_different_log_probabilities():
             assert all(len(piece.logprobs.chosen) == len(piece.tokens) for piece in own)
             assert_same_told([piece.logprobs for piece in own], result.logprobs[row])
     with hsd_jax.Session(params, slots=2) as session:
-        own = [{name: of_row(value, row) for name, value in settings.items()} for row in range(len(told))]
-        requests = [{"prompt": p, "max_new_tokens": controlled.NEW_TOKENS, **o} for p, o in zip(rows.prompts, own)]
-        for answer in session.generate(requests):
+        for answer in session.generate(rows.requests(logprobs=told)):
             if told[answer.index] is None:
                 assert answer.logprobs is None
             else:
@@ -217,7 +210,9 @@ def assert_same_told(pieces: list, whole) -> None:
 
 def never_near(logits, tokens, length, path):
     """Forbids the tokens whose number is that of one of the last two tokens, up to a multiple of 5."""
-    last = jnp.take_along_axis(tokens, length[:, None] + jnp.arange(-2, 0), 1)  # before the path; -1 where there is none
+    last = jnp.take_along_axis(
+        tokens, length[:, None] + jnp.arange(-2, 0), 1
+    )  # before the path; -1 where there is none
     whole = jnp.concatenate([jnp.broadcast_to(last[:, None], (*path.shape[:2], 2)), path], 2)
     end = jnp.sum(path >= 0, 2, keepdims=True) + jnp.arange(2)
     last = jnp.take_along_axis(whole, end, 2)
@@ -247,9 +242,7 @@ def test_a_session_and_a_stream_take_the_function():
         found[piece.row] += piece.tokens.tolist()
     assert found == wanted
     with hsd_jax.Session(params, slots=2, logits_processor=never_near) as session:
-        own = [{name: of_row(value, row) for name, value in rows.settings().items()} for row in range(len(found))]
-        requests = [{"prompt": p, "max_new_tokens": controlled.NEW_TOKENS, **o} for p, o in zip(rows.prompts, own)]
-        answers = {answer.index: answer.tokens.tolist() for answer in session.generate(requests)}
+        answers = {answer.index: answer.tokens.tolist() for answer in session.generate(rows.requests())}
     assert [answers[row] for row in range(len(wanted))] == wanted
 
 
@@ -339,8 +332,7 @@ def test_bad_values_are_refused_before_anything_runs(name, value, said, monkeypa
 def test_a_session_goes_on_after_bad_requests():
     params, rows = pair("small_lm", "8x4x2"), batch("rows", ("all", "none"))
     with hsd_jax.Session(params, slots=len(rows.prompts) + 1) as session:
-        own = [{name: of_row(value, row) for name, value in rows.settings().items()} for row in range(len(rows.asked))]
-        handles = [session.admit(p, controlled.NEW_TOKENS, **o) for p, o in zip(rows.prompts, own, strict=True)]
+        handles = [session.admit(**request) for request in rows.requests()]
         for name, value, _ in BAD:
             if isinstance(value, list) and name == "repetition_penalty":
                 continue

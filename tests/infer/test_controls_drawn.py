@@ -28,7 +28,6 @@ from hsd_jax import setup as setup_lib
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import controls, round, sampling, tree
 from hsd_jax.infer.rules.accept import recursion
-from hsd_jax.infer.rules.block import block
 from hsd_jax.infer.rules.kseq import kseq
 from hsd_jax.infer.rules.optimal import chain_and_match
 from hsd_jax.pair import Params

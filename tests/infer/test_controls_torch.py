@@ -27,7 +27,14 @@ SIZES = {
 }
 PROMPTS = np.array([[1, 5, 7, 5, 2, 8], [4, 4, 11, 2, 15, 6], [12, 10, 3, 1, 0, 14]])
 """Their last tokens begin no forbidden sequence: in transformers those of the prompt count, too."""
-WORDS = ((7,), (2, 4), (4, 10), (9, 9), (11, 3, 2), *((token, (3 * token + 2) % VOCAB) for token in (1, 2, 3, 5, 9, 13)))
+WORDS = (
+    (7,),
+    (2, 4),
+    (4, 10),
+    (9, 9),
+    (11, 3, 2),
+    *((token, (3 * token + 2) % VOCAB) for token in (1, 2, 3, 5, 9, 13)),
+)
 BIAS = {2: 1.5, 5: -2.0, 11: 0.75, 13: -100.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -116,14 +123,18 @@ def test_rows_draw_from_the_distribution_of_transformers(loaded, name, sampled):
     settings = {**SETTINGS[name], **SAMPLED[sampled], "eos": ENDS, "logprobs": f"processed:{VOCAB}"}
     result = hsd_jax.decode(loaded.params, PROMPTS, NEW_TOKENS, **settings)
     num_removed = 0
-    for row, (found, wanted) in enumerate(told_and_wanted(loaded, result, processors(SETTINGS[name], SAMPLED[sampled]))):
+    for row, (found, wanted) in enumerate(
+        told_and_wanted(loaded, result, processors(SETTINGS[name], SAMPLED[sampled]))
+    ):
         np.testing.assert_allclose(found, wanted, atol=TOLERANCE, err_msg=f"row {row}")
         num_removed += (wanted == -np.inf).sum()
     assert num_removed > 20
 
 
 def test_log_probabilities_are_those_of_transformers(loaded):
-    result = hsd_jax.decode(loaded.params, PROMPTS, NEW_TOKENS, temperature=1.0, eos=(), logprobs=VOCAB, **SETTINGS["all"])
+    result = hsd_jax.decode(
+        loaded.params, PROMPTS, NEW_TOKENS, temperature=1.0, eos=(), logprobs=VOCAB, **SETTINGS["all"]
+    )
     for found, wanted in told_and_wanted(loaded, result, processors({})):
         np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
 

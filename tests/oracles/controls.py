@@ -1,4 +1,4 @@
-"""What the settings of output make of the logits of one place in a text, in plain loops and in the type of the logits."""
+"""What the settings of output make of the logits of one place in a text: plain loops, in the type of the logits."""
 
 from __future__ import annotations
 

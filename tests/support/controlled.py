@@ -90,6 +90,16 @@ class Batch:
                 found[field.name] = values
         return found | changes
 
+    def requests(self, **changes: Any) -> list[dict[str, Any]]:
+        """The rows as requests of a session."""
+
+        def of_row(row: int) -> dict[str, Any]:
+            settings = self.settings(**changes)
+            own = {name: value[row] if isinstance(value, list) else value for name, value in settings.items()}
+            return {"prompt": self.prompts[row], "max_new_tokens": NEW_TOKENS, **own}
+
+        return [of_row(row) for row in range(len(self.prompts))]
+
     def rows(self, index: list[int]) -> Batch:
         return Batch(*([getattr(self, field.name)[i] for i in index] for field in dataclasses.fields(self)))
 
@@ -143,7 +153,8 @@ def target_logits(params: Params, prompts: list[list[int]], found: list[list[int
     for line, prompt, text in zip(whole, prompts, found, strict=True):
         line[: len(prompt) + len(text)] = [*prompt, *text]
     logits = np.asarray(toy.causal_pass(params.target, params.target_config, jnp.asarray(whole)).logits)
-    return [logits[row, len(prompt) - 1 :][: len(text)] for row, (prompt, text) in enumerate(zip(prompts, found))]
+    places = [slice(len(p) - 1, len(p) - 1 + len(text)) for p, text in zip(prompts, found, strict=True)]
+    return [logits[row, own] for row, own in enumerate(places)]
 
 
 def assert_drawn_by_the_oracle(params: Params, rows: Batch, found: list[list[int]]) -> None:
