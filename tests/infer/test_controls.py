@@ -5,6 +5,9 @@ A call has rows of all settings and temperatures at once (`support/controlled.py
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +18,10 @@ from support.controlled import DRAFTERS, OF_CALLS, TREES, batch, decoded, pair, 
 from support.texts import first_difference
 
 import hsd_jax
+from hsd_jax import inputs
+from hsd_jax.infer import controls
+from hsd_jax.settings import Sampling
+from hsd_jax.types import Past
 
 # --- plain text against a plain loop ----------------------------------------------------------------------------------
 
@@ -102,6 +109,40 @@ def test_other_values_compile_nothing():
     for rows in (batch("words"), controlled.random_batch(24, 10), unsettled(batch("words"))):
         decoded(params, rows)
     assert decoder.loop._cache_size() == sizes
+
+
+def test_a_node_has_the_bits_that_plain_decoding_gives_it(fully_optimized):
+    """Every node of a tree, and the text up to it committed: the same numbers, whatever XLA makes of the two programs.
+
+    Half of the drafted tokens are in the text already, so penalties multiply counts that are no powers of two.
+    """
+    rng, vocab, num, depth = np.random.default_rng(0), 300, 16, 7
+    asked = controlled.random_batch(24, 3).asked
+    given = [Sampling(**{**dataclasses.asdict(one), "max_new_tokens": 60}) for one in asked]
+    prompts = [rng.integers(0, 24, 5).tolist() for _ in asked]
+    rows = [inputs.Row(prompt, own) for prompt, own in zip(prompts, given, strict=True)]
+    known = inputs.controls_of(rows, vocab)
+    known = dataclasses.replace(known, frequency=rng.normal(0, 1, len(rows)).astype(np.float32))
+    sampling = dataclasses.replace(inputs.sampling_arrays(given), controls=known)
+    new = rng.integers(0, 24, (len(rows), 30))
+    text = np.concatenate([prompts, new, np.full((len(rows), depth), -1)], 1).astype(np.int32)
+    counts = np.stack([np.bincount(own, minlength=vocab) for own in new]).astype(np.int32)
+    ends, length = np.tile(np.int32([*controlled.ENDS, -1, -1]), (len(rows), 1)), np.full(len(rows), 35, np.int32)
+    path = np.full((len(rows), num, depth), -1, np.int32)
+    for row, node in np.ndindex(len(rows), num):
+        path[row, node, : min(node, depth)] = rng.integers(0, 48, min(node, depth))
+    logits = rng.normal(0, 3, (len(rows), num, vocab)).astype(np.float32)
+    changed = jax.jit(controls.transformed)
+    found = np.asarray(changed(logits, sampling, Past(text, length, counts, ends), path))
+    for node in range(num):
+        own, there = path[:, node], min(node, depth)
+        whole = text.copy()
+        whole[:, 35 : 35 + depth] = own
+        more = counts + np.stack([np.bincount(one[one >= 0], minlength=vocab) for one in own]).astype(np.int32)
+        past = Past(whole, length + np.int32(there), more, ends)
+        plain = changed(logits[:, node : node + 1], sampling, past, controls.no_path(len(rows)))
+        np.testing.assert_array_equal(found[:, node], np.asarray(plain)[:, 0], err_msg=f"node {node}")
+    assert (found != logits).any((1, 2)).all()
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
