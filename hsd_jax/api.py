@@ -91,6 +91,8 @@ class DecodeResult:
     """With "stop", the stop string or the id of the end token (as in vLLM)."""
     logprobs: list[TokenLogprobs | None]
     """Those of the tokens of each row that asked for them."""
+    prompt_logprobs: list[TokenLogprobs | None]
+    """Those of the tokens of each prompt (`Taken.prompt_logprobs`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -160,7 +163,8 @@ def decode(
         text = None if params.tokenizer is None else [row.text or "" for row in rows]
         stats = _stats(session, [row.stats for row in rows])
         ends = [row.finish_reason or "" for row in rows], [row.stop_reason for row in rows]
-        return DecodeResult(out, num_tokens, text, stats, *ends, [row.logprobs for row in rows])
+        told = [row.logprobs for row in rows], [row.prompt_logprobs for row in rows]
+        return DecodeResult(out, num_tokens, text, stats, *ends, *told)
 
 
 @takes(Samples, Processing, SamplingSettings, SpeculationSettings)
@@ -210,7 +214,7 @@ def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stat
                     ended[row] = piece.stats
                 if len(piece.tokens) or piece.text or piece.finish_reason is not None:
                     why = piece.finish_reason, piece.stop_reason
-                    yield Piece(row, piece.tokens, piece.text, *why, piece.logprobs)
+                    yield Piece(row, piece.tokens, piece.text, *why, piece.logprobs, piece.prompt_logprobs)
         return _stats(session, [ended[row] for row in range(session.slots)])
 
 

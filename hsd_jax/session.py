@@ -121,6 +121,9 @@ class Taken:
     """With "stop", the stop string or the id of the end token (as in vLLM)."""
     logprobs: TokenLogprobs | None = None
     """Those of `tokens`. None unless the row asked for them."""
+    prompt_logprobs: TokenLogprobs | None = None
+    """Those of the tokens of the prompt, told with the end of a row that asked for them. Nothing precedes the first
+    token: its own is NaN, and its likeliest tokens are NO_TOKEN."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +377,8 @@ class Session:
                 del self._open[handle]
                 self._free(request)
             why = request.finish_reason, request.stats, request.error, request.stop_reason
-            return Taken(tokens, text, *why, request.take_logprobs(len(tokens)))
+            of_prompt = self._of_prompt(request.row) if has_ended else None
+            return Taken(tokens, text, *why, request.take_logprobs(len(tokens)), of_prompt)
 
     def cancel(self, handle: int) -> None:
         """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens."""
@@ -656,6 +660,18 @@ class Session:
     def _free(self, request: _Request) -> None:
         if self._at[request.slot] is request:
             self._at[request.slot] = None
+
+    def _of_prompt(self, row: Row) -> TokenLogprobs | None:
+        """Log-probabilities of the tokens of a row's prompt, if it asked for them."""
+        num, length = row.asked.prompt_logprobs, len(row.tokens)
+        if num is None:
+            return None
+        capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
+        given = self._given([row], sharding_lib.rows_multiple(self.params.mesh), capacity)
+        told = self.setup.decoder.score(self.setup.held, given.tokens, given.length, capacity=capacity)
+        chosen, tokens, values = (np.array(fetch(x)[0, :length]) for x in (told.chosen, told.tokens, told.values))
+        chosen[0], tokens[0], values[0] = np.nan, NO_TOKEN, np.nan
+        return TokenLogprobs(chosen, tokens[:, :num], values[:, :num])
 
     def _given(self, rows: Sequence[Row], num_rows: int, num_places: int, is_all: bool = False) -> Given:
         return given_of(rows, num_rows, num_places, self.params.mesh, is_all, self.setup.decoder.controlled_vocab)

@@ -138,6 +138,8 @@ class SamplingSettings(TypedDict, total=False):
     logprobs: Annotated[PerRow[Told | None], Default(None)]
     """Log-probabilities of each new token and of the K likeliest ones, 0 to 20, of the target's own distribution before
     all settings. "processed" or "processed:K": of the distribution from which the row draws. None: none."""
+    prompt_logprobs: Annotated[PerRow[NumLogprobs | None], Default(None)]
+    """The same of the tokens of the prompt, before settings. The target reads the prompt once more for them."""
     seed: Annotated[PerRow[Seed | None], Default(0)]
     """Seed of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws
     with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone. None: the operating system draws
