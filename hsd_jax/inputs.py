@@ -84,8 +84,9 @@ def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row
 
 def _check_is_read(params: Params, asked: Sampling, prompts: Sequence[Any]) -> None:
     """Refuses settings of conversations if no prompt is one, and those of texts if there is no tokenizer."""
-    if asked.stop and params.tokenizer is None:
-        raise ValueError(f"stop={shown(asked.stop)}: the checkpoint has no tokenizer, so there is no text to search")
+    for name, is_asked in {"stop": asked.stop, "skip_special_tokens": not asked.skip_special_tokens}.items():
+        if is_asked and params.tokenizer is None:
+            raise ValueError(f"{name}={shown(getattr(asked, name))}: the checkpoint has no tokenizer, so there is no text")
     for name in ("tools", "template"):
         if getattr(asked, name) and not any(map(_is_conversation, prompts)):
             raise ValueError(f"{name}={shown(getattr(asked, name))}: only for conversations, and no prompt is one")
@@ -104,7 +105,7 @@ def _row(
     own = dict(zip(ROW_HINTS, values, strict=True))
     if own["max_new_tokens"] is None:
         own["max_new_tokens"] = max(max_len - len(tokens), 0)
-    row = Row(tokens, Sampling(**own, eos=eos, stop=asked.stop, include_stop=asked.include_stop), fold)
+    row = Row(tokens, dataclasses.replace(asked, **own, eos=eos, tools=None, template=None), fold)
     check_length(name, len(tokens), row.asked.max_new_tokens, max_len)
     return row
 

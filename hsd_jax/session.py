@@ -283,7 +283,8 @@ class Session:
     def _queue(self, row: Row) -> int:
         """Gives a row the first free slot, where it waits for its prompt to be read. Returns its handle."""
         tokenizer, handle = self.params.tokenizer, next(self._handles)
-        detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
+        how = row.tokens, row.asked.skip_special_tokens
+        detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, *how)
         request = _Request(row, self._at.index(None), detokenizer, len(row.tokens))
         if row.asked.stop and detokenizer is not None:
             request.search = StopSearch(detokenizer, row.asked.stop, row.asked.include_stop)

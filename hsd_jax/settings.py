@@ -101,6 +101,9 @@ class SamplingSettings(TypedDict, total=False):
     include_stop: Annotated[Flag, Default(False)]
     """Whether the text ends after its stop string. The ids then end with the token that completes it. (In vLLM:
     include_stop_str_in_output.)"""
+    skip_special_tokens: Annotated[Flag, Default(True)]
+    """Whether text leaves out special tokens such as <|im_end|> (as in vLLM). If not, stop strings are searched in them
+    too. Ids always have them."""
     tools: Annotated[list[Tool] | tuple[Tool, ...] | None, Default(None)]
     """What the model may call, for the chat template: JSON schemas, or functions with annotations and a docstring."""
     template: Annotated[dict[str, Any] | None, Default(None)]

@@ -257,8 +257,8 @@ class Tokenizer:
             raise ValueError(f"{name}={shown(text)}: expected the text of a single token, it has {shown(ids)}")
         return ids[0]
 
-    def decode(self, tokens: Tokens) -> str:
-        return self.raw.decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Tokens, skip_special_tokens: bool = True) -> str:
+        return self.raw.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def spelling(self, token: int) -> str:
         """One token as the vocabulary writes it, special tokens included."""
@@ -541,8 +541,8 @@ class IncrementalDecoder:
     CHARACTER = 4
     """The most bytes of a UTF-8 character. A token has at least one, so fewer tokens than this hold an open one."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Tokens = ()):
-        self._decode = tokenizer.decode
+    def __init__(self, tokenizer: Tokenizer, prompt: Tokens = (), skip_special_tokens: bool = True):
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._tokens: list[int] = []
         """The last tokens, which are decoded again."""
         self._out = ""

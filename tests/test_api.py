@@ -497,6 +497,8 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
     "sampled tree too full": ({"accept": "recursive", "tree": hsd_jax.TreeConfig(9, depth=3, width=2)}, "nodes=9"),
     "unknown name": ({"minp": 0.1}, "'minp'; allowed are max_new_tokens, temperature"),
+    "special tokens without text": ({"skip_special_tokens": False}, "skip_special_tokens=False: the checkpoint has no"),
+    "special tokens": ({"skip_special_tokens": None}, "skip_special_tokens=None"),
     "stop without text": ({"stop": "a"}, "stop=['a']: the checkpoint has no tokenizer"),
     "race": ({"race": "yes", "speculate": False}, "race='yes'"),
     "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),

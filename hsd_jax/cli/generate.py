@@ -40,7 +40,7 @@ cat letter.txt | hsd generate --demo --json -
     tree = options.add_speculation(parser)
     options.add_record(tree, SpeculationSettings, "speculate", speculate={"help": "plain decoding: one token per pass"})
     output = parser.add_argument_group("output")
-    options.add_record(output, SamplingSettings, "stop", "include_stop")
+    options.add_record(output, SamplingSettings, "stop", "include_stop", "skip_special_tokens")
     options.add_record(output, Samples)
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
 

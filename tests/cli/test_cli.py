@@ -113,7 +113,7 @@ def test_generate_stops_at_a_text(folders, capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["text"][0] == streamed + whole[4:7] == whole[: whole.index(whole[4:7]) + 3]
     assert (record["finish_reason"], record["stop_reason"]) == (["stop"], [whole[4:7]])
-    assert hsd(*call, "--stop", "") == 2
+    assert hsd(*call, "--stop", "", "--no-skip-special-tokens") == 2
 
 
 def test_generate_prints_samples(folders, capsys):
