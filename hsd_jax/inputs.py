@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import of_first, put
 from hsd_jax.host.files import decoded
 from hsd_jax.infer.sampling import row_keys, with_exclusions
+from hsd_jax.models.checkpoint import GENERATION
 from hsd_jax.pair import Params
 from hsd_jax.settings import Length, Sampling, SamplingSettings
 from hsd_jax.tokenizer import Messages, Tokenizer, check_unicode
@@ -57,6 +59,25 @@ ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(pa
 """The annotation of one row's value of each setting that rows have of their own."""
 
 
+def with_defaults(params: Params, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a call or a request, with those that it takes from the checkpoint, and `defaults` lists them."""
+    if take(Literal["checkpoint"] | None, given.get("defaults"), "defaults") is None:
+        return dict(given)
+    values = dict(params.sampling_defaults)
+    match values.pop("do_sample", None):
+        case False:
+            values["temperature"] = 0.0
+        case True:
+            values.setdefault("temperature", 1.0)
+    taken = {}
+    for name, value in values.items():
+        if name in ROW_HINTS and name not in given:
+            taken[name] = take(ROW_HINTS[name], value, f"{GENERATION}: {name}")
+        elif name not in ROW_HINTS and value != 1:
+            warnings.warn(f"{GENERATION}: {name}={value} is not a setting here: it is left out", stacklevel=3)
+    return {**given, **taken, "defaults": taken}
+
+
 def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, num_samples: int = 1) -> list[Row]:
     """The rows of a call. Those of a prompt follow one another."""
     given = prompts_in(prompt)
@@ -86,7 +107,7 @@ def _check_is_read(params: Params, asked: Sampling, prompts: Sequence[Any]) -> N
     """Refuses settings of conversations if no prompt is one, and those of texts if there is no tokenizer."""
     for name, is_asked in {"stop": asked.stop, "skip_special_tokens": not asked.skip_special_tokens}.items():
         if is_asked and params.tokenizer is None:
-            raise ValueError(f"{name}={shown(getattr(asked, name))}: the checkpoint has no tokenizer, so there is no text")
+            raise ValueError(f"{name}={shown(getattr(asked, name))}: the checkpoint has no tokenizer")
     for name in ("tools", "template"):
         if getattr(asked, name) and not any(map(_is_conversation, prompts)):
             raise ValueError(f"{name}={shown(getattr(asked, name))}: only for conversations, and no prompt is one")

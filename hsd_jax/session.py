@@ -30,7 +30,7 @@ from hsd_jax.host.distributed import check_same, fetch, of_first
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.adapt import mean_ratio, with_drafts
 from hsd_jax.infer.loop import STRETCH, UNBOUNDED, Rows
-from hsd_jax.inputs import Given, Prompt, Row, given_of, row_of, rows_of
+from hsd_jax.inputs import Given, Prompt, Row, given_of, row_of, rows_of, with_defaults
 from hsd_jax.models.placement import check_free
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
@@ -84,6 +84,8 @@ class RequestStats:
     """The drafter's own counts, by name."""
     seed: int = 0
     """The seed of its draws, given or drawn."""
+    defaults: dict[str, Any] | None = None
+    """As in `Stats`."""
 
     @property
     def tau(self) -> float:
@@ -271,7 +273,8 @@ class Session:
         `decode`. Running rows are not affected.
         """
         with self._alone():
-            return self._admit(row_of(self.params, prompt, Sampling(max_new_tokens, **settings), self.max_len))
+            asked = Sampling(**with_defaults(self.params, {"max_new_tokens": max_new_tokens, **settings}))
+            return self._admit(row_of(self.params, prompt, asked, self.max_len))
 
     def _admit(self, row: Row) -> int:
         if not self.num_free:
@@ -397,7 +400,7 @@ class Session:
         """Numbers and rows of requests. A wrong request ends this with its error, or is replaced by its error."""
         for index, request in enumerate(requests):
             try:
-                row = row_of(self.params, *_asked(request), self.max_len)
+                row = row_of(self.params, *_asked(self.params, request), self.max_len)
             except ValueError as error:
                 if on_error == "raise":
                     raise ValueError(f"request {index}: {error}") from error
@@ -604,7 +607,8 @@ class Session:
             assert self.rows is not None
             found = _stats_of(self.setup, self.rows[0], [request.slot for request in requests])
             for request, stats in zip(requests, found, strict=True):
-                request.stats = dataclasses.replace(stats, seed=request.row.asked.seed)
+                asked = request.row.asked
+                request.stats = dataclasses.replace(stats, seed=asked.seed, defaults=asked.defaults)
                 self._running.remove(request)
 
     def _clear(self, slot: int) -> None:
@@ -772,7 +776,7 @@ def _with_ends(limits: Limits, num: int) -> Limits:
 # --- requests of `generate`, and the rows of one call -----------------------------------------------------------------
 
 
-def _asked(request: Any) -> tuple[Any, Sampling]:
+def _asked(params: Params, request: Any) -> tuple[Any, Sampling]:
     """The prompt and the settings of a request of `Session.generate`."""
     if not isinstance(request, Mapping):
         return request, Sampling()
@@ -780,7 +784,7 @@ def _asked(request: Any) -> tuple[Any, Sampling]:
     check_names(settings, "prompt", *OF_TEXT)
     if "prompt" not in settings:
         raise ValueError(f"no prompt, only {', '.join(settings) or 'an empty mapping'}")
-    return settings.pop("prompt"), Sampling(**settings)
+    return settings.pop("prompt"), Sampling(**with_defaults(params, settings))
 
 
 def _in_order(answers: Generator[Generated, None, None]) -> Generator[Generated, None, None]:

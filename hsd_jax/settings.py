@@ -87,6 +87,10 @@ class SamplingSettings(TypedDict, total=False):
     """Keeps the K likeliest tokens. None, 0 or -1: all."""
     top_p: Annotated[PerRow[TopP | None], Default(None)]
     """Keeps the likeliest tokens of total probability P. None: all."""
+    defaults: Annotated[Literal["checkpoint"] | dict[str, Any] | None, Default(None)]
+    """"checkpoint" takes temperature, top_k, top_p, min_p and repetition_penalty from the target's
+    generation_config.json, where it has them and the call gives none. Its do_sample false means temperature 0, and true
+    a temperature of 1 unless it has one. The statistics report what was taken."""
     seed: Annotated[PerRow[Seed | None], Default(0)]
     """Seed of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws
     with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone. None: the operating system draws

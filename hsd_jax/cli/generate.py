@@ -132,6 +132,7 @@ def _summary(args, num_tokens: int, stats, seconds: float, note: str, timed: int
         f"{num_tokens} tokens in {stats.num_target_passes} target passes, tau {stats.tau:.2f},"
         f" {speed:,.0f} tokens/s ({note})"
         + (f", lossy {stats.lossy}" if stats.lossy else "")
+        + "".join(f", {name} {value:g} of the checkpoint" for name, value in (stats.defaults or {}).items())
         + ("" if getattr(args, "seed", 0) is not None else f", seed {stats.per_row.seed[0]}")
     )
 
@@ -145,6 +146,7 @@ def _record(out, args: argparse.Namespace) -> dict:
         "finish_reason": out.finish_reason,
         "stop_reason": out.stop_reason,
         "seed": out.stats.per_row.seed.tolist(),
+        "defaults": out.stats.defaults,
         "tau": out.stats.tau,
         "lossy": out.stats.lossy,
         "num_target_passes": out.stats.num_target_passes,
