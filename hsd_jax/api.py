@@ -14,7 +14,7 @@ import numpy as np
 
 from hsd_jax.host.distributed import check_same
 from hsd_jax.infer.loop import UNBOUNDED, Pace
-from hsd_jax.inputs import Prompt
+from hsd_jax.inputs import Prompt, with_defaults
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.session import RequestStats, Session, Taken, TokenLogprobs, prepare
@@ -58,6 +58,8 @@ class Stats:
     """The drafter's own counts by name, summed over rows. Empty if it counts nothing."""
     drafts: tuple[int, int] | None = None
     """The number of drafts made, and how many of them were verified. None unless chains may end early."""
+    defaults: dict[str, Any] | None = None
+    """The settings that were taken from the checkpoint, with their values. None if `defaults` did not ask for any."""
 
     @property
     def mean_accepted(self) -> float:
@@ -196,7 +198,7 @@ def stream(
 
 def _opened(params: Params, prompt: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> Session:
     num, process = take(Count, settings.pop("n", 1), "n"), settings.pop("logits_processor", None)
-    return prepare(params, prompt, *records(settings), num, process)
+    return prepare(params, prompt, *records(with_defaults(params, settings)), num, process)
 
 
 def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:
@@ -242,4 +244,5 @@ def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
         lossy=None if drafting is None or drafting.lossy is None else drafting.lossy.name,
         drafter={name: sum(row.drafter[name] for row in found) for name in found[0].drafter},
         drafts=(sum(made for made, _ in drafts), sum(verified for _, verified in drafts)) if drafts else None,
+        defaults=found[0].defaults,
     )
