@@ -14,7 +14,7 @@ import numpy as np
 
 from hsd_jax.host.distributed import check_same
 from hsd_jax.infer.loop import UNBOUNDED, Pace
-from hsd_jax.inputs import Prompt
+from hsd_jax.inputs import Prompt, with_defaults
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.session import RequestStats, Session, Taken, TokenLogprobs, prepare
@@ -58,6 +58,8 @@ class Stats:
     """The drafter's own counts by name, summed over rows. Empty if it counts nothing."""
     drafts: tuple[int, int] | None = None
     """The number of drafts made, and how many of them were verified. None unless chains may end early."""
+    defaults: dict[str, Any] | None = None
+    """The settings that were taken from the checkpoint, with their values. None if `defaults` did not ask for any."""
 
     @property
     def mean_accepted(self) -> float:
@@ -91,6 +93,8 @@ class DecodeResult:
     """With "stop", the stop string or the id of the end token (as in vLLM)."""
     logprobs: list[TokenLogprobs | None]
     """Those of the tokens of each row that asked for them."""
+    prompt_logprobs: list[TokenLogprobs | None]
+    """Those of the tokens of each prompt (`Taken.prompt_logprobs`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -160,7 +165,8 @@ def decode(
         text = None if params.tokenizer is None else [row.text or "" for row in rows]
         stats = _stats(session, [row.stats for row in rows])
         ends = [row.finish_reason or "" for row in rows], [row.stop_reason for row in rows]
-        return DecodeResult(out, num_tokens, text, stats, *ends, [row.logprobs for row in rows])
+        told = [row.logprobs for row in rows], [row.prompt_logprobs for row in rows]
+        return DecodeResult(out, num_tokens, text, stats, *ends, *told)
 
 
 @takes(Samples, Processing, SamplingSettings, SpeculationSettings)
@@ -192,7 +198,7 @@ def stream(
 
 def _opened(params: Params, prompt: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> Session:
     num, process = take(Count, settings.pop("n", 1), "n"), settings.pop("logits_processor", None)
-    return prepare(params, prompt, *records(settings), num, process)
+    return prepare(params, prompt, *records(with_defaults(params, settings)), num, process)
 
 
 def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:
@@ -210,7 +216,7 @@ def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stat
                     ended[row] = piece.stats
                 if len(piece.tokens) or piece.text or piece.finish_reason is not None:
                     why = piece.finish_reason, piece.stop_reason
-                    yield Piece(row, piece.tokens, piece.text, *why, piece.logprobs)
+                    yield Piece(row, piece.tokens, piece.text, *why, piece.logprobs, piece.prompt_logprobs)
         return _stats(session, [ended[row] for row in range(session.slots)])
 
 
@@ -238,4 +244,5 @@ def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
         lossy=None if drafting is None or drafting.lossy is None else drafting.lossy.name,
         drafter={name: sum(row.drafter[name] for row in found) for name in found[0].drafter},
         drafts=(sum(made for made, _ in drafts), sum(verified for _, verified in drafts)) if drafts else None,
+        defaults=found[0].defaults,
     )

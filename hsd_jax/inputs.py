@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import of_first, put
 from hsd_jax.host.files import decoded
 from hsd_jax.infer.sampling import row_keys, with_exclusions
+from hsd_jax.models.checkpoint import GENERATION
 from hsd_jax.pair import Params
 from hsd_jax.settings import Length, NumLogprobs, Sampling, SamplingSettings
 from hsd_jax.tokenizer import Messages, Tokenizer, check_unicode
@@ -57,6 +59,25 @@ ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(pa
 """The annotation of one row's value of each setting that rows have of their own."""
 
 
+def with_defaults(params: Params, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a call or a request, with those that it takes from the checkpoint, and `defaults` lists them."""
+    if take(Literal["checkpoint"] | None, given.get("defaults"), "defaults") is None:
+        return dict(given)
+    values = dict(params.sampling_defaults)
+    match values.pop("do_sample", None):
+        case False:
+            values["temperature"] = 0.0
+        case True:
+            values.setdefault("temperature", 1.0)
+    taken = {}
+    for name, value in values.items():
+        if name in ROW_HINTS and name not in given:
+            taken[name] = take(ROW_HINTS[name], value, f"{GENERATION}: {name}")
+        elif name not in ROW_HINTS and value != 1:
+            warnings.warn(f"{GENERATION}: {name}={value} is not a setting here: it is left out", stacklevel=3)
+    return {**given, **taken, "defaults": taken}
+
+
 def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, num_samples: int = 1) -> list[Row]:
     """The rows of a call. Those of a prompt follow one another."""
     given = prompts_in(prompt)
@@ -93,8 +114,9 @@ def _check_is_read(params: Params, asked: Sampling, prompts: Sequence[Any]) -> N
             raise ValueError(f"{name} holds token {wrong[0]}: allowed are 0 to {vocab_size - 1}")
     if (num := sum(len(word) > 1 for word in asked.bad_words)) > MOST_BAD_WORDS:
         raise ValueError(f"bad_words has {num} sequences of two or more tokens: at most {MOST_BAD_WORDS}")
-    if asked.stop and params.tokenizer is None:
-        raise ValueError(f"stop={shown(asked.stop)}: the checkpoint has no tokenizer, so there is no text to search")
+    for name, is_asked in {"stop": asked.stop, "skip_special_tokens": not asked.skip_special_tokens}.items():
+        if is_asked and params.tokenizer is None:
+            raise ValueError(f"{name}={shown(getattr(asked, name))}: the checkpoint has no tokenizer")
     for name in ("tools", "template"):
         if getattr(asked, name) and not any(map(_is_conversation, prompts)):
             raise ValueError(f"{name}={shown(getattr(asked, name))}: only for conversations, and no prompt is one")
@@ -116,8 +138,7 @@ def _row(
     if own["min_tokens"] > own["max_new_tokens"]:
         raise ValueError(f"min_tokens={own['min_tokens']}: more than max_new_tokens={own['max_new_tokens']}")
     num_logprobs(own["logprobs"])
-    of_call = {name: getattr(asked, name) for name in ("stop", "include_stop", "logit_bias", "bad_words")}
-    row = Row(tokens, Sampling(**own, **of_call, eos=eos), fold)
+    row = Row(tokens, dataclasses.replace(asked, **own, eos=eos, tools=None, template=None), fold)
     check_length(name, len(tokens), row.asked.max_new_tokens, max_len)
     return row
 

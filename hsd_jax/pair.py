@@ -75,6 +75,8 @@ class Params:
     were not made by `load`."""
     drafter_mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
     """The mesh of a drafter that runs beside the target (`pearl`). None: one program runs both, on `mesh`."""
+    sampling_defaults: tuple[tuple[str, Any], ...] = flax.struct.field(pytree_node=False, default=())
+    """What the target's `generation_config.json` says of sampling, for calls with `defaults="checkpoint"`."""
 
     @property
     def arithmetic(self) -> str:
@@ -187,6 +189,7 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         mesh,
         asked.quantize or dtype.name,
         (owner.hash, drafter_hash(drafter_config, drafter_weights)),
+        sampling_defaults=checkpoint.sampling_defaults,
     )
     params = place(arranged(params, mesh, frees=True), mesh)
     return _tried(params, drafter, readings) if asked.probe else params

@@ -31,7 +31,7 @@ from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.adapt import mean_ratio, with_drafts
 from hsd_jax.infer.controls import first_controlled
 from hsd_jax.infer.loop import STRETCH, UNBOUNDED, Rows
-from hsd_jax.inputs import Given, Prompt, Row, given_of, needs_controls, num_logprobs, row_of, rows_of
+from hsd_jax.inputs import Given, Prompt, Row, given_of, needs_controls, num_logprobs, row_of, rows_of, with_defaults
 from hsd_jax.models.placement import check_free
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
@@ -85,6 +85,8 @@ class RequestStats:
     """The drafter's own counts, by name."""
     seed: int = 0
     """The seed of its draws, given or drawn."""
+    defaults: dict[str, Any] | None = None
+    """As in `Stats`."""
 
     @property
     def tau(self) -> float:
@@ -121,6 +123,9 @@ class Taken:
     """With "stop", the stop string or the id of the end token (as in vLLM)."""
     logprobs: TokenLogprobs | None = None
     """Those of `tokens`. None unless the row asked for them."""
+    prompt_logprobs: TokenLogprobs | None = None
+    """Those of the tokens of the prompt, told with the end of a row that asked for them. Nothing precedes the first
+    token: its own is NaN, and its likeliest tokens are NO_TOKEN."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +134,8 @@ class Generated(Taken):
 
     index: int = 0
     """The number of the request, in the order of the requests."""
+    sample: int = 0
+    """The number of the sample, from 0, if the request has `n`."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -305,7 +312,8 @@ class Session:
         `decode`. Running rows are not affected.
         """
         with self._alone():
-            return self._admit(row_of(self.params, prompt, Sampling(max_new_tokens, **settings), self.max_len))
+            asked = Sampling(**with_defaults(self.params, {"max_new_tokens": max_new_tokens, **settings}))
+            return self._admit(row_of(self.params, prompt, asked, self.max_len))
 
     def _admit(self, row: Row) -> int:
         if not self.num_free:
@@ -317,10 +325,11 @@ class Session:
     def _queue(self, row: Row) -> int:
         """Gives a row the first free slot, where it waits for its prompt to be read. Returns its handle."""
         tokenizer, handle = self.params.tokenizer, next(self._handles)
-        detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
+        how = row.tokens, row.asked.skip_special_tokens
+        detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, *how)
         request = _Request(row, self._at.index(None), detokenizer, len(row.tokens))
         if row.asked.stop and detokenizer is not None:
-            request.search = StopSearch(detokenizer, row.asked.stop, row.asked.include_stop)
+            request.search = StopSearch(detokenizer, row.asked.stop, row.asked.include_stop, row.asked.min_tokens)
         self._at[request.slot] = self._open[handle] = request
         self._waiting.append(request)
         return handle
@@ -343,8 +352,9 @@ class Session:
         left, has_ended = UNBOUNDED if rounds is None else rounds, False
         with self._alone(), self._closes_on_error():
             while not has_ended and left > 0:
-                if self._reading is not None and not self._reading.num_left and self._insert():
-                    return
+                while self._reading is not None and not self._reading.num_left:
+                    if self._insert():
+                        return
                 num, is_reading = self.num_running, bool(self._waiting)
                 if num:
                     now = 1 if is_reading else left
@@ -374,7 +384,8 @@ class Session:
                 del self._open[handle]
                 self._free(request)
             why = request.finish_reason, request.stats, request.error, request.stop_reason
-            return Taken(tokens, text, *why, request.take_logprobs(len(tokens)))
+            of_prompt = self._of_prompt(request.row) if has_ended else None
+            return Taken(tokens, text, *why, request.take_logprobs(len(tokens)), of_prompt)
 
     def cancel(self, handle: int) -> None:
         """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens."""
@@ -406,8 +417,9 @@ class Session:
         """Answers any number of requests. Each is admitted as soon as a slot is free.
 
         Args:
-          requests: prompts, or mappings with "prompt" and the other arguments of `admit`. From an iterator, a request
-            is read only when a slot is free.
+          requests: prompts, or mappings with "prompt", the other arguments of `admit`, and `n`: sample i is row i of
+            `decode([prompt] * n, seed=seed)`, and those that find slots at the same time are read once. From an
+            iterator, a request is read only when a slot is free.
           ordered: True yields answers in the order of the requests and holds back those that end early. False yields
             them as rows end.
           on_error: what a wrong request does. "raise": no further request is read, the answers to all requests before
@@ -424,22 +436,28 @@ class Session:
             raise ValueError(f"requests={shown(requests)}: expected a list of prompts")
         take(Annotated[str, OneOf(("raise", "yield"))], on_error, "on_error")
         answers = self._answers(self._read_requests(requests, on_error))
-        return _in_order(answers) if take(Flag, ordered, "ordered") else answers
+        return _in_order(answers, take(Flag, ordered, "ordered"))
 
-    def _read_requests(self, requests: Iterable[Any], on_error: str) -> Iterator[tuple[int, Row | ValueError]]:
-        """Numbers and rows of requests. A wrong request ends this with its error, or is replaced by its error."""
+    def _read_requests(self, requests: Iterable[Any], on_error: str) -> Iterator[tuple[int, int, Row | ValueError]]:
+        """Numbers of requests and samples, and their rows. A wrong request ends this with its error, or is replaced by
+        its error."""
         for index, request in enumerate(requests):
             try:
-                row = row_of(self.params, *_asked(request), self.max_len)
+                prompt, asked, num = _asked(self.params, request)
+                row = row_of(self.params, prompt, asked, self.max_len)
             except ValueError as error:
                 if on_error == "raise":
                     raise ValueError(f"request {index}: {error}") from error
-                row = error
-            yield index, row
+                yield index, 0, error
+                continue
+            for sample in range(num):
+                yield index, sample, dataclasses.replace(row, fold=sample)
 
-    def _answers(self, source: Iterator[tuple[int, Row | ValueError]]) -> Generator[Generated, None, None]:
-        """Answers as rows end. An error of the source is raised when all rows before it have ended."""
-        mine, failure = dict[int, int](), None
+    def _answers(
+        self, source: Iterator[tuple[int, int, Row | ValueError]]
+    ) -> Generator[tuple[int, Generated], None, None]:
+        """Answers as rows end, with their places in the source, whose error is raised when all before it have ended."""
+        mine, failure, places = dict[int, tuple[int, dict[str, Any]]](), None, itertools.count()
         try:
             while True:
                 while self.num_free or not mine:  # if others hold all slots, `_admit` raises the error
@@ -449,18 +467,21 @@ class Session:
                         following, failure = None, error
                     if following is None:
                         break
-                    index, row = following
+                    index, sample, row = following
+                    numbers: dict[str, Any] = {"index": index, "sample": sample}
+                    place = next(places)
                     if isinstance(row, Row):
                         with self._alone():
-                            mine[self._admit(row)] = index
+                            mine[self._admit(row)] = place, numbers
                     else:
                         text = None if self.params.tokenizer is None else ""
-                        yield Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), index=index)
+                        yield place, Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), **numbers)
                 if not mine:
                     break
                 self.step()
                 for handle in [h for h in mine if self._open[h].finish_reason is not None]:
-                    yield Generated(**vars(self.take(handle)), index=mine.pop(handle))
+                    taken, (place, numbers) = self.take(handle), mine.pop(handle)
+                    yield place, Generated(**vars(taken), **numbers)
             if failure is not None:
                 raise failure
         finally:
@@ -503,6 +524,9 @@ class Session:
         new = read.state, read.given.sampling, new_limits
         self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
         self._running.append(request)
+        if self._waiting and self._waiting[0].row.tokens is row.tokens and self._can_copy:  # the next sample
+            own = given_of([self._waiting[0].row], len(read.given.length), read.capacity, self.params.mesh)
+            self._reading = dataclasses.replace(read, given=own, state=dataclasses.replace(read.state, keys=own.keys))
         if row.asked.max_new_tokens > 0:
             return False
         has_ended = self._collect()
@@ -645,7 +669,8 @@ class Session:
             assert self.rows is not None
             found = _stats_of(self.setup, self.rows[0], [request.slot for request in requests])
             for request, stats in zip(requests, found, strict=True):
-                request.stats = dataclasses.replace(stats, seed=request.row.asked.seed)
+                asked = request.row.asked
+                request.stats = dataclasses.replace(stats, seed=asked.seed, defaults=asked.defaults)
                 self._running.remove(request)
 
     def _clear(self, slot: int) -> None:
@@ -656,6 +681,18 @@ class Session:
     def _free(self, request: _Request) -> None:
         if self._at[request.slot] is request:
             self._at[request.slot] = None
+
+    def _of_prompt(self, row: Row) -> TokenLogprobs | None:
+        """Log-probabilities of the tokens of a row's prompt, if it asked for them."""
+        num, length = row.asked.prompt_logprobs, len(row.tokens)
+        if num is None:
+            return None
+        capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
+        given = self._given([row], sharding_lib.rows_multiple(self.params.mesh), capacity)
+        told = self.setup.decoder.score(self.setup.held, given.tokens, given.length, capacity=capacity)
+        chosen, tokens, values = (np.array(fetch(x)[0, :length]) for x in (told.chosen, told.tokens, told.values))
+        chosen[0], tokens[0], values[0] = np.nan, NO_TOKEN, np.nan
+        return TokenLogprobs(chosen, tokens[:, :num], values[:, :num])
 
     def _given(self, rows: Sequence[Row], num_rows: int, num_places: int, is_all: bool = False) -> Given:
         return given_of(rows, num_rows, num_places, self.params.mesh, is_all, self.setup.decoder.controlled_vocab)
@@ -847,23 +884,29 @@ def _with_ends(limits: Limits, num: int) -> Limits:
 # --- requests of `generate`, and the rows of one call -----------------------------------------------------------------
 
 
-def _asked(request: Any) -> tuple[Any, Sampling]:
-    """The prompt and the settings of a request of `Session.generate`."""
+def _asked(params: Params, request: Any) -> tuple[Any, Sampling, int]:
+    """The prompt, the settings and the number of samples of a request of `Session.generate`."""
     if not isinstance(request, Mapping):
-        return request, Sampling()
+        return request, Sampling(), 1
     settings = dict(request)
-    check_names(settings, "prompt", *OF_TEXT)
+    check_names(settings, "prompt", "n", *OF_TEXT)
     if "prompt" not in settings:
         raise ValueError(f"no prompt, only {', '.join(settings) or 'an empty mapping'}")
-    return settings.pop("prompt"), Sampling(**settings)
+    num = take(Count, settings.pop("n", 1), "n")
+    return settings.pop("prompt"), Sampling(**with_defaults(params, settings)), num
 
 
-def _in_order(answers: Generator[Generated, None, None]) -> Generator[Generated, None, None]:
-    """The same answers in the order of the requests."""
+def _in_order(
+    answers: Generator[tuple[int, Generated], None, None], is_ordered: bool
+) -> Generator[Generated, None, None]:
+    """The answers without their places, and in the order of these if `is_ordered`."""
     kept, due = dict[int, Generated](), 0
     with contextlib.closing(answers):
-        for answer in answers:
-            kept[answer.index] = answer
+        for place, answer in answers:
+            if not is_ordered:
+                yield answer
+                continue
+            kept[place] = answer
             while due in kept:
                 yield kept.pop(due)
                 due += 1

@@ -80,7 +80,7 @@ else:
     ]
     """Sequences of token ids. An id alone is a sequence of one."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS, title="K")]
 Told = NumLogprobs | Annotated[str, Field(pattern=r"^processed(:\d{1,2})?$")]
 Tool = dict[str, Any] | Callable[..., Any]
 """A JSON schema, or a function from which transformers makes one."""
@@ -138,6 +138,12 @@ class SamplingSettings(TypedDict, total=False):
     logprobs: Annotated[PerRow[Told | None], Default(None)]
     """Log-probabilities of each new token and of the K likeliest ones, 0 to 20, of the target's own distribution before
     all settings. "processed" or "processed:K": of the distribution from which the row draws. None: none."""
+    prompt_logprobs: Annotated[PerRow[NumLogprobs | None], Default(None)]
+    """The same of the tokens of the prompt, before settings. The target reads the prompt once more for them."""
+    defaults: Annotated[Literal["checkpoint"] | dict[str, Any] | None, Default(None)]
+    """"checkpoint" takes temperature, top_k, top_p, min_p and repetition_penalty from the target's
+    generation_config.json, where it has them and the call gives none. Its do_sample false means temperature 0, and true
+    a temperature of 1 unless it has one. The statistics report what was taken."""
     seed: Annotated[PerRow[Seed | None], Default(0)]
     """Seed of all draws. With one number, row i draws with the key `fold_in(key(seed), i)`. With a list, row i draws
     with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone. None: the operating system draws
@@ -152,6 +158,9 @@ class SamplingSettings(TypedDict, total=False):
     include_stop: Annotated[Flag, Default(False)]
     """Whether the text ends after its stop string. The ids then end with the token that completes it. (In vLLM:
     include_stop_str_in_output.)"""
+    skip_special_tokens: Annotated[Flag, Default(True)]
+    """Whether text leaves out special tokens such as <|im_end|> (as in vLLM). If not, stop strings are searched in them
+    too. Ids always have them."""
     tools: Annotated[list[Tool] | tuple[Tool, ...] | None, Default(None)]
     """What the model may call, for the chat template: JSON schemas, or functions with annotations and a docstring."""
     template: Annotated[dict[str, Any] | None, Default(None)]

@@ -257,8 +257,8 @@ class Tokenizer:
             raise ValueError(f"{name}={shown(text)}: expected the text of a single token, it has {shown(ids)}")
         return ids[0]
 
-    def decode(self, tokens: Tokens) -> str:
-        return self.raw.decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Tokens, skip_special_tokens: bool = True) -> str:
+        return self.raw.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def spelling(self, token: int) -> str:
         """One token as the vocabulary writes it, special tokens included."""
@@ -541,8 +541,8 @@ class IncrementalDecoder:
     CHARACTER = 4
     """The most bytes of a UTF-8 character. A token has at least one, so fewer tokens than this hold an open one."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Tokens = ()):
-        self._decode = tokenizer.decode
+    def __init__(self, tokenizer: Tokenizer, prompt: Tokens = (), skip_special_tokens: bool = True):
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._tokens: list[int] = []
         """The last tokens, which are decoded again."""
         self._out = ""
@@ -602,17 +602,20 @@ class StopSearch:
     """Finds the first of some strings in a text that grows, and gives out only what no such string can take back.
 
     The first is the one that is complete first and, of those that end together, the longest. So it depends on the text
-    alone, and not on its tokens or on how they arrive.
+    alone, and not on its tokens or on how they arrive. Strings that end in the text of the first `min_tokens` tokens do
+    not count (as in vLLM).
     """
 
-    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], is_kept: bool):
-        self._decoder, self._stops, self._is_kept = decoder, stops, is_kept
+    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], is_kept: bool, min_tokens: int = 0):
+        self._decoder, self._stops, self._is_kept, self._num_exempt = decoder, stops, is_kept, min_tokens
         self.found: str | None = None
         """The stop string. Nothing is added after it."""
         self._is_whole = False
         """Whether the decoder holds back nothing any more."""
         self._open, self._start = "", 0
         """The longest end of the text that may begin a stop string, and its place in the text."""
+        self._num_pushed, self._exempt = 0, 0
+        """The number of tokens so far, and the length of the text of the first `min_tokens` of them."""
         self._ready, self._num_out = "", 0
         """Text that can be given out, and the length of that of the tokens which are out."""
         self._tokens: list[int] = []
@@ -625,6 +628,7 @@ class StopSearch:
         for token in tokens:
             if self.found is None:
                 self._tokens.append(int(token))
+                self._num_pushed += 1
                 self._add(self._decoder.push([token]))
                 self._ends.append(self._start + len(self._open))
         if is_last and self.found is None and not self._is_whole:
@@ -633,7 +637,11 @@ class StopSearch:
 
     def _add(self, piece: str) -> None:
         known, text = len(self._open), self._open + piece
-        places = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if self._num_pushed <= self._num_exempt:
+            self._exempt = self._start + len(text)
+        before = self._exempt - self._start
+        found = ((text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in self._stops)
+        places = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
         if places:
             end, at, self.found = min(places)
             text = text[:end]

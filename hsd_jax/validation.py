@@ -170,11 +170,15 @@ def kinds_of(hint: Any, *notes: Any) -> dict[Any, tuple[Any, ...]]:
     return {} if hint is types.NoneType else {hint: notes}
 
 
-def record(name: str, *kinds: Any, names: Sequence[str] = ()) -> Any:
-    """Makes the `dataclass` of TypedDicts of settings, or of those `names`. A value per row is checked with its row."""
+def record(name: str, *kinds: Any, names: Sequence[str] = (), is_of_row: bool = False) -> Any:
+    """Makes the `dataclass` of TypedDicts of settings, or of those `names`.
+
+    A value per row is checked with its row, or here if the record `is_of_row` and has a single value of each.
+    """
     parts = {key: part for kind in kinds for key, part in parts_of(kind).items() if not names or key in names}
     body = {key: pydantic.Field(default=part.default, description=part.description) for key, part in parts.items()}
-    hints = {key: Any if row_hint(part.hint) else part.hint for key, part in parts.items()}
+    of_rows = {key: hint for key, part in parts.items() if (hint := row_hint(part.hint))}
+    hints = {key: part.hint for key, part in parts.items()} | (of_rows if is_of_row else dict.fromkeys(of_rows, Any))
     body |= {"__annotations__": hints, "__module__": kinds[0].__module__, "__doc__": kinds[-1].__doc__}
     return dataclass(type(name, (), body))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from hsd_jax import pair as pair_lib
 from hsd_jax import session as session_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
-from hsd_jax.inputs import rows_of, sampling_arrays
+from hsd_jax.inputs import rows_of, sampling_arrays, with_defaults
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.placement import Placement
@@ -216,6 +217,55 @@ def test_a_seed_that_the_system_draws_is_reported_and_gives_the_text_again(param
         for answer in session.generate([{"prompt": TWO[0], "max_new_tokens": 9, "temperature": 1.0, "seed": None}] * 2):
             wanted = hsd_jax.decode(params, [TWO[0]], 9, temperature=1.0, seed=[answer.stats.seed])
             assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+
+
+def test_sampling_defaults_of_the_checkpoint_are_taken_where_asked_and_reported(folders, tmp_path):
+    shutil.copytree(folders / "ids", tmp_path / "target")
+    said = {"do_sample": True, "temperature": 0.6, "top_k": 5, "top_p": 0.9, "max_new_tokens": 3}
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(said))
+    params = hsd_jax.load(target=tmp_path / "target", precision="exact", max_len=MAX_LEN)
+    call, taken = functools.partial(hsd_jax.decode, params, [1], 12, seed=[3]), {}
+    for own, used in [({}, said), ({"temperature": 1.5, "top_p": None}, said | {"temperature": 1.5, "top_p": None})]:
+        taken = {name: said[name] for name in ("temperature", "top_k", "top_p") if name not in own}
+        wanted = call(**{name: used[name] for name in ("temperature", "top_k", "top_p")})
+        found = call(defaults="checkpoint", **own)
+        assert found.tokens.tolist() == wanted.tokens.tolist() != call().tokens.tolist()
+        assert (found.stats.defaults, wanted.stats.defaults) == (taken, None)
+        asked = {"max_new_tokens": 12, "seed": 3, "defaults": "checkpoint", **own}
+        with hsd_jax.Session(params, slots=2) as session:
+            handle, (answer,) = session.admit([1], **asked), session.generate([{"prompt": [1], **asked}])
+            for one in (answer, session.take(handle)):
+                assert one.tokens.tolist() == wanted.tokens[0].tolist() and one.stats.defaults == taken
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ({}, {}),
+        ({"temperature": 0.7, "top_k": None}, {"temperature": 0.7}),
+        ({"do_sample": True, "typical_p": 1.0}, {"temperature": 1.0}),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 3}, {"temperature": 0.0, "top_k": 3}),
+        ({"top_p": 7}, r"generation_config\.json: top_p=7: .*1"),
+        ({"temperature": ["hot"]}, r"generation_config\.json: temperature=.*hot.*number"),
+    ],
+    ids=str,
+)
+def test_what_a_checkpoint_may_say_of_sampling(params, folders, tmp_path, said, taken):
+    shutil.copytree(folders / "ids", tmp_path / "target")
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(said))
+    params = dataclasses.replace(params, sampling_defaults=find(tmp_path / "target").sampling_defaults)
+    hash(params.sampling_defaults)  # a static field
+    if isinstance(taken, dict):
+        assert with_defaults(params, {"defaults": "checkpoint"}) == {**taken, "defaults": taken}
+    else:
+        with pytest.raises(ValueError, match=taken):
+            with_defaults(params, {"defaults": "checkpoint"})
+
+
+def test_what_is_not_a_setting_here_is_named(params):
+    params = dataclasses.replace(params, sampling_defaults=(("typical_p", 0.9),))
+    with pytest.warns(UserWarning, match=r"typical_p=0\.9"):
+        assert with_defaults(params, {"defaults": "checkpoint"})["defaults"] == {}
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -513,6 +563,9 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
     "sampled tree too full": ({"accept": "recursive", "tree": hsd_jax.TreeConfig(9, depth=3, width=2)}, "nodes=9"),
     "unknown name": ({"minp": 0.1}, "'minp'; allowed are max_new_tokens, temperature"),
+    "special tokens without text": ({"skip_special_tokens": False}, "skip_special_tokens=False: the checkpoint has no"),
+    "special tokens": ({"skip_special_tokens": None}, "skip_special_tokens=None"),
+    "defaults": ({"defaults": {"top_k": 3}}, "defaults={'top_k': 3}: should be 'checkpoint'"),
     "stop without text": ({"stop": "a"}, "stop=['a']: the checkpoint has no tokenizer"),
     "race": ({"race": "yes", "speculate": False}, "race='yes'"),
     "lossy under match": ({"lossy": ("linear", 0.5)}, "recursive"),

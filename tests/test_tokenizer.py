@@ -96,6 +96,31 @@ def test_decode_and_stream_keep_the_space(folder):
     assert ["".join(p.text for p in pieces if p.row == row) for row in range(2)] == result.text
 
 
+def test_special_tokens_stay_in_the_text_where_asked(folder, tmp_path):
+    """In calls, streams and sessions, and for stop strings. The ids are the same."""
+    shutil.copytree(folder, tmp_path / "target")
+    logits, end = np.zeros((VOCAB, VOCAB)), 2
+    for word, following in zip((ONCE, UPON, A, TIME, end), (UPON, A, TIME, end, ONCE), strict=True):
+        logits[word, following] = 9.0
+    convert.save_target(tmp_path / "target", *toy.markov_target(logits))
+    params, call = hsd_jax.load(target=tmp_path / "target"), {"max_new_tokens": 8, "ignore_eos": True}
+    skipped = hsd_jax.decode(params, "once", **call)
+    assert skipped.text == [" upon a time once upon a time"]
+    call["skip_special_tokens"] = False
+    whole = hsd_jax.decode(params, "once", **call)
+    assert whole.text == [" upon a time</s> once upon a time"]
+    assert whole.tokens.tolist() == skipped.tokens.tolist() == [[UPON, A, TIME, end, ONCE, UPON, A, TIME]]
+    assert hsd_jax.decode(params, [BOS, ONCE, end], **call).text[0].startswith(" once upon a time</s>")
+    pieces = list(hsd_jax.stream(params, "once", rounds=1, **call))
+    assert "".join(piece.text for piece in pieces) == whole.text[0] and len(pieces) > 4
+    cut = hsd_jax.decode(params, "once", stop=["</s> o"], **call)
+    assert (cut.text, cut.num_tokens.tolist(), cut.stop_reason) == ([" upon a time"], [3], ["</s> o"])
+    with hsd_jax.Session(params, slots=1) as session:
+        (answer,) = session.generate([{"prompt": "once", "stop": "</s> o", "include_stop": True, **call}])
+    assert answer.text == " upon a time</s> o" and answer.tokens.tolist() == [UPON, A, TIME, end, ONCE]
+    assert hsd_jax.decode(params, "once", **call | {"stop": "</s>", "skip_special_tokens": True}).text == skipped.text
+
+
 def test_two_loads_of_a_folder_are_the_same_to_jit(folder, tmp_path):
     """What was compiled for one serves the other; with another tokenizer it does not."""
     shutil.copytree(folder, tmp_path / "copy")
@@ -250,9 +275,9 @@ class Counting(Tokenizer):
 
     num_decoded = 0
 
-    def decode(self, tokens):
+    def decode(self, tokens, skip_special_tokens=True):
         Counting.num_decoded += len(tokens)
-        return super().decode(tokens)
+        return super().decode(tokens, skip_special_tokens)
 
 
 def pieces_of(tokenizer, prompt, tokens, sizes) -> list[str]:
@@ -346,8 +371,10 @@ def test_nothing_is_taken_back_at_a_stop_string(byte_level, tokenizer):
         cuts = [int(at) for at in rng.integers(len(whole), size=4)]
         stops = [whole[at : at + int(rng.integers(1, 6))] for at in cuts] + ["nowhere", whole[3:5] + "?"]
         stops, is_kept = stops[int(rng.integers(5)) :], bool(rng.random() < 0.3)
-        wanted, stop = before(whole, stops, is_kept)
-        search, at, ids, out = StopSearch(IncrementalDecoder(read, [ONCE]), stops, is_kept), 0, [], ""
+        least, decoder = int(rng.integers(0, 8)) * (index % 4 == 0), IncrementalDecoder(read, [ONCE])
+        exempt = len(decoder.push(words[:least], is_last=least == len(words)))
+        wanted, stop = before(whole, stops, is_kept, exempt)
+        search, at, ids, out = StopSearch(IncrementalDecoder(read, [ONCE]), stops, is_kept, least), 0, [], ""
         while at < len(words) and search.found is None:
             size = int(rng.integers(1, 6))
             search.push(words[at : at + size], is_last=at + size >= len(words))

@@ -6,7 +6,7 @@ import argparse
 
 from hsd_jax.cli import generate, options
 from hsd_jax.host.files import write_text
-from hsd_jax.settings import Sampling, Speculation
+from hsd_jax.settings import Length, Sampling, SamplingSettings, Speculation
 
 
 def add_parser(commands) -> None:
@@ -42,13 +42,15 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt is None and (args.target != "demo" or args.chat or args.ids):
         raise ValueError('give a PROMPT to decode, "-" for stdin')
     text = None if args.prompt is None else generate.read_prompt(args.prompt, args)
+    from hsd_jax.inputs import with_defaults
     from hsd_jax.lab.bench.prompts import demo_prompts
     from hsd_jax.lab.viz.page import make_page, render
 
     params = options.load_pair(args, "show")
     prompt = demo_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
     how = options.record_of(args, Speculation, tree=options.tree_of(args, params))
-    page = make_page(params, prompt, options.record_of(args, Sampling), how, args.command_line, args.max_rounds)
+    asked = Sampling(**with_defaults(params, options.given(args, Length, SamplingSettings)))
+    page = make_page(params, prompt, asked, how, args.command_line, args.max_rounds)
     write_text(args.out, render(page))
     options.say(f"wrote {args.out}")
     return 0

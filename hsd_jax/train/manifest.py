@@ -41,7 +41,7 @@ def check_claim(path: Path, here: dict[str, Any], what: str, is_recipe: bool = F
     others = [name for name in there if is_recipe and not name.startswith(VERSIONS)]
     for name in (*here, *others):
         old, new = (values.get(name, "missing") for values in (there, here))
-        if old != new and (name in there or new != []):  # an earlier version lacked some settings that are lists
+        if old != new and (name in there or new not in ([], 0, None)):  # an earlier version lacked some; they are off
             raise ValueError(f"{what}: {name} is {old!r} there and {new!r} here")
 
 

@@ -9,22 +9,26 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 from tokenizers import Tokenizer
 
 from hsd_jax import validation
-from hsd_jax.settings import Stops
+from hsd_jax.settings import SamplingSettings
 from hsd_jax.train.documents import ChatTemplate, content_of, question_prompt, render_turns, speaker_of
 from hsd_jax.train.journal import Report
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
-from hsd_jax.validation import Count, Seed, Temperature, TopK, TopP
+from hsd_jax.validation import Count, Seed, Temperature
+
+TEXT = ("top_k", "top_p", "stop", "include_stop")
+"""The settings of the text that all responses of a run share."""
+Text: Any = validation.record("Text", SamplingSettings, names=TEXT, is_of_row=True)
 
 
 @validation.dataclass
-class GenerateConfig:
+class GenerateConfig(Text):
     """Which prompts to continue, and how. The values are stored in the file of settings beside the result."""
 
     max_new_tokens: Count = 256
@@ -32,12 +36,6 @@ class GenerateConfig:
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.7, 1.0)
     """Each prompt is decoded at one of them, chosen by its number and the seed; further samples of it take the others
     in turn. 0 is greedy."""
-    top_k: TopK | None = None
-    """Keep the K likeliest tokens; 0 or -1: all (default: all)."""
-    top_p: TopP | None = None
-    """Keep the likeliest tokens of total probability P (default: all)."""
-    stop: Stops = ()
-    """Up to 16 texts; a response ends before the first that it holds."""
     samples_per_prompt: Count = 1
     """Responses per prompt."""
     batch: Count = 32

@@ -26,7 +26,7 @@ from hsd_jax.session import MOST_SLOTS
 from hsd_jax.train import data, manifest
 from hsd_jax.train.journal import ProgressReport, Report
 from hsd_jax.train.records import check_file
-from hsd_jax.train.response_prompts import GenerateConfig, Prompt, draw, read_prompts
+from hsd_jax.train.response_prompts import TEXT, GenerateConfig, Prompt, draw, read_prompts
 from hsd_jax.train.rows import spoken
 
 
@@ -148,7 +148,7 @@ def generate(
         report(f"{out}: {begun:,} of {total:,} lines are written")
     if begun == total:
         return
-    asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p", "stop")}
+    asked = {name: getattr(config, name) for name in ("max_new_tokens", *TEXT)}
     requests = [{"prompt": list(j.prompt.tokens), "temperature": j.temperature, "seed": j.seed, **asked} for j in plan]
     # From the whole plan and not from its rest, so that a resumed run compiles programs of the same sizes.
     slots, longest = _num_slots(plan, config), max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens

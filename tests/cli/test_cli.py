@@ -113,7 +113,7 @@ def test_generate_stops_at_a_text(folders, capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["text"][0] == streamed + whole[4:7] == whole[: whole.index(whole[4:7]) + 3]
     assert (record["finish_reason"], record["stop_reason"]) == (["stop"], [whole[4:7]])
-    assert hsd(*call, "--stop", "") == 2
+    assert hsd(*call, "--stop", "", "--no-skip-special-tokens") == 2
 
 
 def test_generate_prints_samples(folders, capsys):
@@ -293,7 +293,14 @@ def test_info_shows_how_the_authors_sample(tmp_path, capsys):
     assert hsd("info", folder) == 0
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "chat template yes" in shown and hsd_jax.load(folder).tokenizer.template == chat.CHATML
-    assert "sampling defaults do_sample True, temperature 0.6, top_k 20 (of generation_config.json; not used)" in shown
+    said = "do_sample True, temperature 0.6, top_k 20 (of generation_config.json; see --defaults)"
+    assert f"sampling defaults {said}" in shown
+    call = "generate", "--target", folder, "--max-new-tokens", "4", "--json", "hi"
+    assert hsd(*call, "--defaults", "checkpoint", "--top-k", "none") == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["defaults"] == {"temperature": 0.6}
+    assert ", temperature 0.6 of the checkpoint" in found.err
+    assert hsd(*call, "--defaults", "mine") == 2
 
 
 @pytest.fixture

@@ -341,7 +341,7 @@ def test_a_result_of_a_version_without_stop_strings_goes_on(tmp_path):
     out = tmp_path / "own.jsonl"
     out.touch()
     responses.settings_path(out).write_text(json.dumps({"batch": 2}))
-    responses.check_settings(out, {"batch": 2, "stop": ()})
+    responses.check_settings(out, {"batch": 2, "stop": (), "include_stop": False})
     with pytest.raises(ValueError, match="stop is 'missing' there"):
         responses.check_settings(out, {"batch": 2, "stop": ("\n",)})
 
@@ -382,4 +382,11 @@ def test_responses_end_before_a_stop_string(folder, whole, tmp_path):
         assert (num < len(uncut["response_tokens"])) == (stop in uncut["response"])
         num_cut += stop in uncut["response"]
     assert num_cut
+    kept = tmp_path / "kept.jsonl"
+    assert hsd(folder, kept, "--samples-per-prompt", "2", "--stop", stop, "nowhere", "--include-stop") == 0
+    for line, uncut in zip(lines_of(kept), lines_of(whole), strict=True):
+        wanted, said = uncut["response"], line["response"]
+        end = wanted.find(stop) + len(stop) if stop in wanted else len(wanted)
+        assert wanted.startswith(said) and end <= len(said) < end + 8  # the last token may spell more
+        assert line["response_tokens"] == uncut["response_tokens"][: len(line["response_tokens"])]
     assert hsd(folder, tmp_path / "cut.jsonl", "--samples-per-prompt", "2") == 2

@@ -15,16 +15,12 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters import steered
 from hsd_jax.drafters.published import is_published, open_published
 from hsd_jax.drafters.steered import STEERING, init_steering
-from hsd_jax.host.files import read_object
 from hsd_jax.kernels import native
 from hsd_jax.models import convert
-from hsd_jax.models.checkpoint import Checkpoint, Source, find
+from hsd_jax.models.checkpoint import GENERATION, Checkpoint, Source, find
 from hsd_jax.models.tensor_files import MODEL, is_stored, read
 from hsd_jax.pair import check_drafts, describe_arithmetic
 from hsd_jax.planning.device import cpu_model, num_cores
-
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-"""The keys of `generation_config.json` that say how a text is drawn."""
 
 
 def hardware() -> dict[str, Any]:
@@ -86,17 +82,14 @@ def _target(checkpoint: Checkpoint) -> dict[str, Any]:
         "eos": ", ".join(map(str, checkpoint.eos)) or "none",
         "tokenizer": "none: token ids only" if words is None else "yes",
         "chat template": "yes" if words is not None and words.has_chat_template else "none",
-        "sampling defaults": _sampling_defaults(checkpoint.path),
+        "sampling defaults": _sampling_defaults(checkpoint),
         "hash": convert.weights_hash(weights),
     }
 
 
-def _sampling_defaults(folder: Path) -> str:
-    """How the authors of a model sample from it. Nothing uses it."""
-    path = folder / "generation_config.json"
-    values = read_object(path) if path.is_file() else {}
-    found = [f"{name} {values[name]}" for name in SAMPLING if values.get(name) is not None]
-    return f"{', '.join(found)} (of {path.name}; not used)" if found else "none"
+def _sampling_defaults(checkpoint: Checkpoint) -> str:
+    found = ", ".join(f"{name} {value}" for name, value in checkpoint.sampling_defaults)
+    return f"{found} (of {GENERATION}; see --defaults)" if found else "none"
 
 
 def _published(folder: Path) -> dict[str, Any]:
