@@ -47,8 +47,8 @@ RULES = {
 }
 LAYOUTS = {"chain": (4, [-1, 0, 1, 2]), "fork": (3, [-1, 0, 0, 1, 1, 2, 2]), "wide": (4, [-1, 0, 0, 0, 2, 2])}
 """Vocabulary and parents."""
-PROMPT, NEW = [2, 0], [1, 0]
-"""Of a row; the last new token is the root."""
+PROMPT, NEW = [1, 0], [1, 0]
+"""Of a row; the last new token is the root. Token 2 is new on a path."""
 SETTINGS = {
     "repetition": Asked(1.0, repetition_penalty=1.6),
     "frequency": Asked(1.0, frequency_penalty=0.9),
@@ -68,7 +68,8 @@ def records_of(asked: Asked) -> tuple[sampling.SamplingParams, Past]:
     names = "repetition", "frequency", "presence", "min_p"
     own = {name: value[None] for name, value in zip(names, as_given, strict=True)}
     exact = dataclasses.replace(found.controls, **own)  # what float32 rounds
-    found = dataclasses.replace(found, controls=exact, temperature=np.array([asked.temperature], np.float64))
+    temperature = np.array([asked.temperature], np.float64)
+    found = dataclasses.replace(found, controls=exact, temperature=temperature, unfiltered=True)  # bisects float32
     text = np.array([[*PROMPT, *NEW, NO_TOKEN, NO_TOKEN]], np.int32)
     counts = np.bincount(NEW, minlength=4)[None].astype(np.int32)
     ends = np.array([[*asked.eos, *[NO_TOKEN] * (4 - len(asked.eos))]], np.int32)
