@@ -20,6 +20,7 @@ from support.texts import first_difference
 import hsd_jax
 from hsd_jax import inputs
 from hsd_jax.infer import controls
+from hsd_jax.session import TokenLogprobs
 from hsd_jax.settings import Sampling
 from hsd_jax.types import Past
 
@@ -170,6 +171,19 @@ def test_rows_of_both_kinds_share_a_session(is_told):
     assert [found[number] for number in range(len(order))] == [wanted[row] for row in order]
 
 
+def test_samples_of_one_request_have_its_settings():
+    """Also the first that asks for any: the session then goes on with other programs."""
+    params, rows = pair("hidden", "8x4x2"), batch("bias", ("none", "all"))
+    requests = [{**one, "n": 3, "seed": row} for row, one in enumerate(rows.requests())]
+    requests[0] = {"prompt": rows.prompts[0], "max_new_tokens": 9, "n": 1, "eos": ()}
+    found = {}
+    with hsd_jax.Session(params, slots=4) as session:
+        for answer in session.generate(requests):
+            found.setdefault(answer.index, []).append(answer.tokens.tolist())
+    for number, request in enumerate(requests):
+        assert sorted(found[number]) == sorted(texts(hsd_jax.decode(params, **request)))
+
+
 def test_streams_draw_what_calls_draw():
     params, rows = pair("hidden", "8x4x2"), batch("bias", ("all", "repetition", "none"))
     found = [[] for _ in rows.prompts]
@@ -239,6 +253,32 @@ def test_rows_ask_for_different_log_probabilities():
                 assert answer.logprobs is None
             else:
                 assert_same_told([answer.logprobs], result.logprobs[answer.index])
+
+
+def test_log_probabilities_of_the_prompt_are_those_of_the_target():
+    """Prompts of one token to two chunks; settings change none of them."""
+    rng, params = np.random.default_rng(4), dataclasses.replace(pair("hidden", "8x4x2"), max_len=160)
+    prompts = [rng.integers(0, toy.VOCAB, length).tolist() for length in (1, 2, 9, 130)]
+    settings = {"repetition_penalty": 1.5, "temperature": 0.8, "seed": [1, 2, 3, 4], "eos": ()}
+    result = hsd_jax.decode(
+        params, prompts, 4, prompt_logprobs=[0, 20, 3, 5], logprobs=[None, 2, None, None], **settings
+    )
+    assert [one is None for one in result.logprobs] == [True, False, True, True]
+    assert texts(result) == texts(hsd_jax.decode(params, prompts, 4, **settings))
+    for prompt, told, num in zip(prompts, result.prompt_logprobs, [0, 20, 3, 5], strict=True):
+        whole = jnp.asarray([[*prompt, *[0] * (160 - len(prompt))]])
+        wanted = log_softmax(toy.causal_pass(params.target, params.target_config, whole).logits)[0, : len(prompt) - 1]
+        assert np.isnan(told.chosen[0]) and (told.tokens[0] == -1).all() and np.isnan(told.values[0]).all()
+        assert_told(TokenLogprobs(*(x[1:] for x in told)), wanted, prompt[1:], num)
+    with hsd_jax.Session(params, slots=2) as session:
+        requests = [
+            {"prompt": prompt, "max_new_tokens": 4, "prompt_logprobs": told.tokens.shape[1]}
+            for prompt, told in zip(prompts, result.prompt_logprobs, strict=True)
+        ]
+        for answer in session.generate(requests):
+            wanted = result.prompt_logprobs[answer.index]
+            for found, other in zip(answer.prompt_logprobs, wanted, strict=True):
+                np.testing.assert_allclose(found, other, atol=controlled.TOLERANCE)
 
 
 def assert_same_told(pieces: list, whole) -> None:
