@@ -419,7 +419,7 @@ class Session:
         self, source: Iterator[tuple[int, int, Row | ValueError]]
     ) -> Generator[tuple[int, Generated], None, None]:
         """Answers as rows end, with their places in the source, whose error is raised when all before it have ended."""
-        mine, failure, places = dict[int, tuple[int, dict[str, int]]](), None, itertools.count()
+        mine, failure, places = dict[int, tuple[int, int, int]](), None, itertools.count()
         try:
             while True:
                 while self.num_free or not mine:  # if others hold all slots, `_admit` raises the error
@@ -430,19 +430,19 @@ class Session:
                     if following is None:
                         break
                     index, sample, row = following
-                    place, numbers = next(places), {"index": index, "sample": sample}
+                    place = next(places)
                     if isinstance(row, Row):
                         with self._alone():
-                            mine[self._admit(row)] = place, numbers
+                            mine[self._admit(row)] = place, index, sample
                     else:
                         text = None if self.params.tokenizer is None else ""
-                        yield place, Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), **numbers)
+                        yield place, Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), index=index)
                 if not mine:
                     break
                 self.step()
                 for handle in [h for h in mine if self._open[h].finish_reason is not None]:
-                    taken, (place, numbers) = self.take(handle), mine.pop(handle)
-                    yield place, Generated(**vars(taken), **numbers)
+                    taken, (place, index, sample) = self.take(handle), mine.pop(handle)
+                    yield place, Generated(**vars(taken), index=index, sample=sample)
             if failure is not None:
                 raise failure
         finally:

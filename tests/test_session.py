@@ -209,7 +209,7 @@ def test_samples_of_requests_are_the_rows_of_copies_and_read_once(plain, monkeyp
     """In either order, with a wrong request between. With fewer slots than samples a prompt is read more often."""
     asked, wanted = [{"prompt": [1], "n": 0}], {}
     for index in (0, 2):
-        prompt, settings = [3, index] * 20, {"max_new_tokens": 3 + index, "temperature": 1.0, "seed": index, "eos": ()}
+        prompt, settings = [3, index] * 20, {"max_new_tokens": 6 + index, "temperature": 3.0, "seed": index, "eos": ()}
         rows = hsd_jax.decode(plain, [prompt] * 3, speculate=False, **settings).tokens.tolist()
         wanted |= {(index, sample): tokens for sample, tokens in enumerate(rows)}
         asked.insert(index, {"prompt": prompt, "n": 3, **settings})
