@@ -17,8 +17,8 @@ from hsd_jax.infer.loop import UNBOUNDED, Pace
 from hsd_jax.inputs import Prompt, with_defaults
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
-from hsd_jax.session import RequestStats, Session, Taken, prepare
-from hsd_jax.settings import NEW_TOKENS, Samples, SamplingSettings, Settings, SpeculationSettings, records
+from hsd_jax.session import RequestStats, Session, Taken, TokenLogprobs, prepare
+from hsd_jax.settings import NEW_TOKENS, Processing, Samples, SamplingSettings, Settings, SpeculationSettings, records
 from hsd_jax.types import NO_TOKEN
 from hsd_jax.validation import Count, PerRow, take, takes
 
@@ -91,6 +91,10 @@ class DecodeResult:
     """Why each row ended: "stop" (a stop string or an end token) or "length"."""
     stop_reason: list[str | int | None]
     """With "stop", the stop string or the id of the end token (as in vLLM)."""
+    logprobs: list[TokenLogprobs | None]
+    """Those of the tokens of each row that asked for them."""
+    prompt_logprobs: list[TokenLogprobs | None]
+    """Those of the tokens of each prompt (`Taken.prompt_logprobs`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Piece:
     text: str | None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -113,7 +119,7 @@ def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
     return reached[1:] / np.maximum(reached[:-1], 1)
 
 
-@takes(Samples, SamplingSettings, SpeculationSettings)
+@takes(Samples, Processing, SamplingSettings, SpeculationSettings)
 def decode(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
@@ -159,10 +165,11 @@ def decode(
         text = None if params.tokenizer is None else [row.text or "" for row in rows]
         stats = _stats(session, [row.stats for row in rows])
         ends = [row.finish_reason or "" for row in rows], [row.stop_reason for row in rows]
-        return DecodeResult(out, num_tokens, text, stats, *ends)
+        told = [row.logprobs for row in rows], [row.prompt_logprobs for row in rows]
+        return DecodeResult(out, num_tokens, text, stats, *ends, *told)
 
 
-@takes(Samples, SamplingSettings, SpeculationSettings)
+@takes(Samples, Processing, SamplingSettings, SpeculationSettings)
 def stream(
     params: Params,
     prompt: Prompt | Sequence[Prompt],
@@ -190,8 +197,8 @@ def stream(
 
 
 def _opened(params: Params, prompt: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> Session:
-    num = take(Count, settings.pop("n", 1), "n")
-    return prepare(params, prompt, *records(with_defaults(params, settings)), num)
+    num, process = take(Count, settings.pop("n", 1), "n"), settings.pop("logits_processor", None)
+    return prepare(params, prompt, *records(with_defaults(params, settings)), num, process)
 
 
 def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:
@@ -208,7 +215,8 @@ def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stat
                 if piece.stats is not None:
                     ended[row] = piece.stats
                 if len(piece.tokens) or piece.text or piece.finish_reason is not None:
-                    yield Piece(row, piece.tokens, piece.text, piece.finish_reason, piece.stop_reason)
+                    why = piece.finish_reason, piece.stop_reason
+                    yield Piece(row, piece.tokens, piece.text, *why, piece.logprobs, piece.prompt_logprobs)
         return _stats(session, [ended[row] for row in range(session.slots)])
 
 

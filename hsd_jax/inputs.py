@@ -22,9 +22,9 @@ from hsd_jax.host.files import decoded
 from hsd_jax.infer.sampling import row_keys, with_exclusions
 from hsd_jax.models.checkpoint import GENERATION
 from hsd_jax.pair import Params
-from hsd_jax.settings import Length, Sampling, SamplingSettings
+from hsd_jax.settings import Length, NumLogprobs, Sampling, SamplingSettings
 from hsd_jax.tokenizer import Messages, Tokenizer, check_unicode
-from hsd_jax.types import NO_TOKEN, Limits, SamplingParams
+from hsd_jax.types import LONGEST_BAD_WORD, MOST_BAD_WORDS, NO_TOKEN, Controls, Limits, SamplingParams
 from hsd_jax.validation import MOST, parts_of, row_hint, shown, take
 
 COLDEST = 1e-6
@@ -105,6 +105,15 @@ def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row
 
 def _check_is_read(params: Params, asked: Sampling, prompts: Sequence[Any]) -> None:
     """Refuses settings of conversations if no prompt is one, and those of texts if there is no tokenizer."""
+    vocab_size = params.target_config.vocab_size
+    for name, ids in (
+        ("logit_bias", asked.logit_bias or ()),
+        ("bad_words", [x for word in asked.bad_words for x in word]),
+    ):
+        if wrong := [x for x in ids if x >= vocab_size]:
+            raise ValueError(f"{name} holds token {wrong[0]}: allowed are 0 to {vocab_size - 1}")
+    if (num := sum(len(word) > 1 for word in asked.bad_words)) > MOST_BAD_WORDS:
+        raise ValueError(f"bad_words has {num} sequences of two or more tokens: at most {MOST_BAD_WORDS}")
     for name, is_asked in {"stop": asked.stop, "skip_special_tokens": not asked.skip_special_tokens}.items():
         if is_asked and params.tokenizer is None:
             raise ValueError(f"{name}={shown(getattr(asked, name))}: the checkpoint has no tokenizer")
@@ -126,6 +135,9 @@ def _row(
     own = dict(zip(ROW_HINTS, values, strict=True))
     if own["max_new_tokens"] is None:
         own["max_new_tokens"] = max(max_len - len(tokens), 0)
+    if own["min_tokens"] > own["max_new_tokens"]:
+        raise ValueError(f"min_tokens={own['min_tokens']}: more than max_new_tokens={own['max_new_tokens']}")
+    num_logprobs(own["logprobs"])
     row = Row(tokens, dataclasses.replace(asked, **own, eos=eos, tools=None, template=None), fold)
     check_length(name, len(tokens), row.asked.max_new_tokens, max_len)
     return row
@@ -152,10 +164,19 @@ class Given(NamedTuple):
     sampling: SamplingParams
 
 
-def given_of(rows: Sequence[Row], num_rows: int, num_places: int, mesh: Mesh | None, is_all: bool = False) -> Given:
+def given_of(
+    rows: Sequence[Row],
+    num_rows: int,
+    num_places: int,
+    mesh: Mesh | None,
+    is_all: bool = False,
+    controlled_vocab: int | None = None,
+) -> Given:
     """The inputs of a prefill of B = `num_rows` rows with P = `num_places`. The rows after `rows` are NOTHING.
 
-    `is_all`: these are all rows that the program will ever have.
+    Args:
+      is_all: these are all rows that the program will ever have.
+      controlled_vocab: V of a program with `Controls`; None: a program without.
     """
     filled = [*rows, *[NOTHING] * (num_rows - len(rows))]
     tokens, num_ends = np.zeros((num_rows, num_places), np.int32), bucket(max(len(row.asked.eos) for row in filled), 4)
@@ -165,6 +186,8 @@ def given_of(rows: Sequence[Row], num_rows: int, num_places: int, mesh: Mesh | N
     eos = np.array([[*row.asked.eos, *[NO_TOKEN] * (num_ends - len(row.asked.eos))] for row in filled], np.int32)
     keys = row_keys([(row.asked.seed, row.fold) for row in filled])
     sampling = sampling_arrays([row.asked for row in filled])
+    if controlled_vocab is not None:
+        sampling = dataclasses.replace(sampling, controls=controls_of(filled, controlled_vocab))
     bounds: Any = most, eos
     host: Any = tokens, length, keys, Limits(*bounds), with_exclusions(sampling) if is_all else sampling
     given = Given(*host)
@@ -180,6 +203,69 @@ def sampling_arrays(asked: Sequence[Sampling]) -> SamplingParams:
     top_p = np.array([1.0 if one.top_p is None else one.top_p for one in asked], np.float32)
     arrays: tuple[Any, Any, Any] = temperature, top_k, top_p
     return SamplingParams(*arrays)
+
+
+CHANGES = {
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "bad_words": (),
+    "min_tokens": 0,
+}
+"""The settings that change logits, and their defaults."""
+
+
+def changes_logits(asked: Sampling) -> bool:
+    """Whether a row has a setting that changes logits."""
+    return any(getattr(asked, name) != default for name, default in CHANGES.items())
+
+
+def needs_controls(rows: Iterable[Row]) -> bool:
+    """Whether a row needs a program with `Controls`."""
+    return any(changes_logits(row.asked) or row.asked.logprobs is not None for row in rows)
+
+
+def num_logprobs(told: int | str | None) -> tuple[int, bool]:
+    """The number of likeliest tokens, -1 for no log-probabilities at all, and whether they are those after settings."""
+    if told is None:
+        return -1, False
+    if isinstance(told, int):
+        return told, False
+    return take(NumLogprobs, int(told.partition(":")[2] or 0), "logprobs"), True
+
+
+def controls_of(rows: Sequence[Row], vocab_size: int) -> Controls:
+    """The settings of rows that change logits, or that tell log-probabilities, as the loop reads them."""
+    bias, prompt = np.zeros((len(rows), vocab_size), np.float32), np.zeros((len(rows), vocab_size), bool)
+    words = np.full((len(rows), MOST_BAD_WORDS, LONGEST_BAD_WORD), NO_TOKEN, np.int32)
+    told = [num_logprobs(row.asked.logprobs) for row in rows]
+    for i, row in enumerate(rows):
+        prompt[i, row.tokens] = True
+        for token, value in (row.asked.logit_bias or {}).items():
+            bias[i, token] = value
+        bias[i, [word[0] for word in row.asked.bad_words if len(word) == 1]] = -np.inf
+        for place, word in enumerate(word for word in row.asked.bad_words if len(word) > 1):
+            words[i, place, -len(word) :] = word
+
+    def numbers(of_row: Any, dtype: Any = np.float32) -> Any:
+        return np.array([of_row(row) for row in rows], dtype)
+
+    return Controls(
+        is_used=numbers(lambda row: changes_logits(row.asked), bool),
+        bias=bias,  # type: ignore[arg-type]
+        bad_words=words,  # type: ignore[arg-type]
+        prompt=prompt,  # type: ignore[arg-type]
+        prompt_length=numbers(lambda row: len(row.tokens), np.int32),
+        min_length=numbers(lambda row: len(row.tokens) + row.asked.min_tokens, np.int32),
+        repetition=numbers(lambda row: row.asked.repetition_penalty),
+        frequency=numbers(lambda row: row.asked.frequency_penalty),
+        presence=numbers(lambda row: row.asked.presence_penalty),
+        min_p=numbers(lambda row: row.asked.min_p or 0.0),
+        num_logprobs=np.array([num for num, _ in told], np.int32),  # type: ignore[arg-type]
+        processed=np.array([is_processed for _, is_processed in told], bool),  # type: ignore[arg-type]
+    )
 
 
 def check_length(name: str, num_tokens: int, new: int, max_len: int) -> None:

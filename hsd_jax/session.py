@@ -17,8 +17,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Unpack
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax.host import sharding as sharding_lib
-from hsd_jax.host.distributed import check_same, fetch, of_first
+from hsd_jax.host.distributed import check_same, fetch, of_first, put
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.adapt import mean_ratio, with_drafts
+from hsd_jax.infer.controls import first_controlled
 from hsd_jax.infer.loop import STRETCH, UNBOUNDED, Rows
-from hsd_jax.inputs import Given, Prompt, Row, given_of, row_of, rows_of, with_defaults
+from hsd_jax.inputs import Given, Prompt, Row, given_of, needs_controls, num_logprobs, row_of, rows_of, with_defaults
 from hsd_jax.models.placement import check_free
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
@@ -55,7 +56,7 @@ from hsd_jax.setup import (
     set_up,
 )
 from hsd_jax.tokenizer import IncrementalDecoder, StopSearch
-from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, Costs, DecodeState, Drafts, Limits
+from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, Costs, DecodeState, Drafts, Limits, Processor
 from hsd_jax.validation import Count, Flag, OneOf, shown, take, takes
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
@@ -93,6 +94,17 @@ class RequestStats:
         return self.num_tokens / max(self.num_target_passes, 1)
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the probabilities of the tokens of a text."""
+
+    chosen: np.ndarray
+    """[T]: that of each token."""
+    tokens: np.ndarray
+    """[T, K]: the K likeliest tokens in its place, likeliest first."""
+    values: np.ndarray
+    """[T, K]: their log-probabilities."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Taken:
     """The result of `Session.take`."""
@@ -109,6 +121,11 @@ class Taken:
     """The reason if the row failed."""
     stop_reason: str | int | None = None
     """With "stop", the stop string or the id of the end token (as in vLLM)."""
+    logprobs: TokenLogprobs | None = None
+    """Those of `tokens`. None unless the row asked for them."""
+    prompt_logprobs: TokenLogprobs | None = None
+    """Those of the tokens of the prompt, told with the end of a row that asked for them. Nothing precedes the first
+    token: its own is NaN, and its likeliest tokens are NO_TOKEN."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +151,22 @@ class _Request:
     """Holds the new tokens and their text if the request has stop strings."""
     new: list[np.ndarray] = dataclasses.field(default_factory=list)
     """Tokens that have not been taken yet."""
+    told: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    """Log-probabilities of tokens that have not been taken yet, if the request asked for them."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     stats: RequestStats | None = None
     error: str | None = None
+
+    def take_logprobs(self, num: int) -> TokenLogprobs | None:
+        """Those of the next `num` tokens."""
+        if self.row.asked.logprobs is None:
+            return None
+        count = max(num_logprobs(self.row.asked.logprobs)[0], 0)
+        none = TokenLogprobs(np.zeros(0, np.float32), np.zeros((0, count), np.int32), np.zeros((0, count), np.float32))
+        whole = TokenLogprobs(*map(np.concatenate, zip(none, *self.told, strict=True)))
+        self.told = [TokenLogprobs(*(x[num:] for x in whole))]
+        return TokenLogprobs(*(x[:num] for x in whole))
 
 
 @dataclasses.dataclass
@@ -178,6 +207,9 @@ class Session:
       slots: largest number of rows at the same time.
       max_len: largest length of a row in tokens, prompt included. None: `params.max_len`. It bounds the size of the
         caches, see `most_bytes`.
+      controls: whether the programs allow settings that change logits or tell log-probabilities. False: they are
+        compiled once more when the first request has such a setting.
+      logits_processor: as `decode(logits_processor=)`, for all rows.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.
@@ -189,9 +221,12 @@ class Session:
         params: Params,
         slots: int = 8,
         max_len: int | None = None,
+        controls: bool = False,
+        logits_processor: Processor | None = None,
         **settings: Unpack[SpeculationSettings],
     ):
         take(int, slots, "slots", ge=1, le=MOST_SLOTS)
+        take(Flag, controls, "controls")
         take(int | None, max_len, "max_len", ge=1, le=params.max_len)
         speculation = Speculation(**settings)
         multiple = sharding_lib.rows_multiple(params.mesh)
@@ -201,8 +236,10 @@ class Session:
         if setup.plan.tree is None and may_draft and rates_here(params.mesh is None).skips_positions:
             # Drafts may still pay while few slots are busy.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0, is_refilled=True)
+        if controls or logits_processor is not None:
+            setup = setup.controlled(checked_processor(params, logits_processor))
         known = params.fingerprint_pair, params.dtype, params.precision, slots, max_len, speculation
-        known = known, setup.plan, setup.race is None
+        known = known, setup.plan, setup.race is None, setup.decoder.controlled_vocab
         check_same("models and settings of the session", repr(known))
         self._begin(params, setup, num_rows, slots, max_len)
         check_free(
@@ -253,7 +290,7 @@ class Session:
 
         While a prompt is read the session needs one more row, and while caches grow it needs one more layer.
         """
-        given, mesh = given_of([], self._num_rows, 1, self.params.mesh), self.params.mesh
+        given, mesh = self._given([], self._num_rows, 1), self.params.mesh
         shapes = jax.eval_shape(functools.partial(_begun, self.setup, capacity=self._largest), given)
         sizes = [(x.shape, x.dtype.itemsize) for x in jax.tree.leaves(shapes)]
         if mesh is not None:
@@ -292,7 +329,7 @@ class Session:
         detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, *how)
         request = _Request(row, self._at.index(None), detokenizer, len(row.tokens))
         if row.asked.stop and detokenizer is not None:
-            request.search = StopSearch(detokenizer, row.asked.stop, row.asked.include_stop)
+            request.search = StopSearch(detokenizer, row.asked.stop, row.asked.include_stop, row.asked.min_tokens)
         self._at[request.slot] = self._open[handle] = request
         self._waiting.append(request)
         return handle
@@ -347,7 +384,8 @@ class Session:
                 del self._open[handle]
                 self._free(request)
             why = request.finish_reason, request.stats, request.error, request.stop_reason
-            return Taken(tokens, text, *why)
+            of_prompt = self._of_prompt(request.row) if has_ended else None
+            return Taken(tokens, text, *why, request.take_logprobs(len(tokens)), of_prompt)
 
     def cancel(self, handle: int) -> None:
         """Ends a row and frees its slot at once. The handle stays open for one more take of the remaining tokens."""
@@ -464,6 +502,8 @@ class Session:
         """Queues the next chunk of a prompt on the device and does not wait for it."""
         if self._reading is None:
             row, num = self._waiting[0].row, sharding_lib.rows_multiple(self.params.mesh)  # further rows fill a mesh
+            if needs_controls([row]):
+                self._allow_controls()
             length = len(row.tokens)
             capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
             self._reading = _reading(self.setup, self.params.mesh, [row], num, capacity)
@@ -484,7 +524,7 @@ class Session:
         self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
         self._running.append(request)
         if self._waiting and self._waiting[0].row.tokens is row.tokens and self._can_copy:  # the next sample
-            own = given_of([self._waiting[0].row], len(read.given.length), read.capacity, self.params.mesh)
+            own = self._given([self._waiting[0].row], len(read.given.length), read.capacity)
             self._reading = dataclasses.replace(read, given=own, state=dataclasses.replace(read.state, keys=own.keys))
         if row.asked.max_new_tokens > 0:
             return False
@@ -518,10 +558,10 @@ class Session:
         mesh, decoder = self.params.mesh, self.setup.decoder
         num = sharding_lib.rows_multiple(mesh)
         reading, found = _reading(self.setup, mesh, rows[:1], num, capacity), self._empty(capacity)
-        read, given = _read_all(self.setup, reading), given_of(rows, self._num_rows, capacity, mesh, is_all=True)
+        read, given = _read_all(self.setup, reading), self._given(rows, self._num_rows, capacity, is_all=True)
         found = found[0], found[1], _with_ends(found[2], given.limits.eos.shape[1])
         for slot, row in enumerate(rows):
-            own = given_of([row], num, capacity, mesh)
+            own = self._given([row], num, capacity)
             new = dataclasses.replace(read, keys=own.keys), own.sampling, own.limits
             found = decoder.insert(found, new, np.int32(slot))
         return found[0], given.sampling, given.limits
@@ -586,7 +626,7 @@ class Session:
     def _collect(self) -> bool:
         """Fetches the new tokens of the running rows, and ends those that are done. Returns whether one is."""
         assert self.rows is not None
-        state, tokens, ended = self.rows[0], None, []
+        state, tokens, told, ended = self.rows[0], None, None, []
         length, done = fetch(state.length), fetch(state.done)
         for request in self._running:
             last, is_done, new = int(length[request.slot]), bool(done[request.slot]), np.zeros(0, np.int32)
@@ -594,6 +634,12 @@ class Session:
                 tokens = fetch(state.tokens) if tokens is None else tokens
                 new = np.array(tokens[request.slot, request.length : last])  # a copy: `tokens` is donated
                 request.new.append(new)
+                if request.row.asked.logprobs is not None:
+                    assert state.controlled is not None, "`_allow_controls` was called"
+                    told = jax.tree.map(fetch, state.controlled.logprobs) if told is None else told
+                    num, here = max(num_logprobs(request.row.asked.logprobs)[0], 0), slice(request.length, last)
+                    chosen, *best = (np.array(x[request.slot, here]) for x in (told.chosen, told.tokens, told.values))
+                    request.told.append(TokenLogprobs(chosen, *(x[:, :num] for x in best)))
                 request.length = last
             if request.search is not None:
                 request.search.push(new[new != INVALID_TOKEN], is_last=is_done)
@@ -635,9 +681,38 @@ class Session:
         if self._at[request.slot] is request:
             self._at[request.slot] = None
 
+    def _of_prompt(self, row: Row) -> TokenLogprobs | None:
+        """Log-probabilities of the tokens of a row's prompt, if it asked for them."""
+        num, length = row.asked.prompt_logprobs, len(row.tokens)
+        if num is None:
+            return None
+        capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
+        given = self._given([row], sharding_lib.rows_multiple(self.params.mesh), capacity)
+        told = self.setup.decoder.score(self.setup.held, given.tokens, given.length, capacity=capacity)
+        chosen, tokens, values = (np.array(fetch(x)[0, :length]) for x in (told.chosen, told.tokens, told.values))
+        chosen[0], tokens[0], values[0] = np.nan, NO_TOKEN, np.nan
+        return TokenLogprobs(chosen, tokens[:, :num], values[:, :num])
+
+    def _given(self, rows: Sequence[Row], num_rows: int, num_places: int, is_all: bool = False) -> Given:
+        return given_of(rows, num_rows, num_places, self.params.mesh, is_all, self.setup.decoder.controlled_vocab)
+
+    def _allow_controls(self) -> None:
+        """Goes on with programs that allow `Controls`, if they do not yet. No prompt may be half read."""
+        if self.setup.decoder.controlled_vocab is not None:
+            return
+        self.setup = self.setup.controlled()
+        if self.rows is not None:
+            state, sampling, limits = self.rows
+            empty = first_controlled(self._num_rows, self.params.target_config.vocab_size, state.tokens.shape[1])
+            if (mesh := self.params.mesh) is not None:
+                empty = put(empty, sharding_lib.row_shardings(mesh, empty, self._num_rows))
+            controls = self._given([], self._num_rows, 1).sampling.controls
+            sampling = dataclasses.replace(sampling, controls=controls)
+            self.rows = dataclasses.replace(state, controlled=empty), sampling, limits
+
     def _empty(self, capacity: int) -> Rows:
         """The state, settings and limits of empty slots."""
-        given = given_of([], self._num_rows, 1, self.params.mesh)
+        given = self._given([], self._num_rows, 1)
         return _begun(self.setup, given, capacity), given.sampling, given.limits
 
     # --- one call at a time, and the end ------------------------------------------------------------------------------
@@ -745,7 +820,8 @@ def _reading(
 ) -> _Reading:
     """The prompts of rows, of which nothing was read. One chunk is left even if a prompt has a single token."""
     num_chunks = max(-(-(max(len(row.tokens) for row in rows) - 1) // setup.decoder.chunk), 1)
-    return _Reading(given_of(rows, num_rows, capacity, mesh, is_all), capacity, num_chunks)
+    given = given_of(rows, num_rows, capacity, mesh, is_all, setup.decoder.controlled_vocab)
+    return _Reading(given, capacity, num_chunks)
 
 
 def _read(setup: Setup, reading: _Reading, num: int) -> None:
@@ -779,6 +855,22 @@ def _stats_of(setup: Setup, state: DecodeState, slots: Sequence[int]) -> list[Re
         )
         for slot in slots
     ]
+
+
+def checked_processor(params: Params, process: Processor | None) -> Processor | None:
+    """The function, if it returns logits of the shape that it is given."""
+    if process is None:
+        return None
+    take(Callable[..., Any], process, "logits_processor")
+    given = jax.ShapeDtypeStruct((2, 3, params.target_config.vocab_size), jnp.float32)
+    ids = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 8), (2,), (2, 3, 4)))
+    try:
+        found = jax.eval_shape(process, given, *ids)
+    except Exception as error:  # whatever it does
+        raise ValueError(f"logits_processor: {type(error).__name__} for logits {given.shape}: {error}") from error
+    if jax.tree.structure(found).num_leaves != 1 or (found.shape, found.dtype) != (given.shape, given.dtype):
+        raise ValueError(f"logits_processor: gives {found} for logits of shape {given.shape} and dtype float32")
+    return process
 
 
 def _with_ends(limits: Limits, num: int) -> Limits:
@@ -825,6 +917,7 @@ def prepare(
     sampling: Sampling,
     speculation: Speculation = DEFAULT,
     num_samples: int = 1,
+    process: Processor | None = None,
 ) -> Session:
     """Opens a session for the rows of one call, some of each prompt, and reads their prompts. Row i takes slot i.
 
@@ -835,6 +928,8 @@ def prepare(
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)
     setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.asked.temperature for row in rows))
+    if process is not None or needs_controls(rows):
+        setup = setup.controlled(checked_processor(params, process))
     capacity = first_capacity(*lengths, setup.lookahead, params.max_len)  # a requested tree may need more
     known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.drafting

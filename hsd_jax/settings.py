@@ -22,7 +22,9 @@ from hsd_jax.validation import (
     NotNegative,
     OneOf,
     PerRow,
+    Positive,
     Seed,
+    Share,
     Temperature,
     TopK,
     TopP,
@@ -47,6 +49,8 @@ MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
 Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
 Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
+LONGEST_BAD_WORD, MOST_LOGPROBS = 8, 20
+"""As in `types.py`, which needs jax."""
 MOST_STOPS = 16
 """The largest number of stop strings of a row."""
 if TYPE_CHECKING:
@@ -58,8 +62,36 @@ else:
         BeforeValidator(lambda x: (x,) if isinstance(x, str) else tuple(x) if isinstance(x, list) else x),
     ]
     """One text or several."""
+MOST_BIAS = 100
+if TYPE_CHECKING:
+    Bias = Mapping[int, float] | None
+    BadWords = Sequence[int | Sequence[int]]
+else:
+    Bias = Annotated[
+        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]] | None,
+        BeforeValidator(lambda x: {_as_int(k): v for k, v in x.items()} if isinstance(x, Mapping) else x),
+    ]
+    """By token id. JSON has texts as keys."""
+    BadWords = Annotated[
+        tuple[
+            Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=LONGEST_BAD_WORD)], ...
+        ],
+        BeforeValidator(lambda x: _as_words(x) if isinstance(x, (list, tuple)) else x),
+    ]
+    """Sequences of token ids. An id alone is a sequence of one."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS, title="K")]
+Told = NumLogprobs | Annotated[str, Field(pattern=r"^processed(:\d{1,2})?$")]
 Tool = dict[str, Any] | Callable[..., Any]
 """A JSON schema, or a function from which transformers makes one."""
+
+
+def _as_int(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+def _as_words(words: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(word) if isinstance(word, (list, tuple)) else (word,) for word in words)
 
 
 class Length(TypedDict, total=False):
@@ -87,6 +119,27 @@ class SamplingSettings(TypedDict, total=False):
     """Keeps the K likeliest tokens. None, 0 or -1: all."""
     top_p: Annotated[PerRow[TopP | None], Default(None)]
     """Keeps the likeliest tokens of total probability P. None: all."""
+    min_p: Annotated[PerRow[Share | None], Default(None)]
+    """Keeps the tokens that have at least this share of the probability of the likeliest one, before top_k and top_p,
+    as in vLLM. None or 0: all."""
+    repetition_penalty: Annotated[PerRow[Positive], Default(1.0)]
+    """Divides the positive logits of tokens that the prompt or the new text holds, and multiplies the negative ones."""
+    presence_penalty: Annotated[PerRow[Penalty], Default(0.0)]
+    """Subtracted from the logits of tokens that the new text holds; -2 to 2 (as OpenAI's)."""
+    frequency_penalty: Annotated[PerRow[Penalty], Default(0.0)]
+    """Subtracted as often as the new text holds the token; -2 to 2 (as OpenAI's)."""
+    logit_bias: Annotated[Bias, Default(None)]
+    """Numbers from -100 to 100 that are added to the logits of tokens, by id, of all rows of a call (as OpenAI's)."""
+    bad_words: Annotated[BadWords, Default(())]
+    """Token ids, and up to 64 sequences of up to 8 ids, that the new text may not hold (as vLLM's bad_words, in
+    tokens)."""
+    min_tokens: Annotated[PerRow[Whole], Default(0)]
+    """Fewest new tokens of a row: before them it draws no end token (as in vLLM)."""
+    logprobs: Annotated[PerRow[Told | None], Default(None)]
+    """Log-probabilities of each new token and of the K likeliest ones, 0 to 20, of the target's own distribution before
+    all settings. "processed" or "processed:K": of the distribution from which the row draws. None: none."""
+    prompt_logprobs: Annotated[PerRow[NumLogprobs | None], Default(None)]
+    """The same of the tokens of the prompt, before settings. The target reads the prompt once more for them."""
     defaults: Annotated[Literal["checkpoint"] | dict[str, Any] | None, Default(None)]
     """"checkpoint" takes temperature, top_k, top_p, min_p and repetition_penalty from the target's
     generation_config.json, where it has them and the call gives none. Its do_sample false means temperature 0, and true
@@ -155,7 +208,33 @@ class SpeculationSettings(TypedDict, total=False):
     that do not pay are left out only if the tree was chosen."""
 
 
-class Settings(Samples, SamplingSettings, SpeculationSettings, total=False):
+class Processing(TypedDict, total=False):
+    """What changes the logits of all rows of a program."""
+
+    logits_processor: Annotated[Callable[..., Any] | None, Default(None)]
+    """A pure function `f(logits [B, N, V], tokens [B, T], length [B], path [B, N, D]) -> logits` of jax arrays. It is
+    traced into the loop and changes the logits of N nodes of each row. The text before a node is `tokens[:length]`, the
+    prompt included, and then its path: drafted tokens up to the node's own, then -1. It comes after the other settings
+    of logits and before temperature. Each function has programs of its own.
+
+    For example a regular expression, as a table of states: `table[state, token]` is the next state, or negative if the
+    token is not allowed. Here the prompts have 12 tokens:
+
+        def process(logits, tokens, length, path):
+            def after(state, token):
+                return jnp.where(token < 0, state, table[state, token])
+
+            places = jnp.arange(tokens.shape[1])
+            new = jnp.where((places >= 12) & (places < length[:, None]), tokens, -1)
+            state, _ = jax.lax.scan(lambda s, t: (after(s, t), None), jnp.zeros(len(tokens), jnp.int32), new.T)
+            state = jnp.broadcast_to(state[:, None], path.shape[:2])
+            for token in jnp.moveaxis(path, 2, 0):
+                state = after(state, token)
+            return jnp.where(table[state] >= 0, logits, -jnp.inf)
+    """
+
+
+class Settings(Samples, Processing, SamplingSettings, SpeculationSettings, total=False):
     """All settings of `decode` and `stream`."""
 
 

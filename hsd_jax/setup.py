@@ -21,7 +21,7 @@ from hsd_jax.host.compilation import make_room
 from hsd_jax.host.distributed import check_mesh
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.adapt import with_drafts
-from hsd_jax.infer.loop import GROWTH, Decoder, or_most, program_for
+from hsd_jax.infer.loop import GROWTH, ControlledBy, Decoder, or_most, program_for
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.round import make_step
 from hsd_jax.infer.rules.lossy import Lossy
@@ -34,7 +34,7 @@ from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.plan import Plan, check_adaptive, corrected, is_warm, loop_costs, may_end_early, plan_for
 from hsd_jax.planning.race import Outcome, Race
 from hsd_jax.settings import AUTO, Speculation
-from hsd_jax.types import AcceptRule, Costs, DrawScheme
+from hsd_jax.types import AcceptRule, Costs, DrawScheme, Processor
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """The number of slots of the smallest caches (each next size has GROWTH times as many), and a divisor of the number of
@@ -86,6 +86,12 @@ class Setup:
     costs_after: Callable[[Outcome], Costs]
     """The costs that an outcome of the race corrects."""
     is_refilled: bool
+    decoder_with: Callable[[ControlledBy], Decoder]
+    """Makes the decoder of the same rounds for rows with `Controls`."""
+
+    def controlled(self, process: Processor | None = None) -> Setup:
+        """The same setup for rows with `Controls`, whose logits this function changes, too."""
+        return dataclasses.replace(self, decoder=self.decoder_with(ControlledBy(process)))
 
     def after_race(self, outcome: Outcome) -> Setup:
         """The same decoder, planned with the outcome of the race."""
@@ -109,22 +115,32 @@ class Setup:
 
 @functools.lru_cache(maxsize=64)
 def make_decoder(
-    own: Program, config: ModelConfig, drafting: Drafting | None, cache_dtype: str, pad_rows: int = 1
+    own: Program,
+    config: ModelConfig,
+    drafting: Drafting | None,
+    cache_dtype: str,
+    pad_rows: int = 1,
+    controlled: ControlledBy | None = None,
 ) -> Decoder:
     """The functions of a static configuration, which are compiled once for each and for each program `own`.
 
     Without `drafting` rows are padded to `pad_rows`.
     """
+    process = None if controlled is None else controlled.process
     if drafting is None:
-        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, own)
+        return Decoder(config, make_plain_step(config, pad_rows, process), None, cache_dtype, own, controlled)
     kind, tree, scheme, rule = drafting.config, drafting.tree, drafting.scheme, drafting.accept_rule
     if drafting.mesh is not None:
         overlapped = method_of(kind).overlapped
         if overlapped is None:
             raise ValueError(f"a {kind.kind} drafter cannot run on devices of its own: place() both models on one mesh")
+        if controlled is not None:
+            raise ValueError(
+                "a drafter on devices of its own: rows may change no logits and ask for no log-probabilities"
+            )
         return overlapped(config, kind, tree, scheme, rule, drafting.mesh, cache_dtype, own)
     drafter = make_drafter(config, kind, tree, cache_dtype, scheme, drafting.reuse)
-    return Decoder(config, make_step(config, drafter, rule), drafter, cache_dtype, own)
+    return Decoder(config, make_step(config, drafter, rule, process), drafter, cache_dtype, own, controlled)
 
 
 def set_up(
@@ -160,7 +176,8 @@ def set_up(
     dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
     pad_rows = asked.pad_rows if drafting is None else 1
     # first of all, because it refuses what no drafter can grow
-    decoder = make_decoder(own, params.target_config, drafting, dtype, pad_rows)
+    make = functools.partial(make_decoder, own, params.target_config, drafting, dtype, pad_rows)
+    decoder = make()
     costs_after: Any = None
     if plan.tree is not None and plan.is_adaptive:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
@@ -172,7 +189,7 @@ def set_up(
         race = None
     models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
     is_exact = own.isa != native.OFF or (params.precision == "exact" and params.mesh is None)
-    return Setup(decoder, models, costs, plan, drafting, race, is_exact, costs_after, is_refilled)
+    return Setup(decoder, models, costs, plan, drafting, race, is_exact, costs_after, is_refilled, make)
 
 
 def _plan(

@@ -135,6 +135,37 @@ class Verdict:
         return jnp.take_along_axis(self.emitted, self.num_accepted[:, None], 1)[:, 0]
 
 
+MOST_BAD_WORDS, LONGEST_BAD_WORD = 64, 8
+"""The largest number of forbidden sequences of a row, and of tokens of one. Single tokens are not among them."""
+MOST_LOGPROBS = 20
+"""The largest number of likeliest tokens whose log-probabilities a row may ask for."""
+
+
+@flax.struct.dataclass
+class Controls:
+    """What changes the target's logits before temperature, per row (`infer/controls.py`), and what is told of them."""
+
+    is_used: Bool[Array, "B"]
+    """Rows whose logits change. Those of the others keep their bits."""
+    bias: Float[Array, "B V"]
+    """Added to the logits; -inf for single tokens that are forbidden."""
+    bad_words: Int[Array, "B 64 8"]
+    """Forbidden sequences of 2 to 8 tokens, right-aligned, padded with NO_TOKEN."""
+    prompt: Bool[Array, "B V"]
+    """Tokens of the prompt."""
+    prompt_length: Int[Array, "B"]
+    min_length: Int[Array, "B"]
+    """The number of tokens, prompt included, before which no end token may come."""
+    repetition: Float[Array, "B"]
+    frequency: Float[Array, "B"]
+    presence: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+    num_logprobs: Int[Array, "B"]
+    """How many of the likeliest tokens a row wants to know; -1: it wants no log-probabilities at all."""
+    processed: Bool[Array, "B"]
+    """Whether log-probabilities are those of the distribution from which the row draws."""
+
+
 @flax.struct.dataclass
 class SamplingParams:
     """Sampling settings per row. The arrays are traced, so a changed value compiles nothing.
@@ -148,6 +179,8 @@ class SamplingParams:
     all_greedy: bool = flax.struct.field(pytree_node=False, default=False)
     """True states that every temperature is 0, and the program then has no branch for draws. The field is static, so it
     is set only on devices where a branch costs more than a second program."""
+    controls: Controls | None = None
+    """None: no row has any, and the program has no code for them."""
     unfiltered: bool = flax.struct.field(pytree_node=False, default=False)
     """True states that no sampled row has top-k or top-p. The field is static, as `all_greedy` is."""
 
@@ -238,6 +271,26 @@ class Control:
 
 
 @flax.struct.dataclass
+class Logprobs:
+    """Log-probabilities of the tokens of a row's text. Those of the prompt have no meaning."""
+
+    chosen: Float[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
+    """That of each token."""
+    tokens: Int[Array, "B T _"] = flax.struct.field(metadata=named(ROWS, SLOTS))
+    """The likeliest tokens in its place, likeliest first."""
+    values: Float[Array, "B T _"] = flax.struct.field(metadata=named(ROWS, SLOTS))
+
+
+@flax.struct.dataclass
+class Controlled:
+    """What the decode of a program with `Controls` remembers of each row."""
+
+    counts: Int[Array, "B V"]
+    """How often each token is among the new ones."""
+    logprobs: Logprobs
+
+
+@flax.struct.dataclass
 class DecodeState:
     """The carry of the decode loop. The first axis of every array is rows, also in the drafter's own state."""
 
@@ -251,6 +304,24 @@ class DecodeState:
     stats: DecodeStats
     control: Control | None = None
     """None if all nodes of the tree are verified in every round."""
+    controlled: Controlled | None = None
+    """None unless the settings of sampling have `controls`."""
+
+
+Processor = Callable[[Any, Any, Any, Any], Any]
+"""`f(logits [B, N, V], tokens [B, T], length [B], path [B, N, D]) -> logits` (`settings.Processing`)."""
+
+
+@flax.struct.dataclass
+class Past:
+    """What is known of each row when the logits of a round are changed."""
+
+    tokens: Int[Array, "B T"]
+    length: Int[Array, "B"]
+    counts: Int[Array, "B V"]
+    eos: Int[Array, "B num_eos"]
+    process: Processor | None = flax.struct.field(pytree_node=False, default=None)
+    """The caller's function of the logits."""
 
 
 @flax.struct.dataclass
@@ -281,6 +352,8 @@ class RoundInputs:
     """Rows that are not done. Drafts of other rows have no meaning."""
     stop: Stop | None = None
     """None: chains grow to their full depth."""
+    past: Past | None = None
+    """What the rows' `Controls` read, so that drafts are made for the same distribution. None: they are not applied."""
 
 
 class Candidates(NamedTuple):

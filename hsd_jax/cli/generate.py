@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
     options.add_record(text, SamplingSettings, *kinds, **of_chat)
     what: Any = {"type": lambda token: int(token) if token.isdigit() else token, "nargs": "+", "metavar": "TOKEN"}
     options.add_record(text, SamplingSettings, "eos", eos=what)
+    bias: Any = {"type": options.value_of(Json[dict[str, float]]), "metavar": "JSON"}
+    words: Any = {"type": _ids, "metavar": "N,N"}
+    options.add_record(text, SamplingSettings, "logit_bias", "bad_words", logit_bias=bias, bad_words=words)
     either.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
     options.add_text_settings(parser, **defaults)
 
@@ -65,9 +69,17 @@ def _tools(path: str) -> list[dict[str, Any]]:
     return parse(Json[list[dict[str, Any]]], Path(path).read_text(encoding="utf-8"), path)
 
 
+@options.checked
+def _ids(text: str) -> list[int]:
+    return [int(token) for token in text.split(",")]
+
+
 def run(args: argparse.Namespace) -> int:
     """Continues the prompts of the command line."""
     texts = [read_prompt(prompt, args) for prompt in args.prompt]
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(args, name, None) is not None and not args.json:
+            raise ValueError(f"--{name.replace('_', '-')} needs --json")
     import hsd_jax
 
     params = options.load_params(args)
@@ -137,6 +149,17 @@ def _summary(args, num_tokens: int, stats, seconds: float, note: str, timed: int
     )
 
 
+def _told(found: Any) -> list[dict[str, Any]] | None:
+    """Log-probabilities, token by token. Those of the first token of a prompt are null."""
+    if found is None:
+        return None
+    told = []
+    for chosen, tokens, values in zip(*(x.tolist() for x in found), strict=True):
+        likeliest = [{"token": token, "logprob": value} for token, value in zip(tokens, values, strict=True)]
+        told.append(None if math.isnan(chosen) else {"logprob": chosen, "likeliest": likeliest})
+    return told
+
+
 def _record(out, args: argparse.Namespace) -> dict:
     rows = range(len(out.num_tokens))
     return {
@@ -145,6 +168,8 @@ def _record(out, args: argparse.Namespace) -> dict:
         "num_tokens": out.num_tokens.tolist(),
         "finish_reason": out.finish_reason,
         "stop_reason": out.stop_reason,
+        "logprobs": [_told(one) for one in out.logprobs],
+        "prompt_logprobs": [_told(one) for one in out.prompt_logprobs],
         "seed": out.stats.per_row.seed.tolist(),
         "defaults": out.stats.defaults,
         "tau": out.stats.tau,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import of_first
-from hsd_jax.infer import adapt
+from hsd_jax.infer import adapt, controls
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer.plain import make_plain_block
 from hsd_jax.infer.round import Step
@@ -40,7 +40,9 @@ from hsd_jax.types import (
     Drafter,
     DrawScheme,
     Limits,
+    Logprobs,
     ModelOutput,
+    Processor,
     SamplingParams,
 )
 
@@ -78,7 +80,9 @@ NO_DRAFTER = Drafter(*[lambda *_: None] * 4, DrawScheme.ARBITRARY, max_depth=0) 
 """Stands in for the drafter of plain decoding, which drafts nothing."""
 
 
-def make_begin(config: ModelConfig, drafter: Drafter, cache_dtype=jnp.float32) -> Callable[..., DecodeState]:
+def make_begin(
+    config: ModelConfig, drafter: Drafter, cache_dtype=jnp.float32, has_controls: bool = False
+) -> Callable[..., DecodeState]:
     """Makes `begin(tokens [B, P], length [B], keys, limits, costs, capacity=) -> DecodeState`.
 
     It returns the state before any prompt is read. A row that may get no new token is done.
@@ -106,13 +110,16 @@ def make_begin(config: ModelConfig, drafter: Drafter, cache_dtype=jnp.float32) -
             keys=keys,
             stats=DecodeStats(zeros, jnp.zeros((batch, drafter.max_depth + 1), jnp.int32), zeros),
             control=None if costs is None else adapt.first_control(batch, costs.level_seconds is not None),
+            controlled=controls.first_controlled(batch, config.vocab_size, capacity + 1) if has_controls else None,
         )
         return row_lib.placed(state)
 
     return begin
 
 
-def make_prefill(config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=jnp.float32) -> Callable:
+def make_prefill(
+    config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=jnp.float32, has_controls: bool = False
+) -> Callable:
     """Makes `prefill(models, tokens, length, keys, limits, num_chunks, state, costs, capacity=)`.
 
     `tokens` [B, P] are the padded prompts, `length` [B] their lengths. Prompts are read in chunks against the cache.
@@ -123,7 +130,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=
 
     `chunk` is the largest number of tokens per row that a pass reads.
     """
-    begin = make_begin(config, drafter, cache_dtype)
+    begin = make_begin(config, drafter, cache_dtype, has_controls)
 
     def prefill(
         models: dict,
@@ -163,6 +170,33 @@ def make_prefill(config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=
     return prefill
 
 
+def make_score(config: ModelConfig, chunk: int, cache_dtype=jnp.float32) -> Callable[..., Logprobs]:
+    """Makes `score(models, tokens [B, P], length [B], capacity=) -> Logprobs`, those of the prompts' tokens.
+
+    The target reads the prompts once more, because prefill computes no logits. Nothing precedes the first token.
+    """
+
+    def score(models: dict, tokens: Int[Array, "B P"], length: Int[Array, "B"], *, capacity: int) -> Logprobs:
+        batch, num = tokens.shape
+        size, slots = min(num, chunk), cache_lib.layer_slots(config, capacity)
+        cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity)
+        following = jnp.roll(tokens, -1, 1)
+
+        def read(index: Array, carry):
+            cache, told = carry
+            start = index * size
+            now, after = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (tokens, following))
+            output, cache = read_chunk(models["target"], config, cache, now, start, length)
+            found = controls.told_of(output.logits, after)
+            put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, start + 1, 1)  # noqa: E731
+            return cache, jax.tree.map(put, told, found)
+
+        begin = row_lib.placed((cache, controls.none_told(batch, num + 1, config.vocab_size)))
+        return lax.fori_loop(0, -(-jnp.max(length) // size), read, begin)[1]
+
+    return score
+
+
 Rows = tuple[DecodeState, SamplingParams, Limits]
 """Everything that a row of a running decode consists of."""
 
@@ -192,7 +226,7 @@ def drafter_after(
     return state if drafter.ready is None else drafter.ready(models, state)
 
 
-def make_loop(config: ModelConfig, step: Step, drafter: Drafter) -> Callable:
+def make_loop(config: ModelConfig, step: Step, drafter: Drafter, process: Processor | None = None) -> Callable:
     """Makes `loop(models, costs, sampling, limits, num_rounds, least_live, state) -> state`.
 
     It runs rounds until `num_rounds` have run, until fewer than `least_live` >= 1 rows are not done, or until a cache
@@ -226,7 +260,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter) -> Callable:
         if costs is None or drafter.follow is None:
             return lax.while_loop(lambda carry: goes_on(*carry), round_of, begin)[1]
 
-        plain_block = make_plain_block(config, drafter)
+        plain_block = make_plain_block(config, drafter, process)
 
         def drafts_pay(carry):
             return goes_on(*carry) & ~adapt.is_waiting(carry[1], costs)
@@ -249,14 +283,22 @@ def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capa
     return (length * (~done).astype(length.dtype) + lookahead > capacity).any()
 
 
+class ControlledBy(NamedTuple):
+    """That rows have `Controls`, and the caller's function of the logits."""
+
+    process: Processor | None = None
+
+
 class Decoder:
     """The compiled functions of one configuration. Everything static is fixed here, and everything else is traced.
 
-    `own` is the record that they are traced for. None: that of this machine (`program_for`).
+    `own` is the record that they are traced for. None: that of this machine (`program_for`). Without `controlled` the
+    functions have no code for `Controls`.
     """
 
     begin: Callable[..., DecodeState]
     prefill: Callable[..., DecodeState]
+    score: Callable[..., Logprobs]
     insert: Callable[..., Rows]
     clear: Callable[..., DecodeState]
     loop: Callable[..., DecodeState]
@@ -268,18 +310,23 @@ class Decoder:
         drafter: Drafter | None = None,
         cache_dtype=jnp.float32,
         own: Program | None = None,
+        controlled: ControlledBy | None = None,
     ):
+        process, has_controls = None if controlled is None else controlled.process, controlled is not None
+        self.controlled_vocab = config.vocab_size if has_controls else None
+        """The size of the vocabulary if rows have `Controls`, else None."""
         self.drafter = drafter = NO_DRAFTER if drafter is None else drafter
         self.max_depth, self.lookahead = drafter.max_depth, drafter.most_written
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._program = program_for() if own is None else own
         self.chunk = CHUNK if self._program.isa == native.OFF else CHUNK_OF_KERNELS
-        self.begin = self.compile(make_begin(config, drafter, cache_dtype), static_argnames="capacity")
-        prefill = make_prefill(config, drafter, self.chunk, cache_dtype)
+        self.begin = self.compile(make_begin(config, drafter, cache_dtype, has_controls), static_argnames="capacity")
+        prefill = make_prefill(config, drafter, self.chunk, cache_dtype, has_controls)
         self.prefill = self.compile(prefill, static_argnames="capacity", donate_argnames="state")
+        self.score = self.compile(make_score(config, self.chunk, cache_dtype), static_argnames="capacity")
         self.insert = self.compile(insert, donate_argnums=0)
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)
-        self.loop = self.compile(make_loop(config, step, drafter), donate_argnums=6)
+        self.loop = self.compile(make_loop(config, step, drafter, process), donate_argnums=6)
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function`, jitted with the matmul precision and the kernels of the loop."""
@@ -292,6 +339,7 @@ class Decoder:
             tokens=cache_lib.pad_to(state.tokens, capacity + 1, axis=1, value=NO_TOKEN),
             cache=cache_lib.grow(state.cache, capacity, self._slots(capacity)),
             drafter=cache_lib.grow_all(state.drafter, capacity),
+            controlled=cache_lib.grow_all(state.controlled, capacity),
         )
 
     def with_room(self, state: DecodeState, longest: int, most_slots: int = UNBOUNDED) -> DecodeState:

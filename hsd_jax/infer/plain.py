@@ -15,23 +15,24 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.infer import controls
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.round import Step, advance, cut, or_invalid, root_of
 from hsd_jax.infer.rules.accept import verdict_of
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
-from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams
+from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, Processor, SamplingParams
 
 
-def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
+def make_plain_step(config: ModelConfig, pad_rows: int = 1, process: Processor | None = None) -> Step:
     """The transition that decodes one token per row, in a pass over `pad_rows` equal nodes of each row.
 
     Some CPUs multiply 4 rows of bfloat16 faster than 1.
     """
 
     def step(models, sampling, limits, state: DecodeState, costs=None) -> DecodeState:
-        return plain_round(config, models, sampling, limits, state, pad_rows)[0]
+        return plain_round(config, models, sampling, limits, state, pad_rows, process=process)[0]
 
     return step
 
@@ -44,6 +45,7 @@ def plain_round(
     state: DecodeState,
     pad_rows: int = 1,
     feature_layers: tuple[int, ...] = (),
+    process: Processor | None = None,
 ) -> tuple[DecodeState, ModelOutput, Int[Array, "B 1"], Int[Array, "B"]]:
     """One token per row: the state, the pass's output, the tokens, and how many of them rows commit, 0 or 1."""
     (root, position), sampling = root_of(state), sampling_lib.of_rows(sampling, ~state.done)
@@ -56,14 +58,21 @@ def plain_round(
         output = forward(
             models["target"], config, nodes, positions, mask, state.cache, feature_layers=feature_layers, active=active
         )
+    past, raw, told = controls.past_of(state, limits, process), output.logits[:, :1], None
     with jax.named_scope("judge"), native.only(~state.done):
-        drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
-        emitted = or_invalid(drawn, jnp.zeros_like(drawn), output, emits_argmax=True)
+        logits = raw if past is None else controls.transformed(raw, sampling, past, controls.no_path(batch))
+        drawn = sampling_lib.draw(state.keys, logits, position[:, None] + 1, sampling)
+        of_root, drawn_from = jnp.zeros_like(drawn), output
+        if past is not None:
+            drawn_from = dataclasses.replace(output, logits=logits)
+        emitted = or_invalid(drawn, of_root, drawn_from, emits_argmax=True)
         count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
+        if past is not None:
+            told = controls.logprobs_of(raw, logits, of_root, emitted, sampling)
     with jax.named_scope("commit"):
         first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
         cache = cache_lib.commit(state.cache, first, None, count, after=emitted)
-        return advance(state, emitted, count, done, cache, state.drafter), output, emitted, count
+        return advance(state, emitted, count, done, cache, state.drafter, told=told), output, emitted, count
 
 
 def follow_path(
@@ -102,7 +111,9 @@ def follow_path(
     return lax.fori_loop(0, -(-jnp.max(num_committed) // num), next_piece, state)
 
 
-def make_plain_block(config: ModelConfig, drafter: Drafter) -> Callable[..., tuple[DecodeState, Int[Array, ""]]]:
+def make_plain_block(
+    config: ModelConfig, drafter: Drafter, process: Processor | None = None
+) -> Callable[..., tuple[DecodeState, Int[Array, ""]]]:
     """Makes `plain_block(goes_on, models, sampling, limits, state) -> (state, num_rounds)`.
 
     It runs at most max_depth + 1 plain rounds inside a speculative loop, while `goes_on(num_rounds, state)`, and the
@@ -121,7 +132,7 @@ def make_plain_block(config: ModelConfig, drafter: Drafter) -> Callable[..., tup
         def round_of(carry):
             num_rounds, state, count, trail = carry
             state, output, emitted, committed = plain_round(
-                config, models, sampling, limits, state, feature_layers=drafter.feature_layers
+                config, models, sampling, limits, state, feature_layers=drafter.feature_layers, process=process
             )
             put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, num_rounds, 1)  # noqa: E731
             trail = tuple(map(put, trail, (emitted, output.hidden, *output.features)))

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.infer import adapt
+from hsd_jax.infer import adapt, controls
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.rules.accept import check_legal, without_bonus
-from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.infer.tree import ancestor_mask, path_tokens
 from hsd_jax.kernels import native, program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
@@ -32,7 +32,10 @@ from hsd_jax.types import (
     Drafter,
     DraftTree,
     Limits,
+    Logprobs,
     ModelOutput,
+    Past,
+    Processor,
     RoundInputs,
     SamplingParams,
     Stop,
@@ -47,8 +50,11 @@ leaves out drafts that do not pay. None: all nodes of the tree are verified.
 """
 
 
-def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
-    """The transition of a round. With `costs` it verifies only the drafts that pay, but always whole drawn trees."""
+def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule, process: Processor | None = None) -> Step:
+    """The transition of a round. With `costs` it verifies only the drafts that pay, but always whole drawn trees.
+
+    `process` changes the target's logits, if the rows have `Controls`.
+    """
     check_legal(rule, drafter.scheme, drafter.drafts_ahead)
     is_drawn = drafter.scheme in DRAWN_SCHEMES
 
@@ -64,14 +70,16 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         # What is learned has seen rejected drafts. If it decides how long a chain is, the chain must not share their
         # noise.
         keys_are_per_round = is_drawn and (rule.judges_jointly or costs is not None)
-        tree, drafter_state = draft(models, drafter, sampling, state, noise, keys_are_per_round, stop)
+        past = controls.past_of(state, limits, process)
+        tree, drafter_state = draft(models, drafter, sampling, state, noise, keys_are_per_round, stop, past)
         state, drafted = dataclasses.replace(state, drafter=drafter_state), tree
         if costs is not None:
             with jax.named_scope("adapt"):
                 tree = dataclasses.replace(tree, valid=adapt.select_nodes(tree, state, costs))
 
         output = target_pass(models, config, drafter, state, tree)
-        state, verdict, count = judge_and_commit(models, drafter, rule, sampling, limits, state, tree, output, noise)
+        judged = models, drafter, rule, sampling, limits, state, tree, output, noise
+        state, verdict, count = judge_and_commit(*judged, past)
         state = dataclasses.replace(state, drafter=cache_lib.undo_idle_rows(count, before.drafter, state.drafter))
         if costs is None:
             return state
@@ -95,6 +103,7 @@ def draft(
     noise: Float[Array, "B M V"],
     keys_are_per_round: bool = False,
     stop: Stop | None = None,
+    past: Past | None = None,
 ) -> tuple[DraftTree, Any]:
     """The tree of a round, and the drafter's state after it.
 
@@ -104,7 +113,9 @@ def draft(
     (root, position), live = root_of(state), ~state.done
     with jax.named_scope("draft"), native.only(live):
         keys = sampling_lib.round_row_keys(state.keys, position) if keys_are_per_round else state.keys
-        return drafter.draft(models, state.drafter, RoundInputs(root, position, keys, sampling, noise, live, stop))
+        return drafter.draft(
+            models, state.drafter, RoundInputs(root, position, keys, sampling, noise, live, stop, past)
+        )
 
 
 def target_pass(
@@ -128,19 +139,27 @@ def judge_and_commit(
     tree: DraftTree,
     output: ModelOutput,
     noise: Float[Array, "B M V"],
+    past: Past | None = None,
 ) -> tuple[DecodeState, Verdict, Int[Array, "B"]]:
     """The state after a tree is judged and its path committed, the verdict, and the number of tokens per row."""
-    live = ~state.done
+    live, drawn_from, told = ~state.done, output, None
+    if past is not None:
+        with jax.named_scope("controls"), native.only(live):
+            paths = path_tokens(tree, drafter.max_depth)
+            changed = controls.transformed(output.logits, sampling, past, paths)
+            drawn_from = dataclasses.replace(output, logits=changed)
     with jax.named_scope("judge"), native.only(live):
-        verdict = rule.judge(state.keys, tree, output.logits, sampling, state.length - 1, noise)
+        verdict = rule.judge(state.keys, tree, drawn_from.logits, sampling, state.length - 1, noise)
         verdict = without_bonus(verdict, tree)
-        emitted = or_invalid(verdict.emitted, verdict.path, output, rule.emits_argmax)
+        emitted = or_invalid(verdict.emitted, verdict.path, drawn_from, rule.emits_argmax)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
+        if past is not None:
+            told = controls.logprobs_of(output.logits, drawn_from.logits, verdict.path, emitted, sampling)
     with jax.named_scope("commit"), native.only(live):
         cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, count)
         drafter_state = drafter.commit(models, state.drafter, verdict, output, count)
         has_draft = jnp.any(tree.valid & (tree.depth > 0), 1)
-        return advance(state, emitted, count, done, cache, drafter_state, has_draft), verdict, count
+        return advance(state, emitted, count, done, cache, drafter_state, has_draft, told), verdict, count
 
 
 def or_invalid(
@@ -185,8 +204,12 @@ def advance(
     cache,
     drafter_state,
     has_draft: Bool[Array, "B"] | bool = False,
+    told: Logprobs | None = None,
 ) -> DecodeState:
-    """Appends `count` emitted tokens to every row. The token buffer of a finished row does not change."""
+    """Appends `count` emitted tokens to every row. The token buffer of a finished row does not change.
+
+    `told` are the log-probabilities of these tokens; None in a program without `Controls`.
+    """
     # Near the end of its buffer a finished row has no room for M tokens. The write then repeats its own tokens.
     start = jnp.minimum(state.length, state.tokens.shape[1] - emitted.shape[1])
     old = cache_lib.take_nodes(state.tokens, start[:, None] + jnp.arange(emitted.shape[1]), axis=1)
@@ -199,8 +222,13 @@ def advance(
         accepted_histogram=histogram + bins.astype(jnp.int32),
         num_drafted=state.stats.num_drafted + ((count > 0) & has_draft).astype(jnp.int32),
     )
+    controlled = state.controlled
+    if controlled is not None and told is not None:
+        is_new = jnp.arange(emitted.shape[1]) < count[:, None]
+        controlled = controls.remembered(controlled, emitted, is_new, state.length, told)
     return dataclasses.replace(
         state,
+        controlled=controlled,
         tokens=cache_lib.write_rows(state.tokens, kept, start, axis=1),
         length=state.length + count,
         done=done,

@@ -183,8 +183,12 @@ def without_exclusions(sampling: SamplingParams) -> SamplingParams:
 
 
 def of_rows(sampling: SamplingParams, rows: Bool[Array, "B"]) -> SamplingParams:
-    """The settings, with all other rows greedy. So they cause no branch of `if_any` to be taken."""
-    return dataclasses.replace(sampling, temperature=jnp.where(rows, sampling.temperature, 0.0))
+    """The settings, with all other rows greedy and without controls. They take no branch of `if_any`."""
+    controls = sampling.controls
+    if controls is not None:
+        num_logprobs = jnp.where(rows, controls.num_logprobs, -1)
+        controls = dataclasses.replace(controls, is_used=controls.is_used & rows, num_logprobs=num_logprobs)
+    return dataclasses.replace(sampling, temperature=jnp.where(rows, sampling.temperature, 0.0), controls=controls)
 
 
 def perturb(

@@ -5,6 +5,7 @@ All shapes are static, and all functions work on a batch. This module knows neit
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,14 +15,24 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer import levels
+from hsd_jax.infer import controls, levels
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.chains import Draft, Pick, chain_of, grow_chain
 from hsd_jax.infer.levels import NumLevels
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import TokensOfColumns, draft_columns, to_tokens
-from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Candidates, DraftTree, DrawScheme, Expand, Inject, RoundInputs
+from hsd_jax.types import (
+    DRAWN_SCHEMES,
+    NO_PARENT,
+    NO_TOKEN,
+    Candidates,
+    DraftTree,
+    DrawScheme,
+    Expand,
+    Inject,
+    RoundInputs,
+)
 
 
 def token_free(
@@ -62,6 +73,22 @@ def coupled_expand(expand: Expand, inputs: RoundInputs) -> Expand:
     return expand_coupled
 
 
+def controlled_expand(expand: Expand, inputs: RoundInputs, max_depth: int) -> Expand:
+    """`expand` with the logits that the row draws from (`controls.transformed`). Its carry has the paths, too."""
+    past = inputs.past
+    assert past is not None
+
+    def expand_controlled(level: Any, tokens: Array, parents: Array, carry: Any):
+        own, paths = carry
+        said, own = expand(level, tokens, parents, own)
+        is_here = jnp.arange(max_depth) == level - 1
+        paths = jnp.where(is_here, tokens[:, :, None], take_nodes(paths, parents, axis=1))
+        logits = controls.transformed(said.logits, inputs.sampling, past, paths, said.tokens)
+        return said._replace(logits=logits), (own, paths)
+
+    return expand_controlled
+
+
 def grow_tree(
     expand: Expand,
     carry: Any,
@@ -78,6 +105,11 @@ def grow_tree(
     only the temperature. A COUPLED tree uses the target's noise.
     """
     is_drawn, is_chain = scheme in DRAWN_SCHEMES, config.width == 1
+    if inputs.past is not None:
+        begin = carry, jnp.full((len(inputs.root), 1, config.depth), NO_TOKEN, jnp.int32)
+        changed, inputs = controlled_expand(expand, inputs, config.depth), dataclasses.replace(inputs, past=None)
+        tree, (carry, _) = grow_tree(changed, begin, inputs, config, scheme, num_levels)
+        return tree, carry
     if scheme is DrawScheme.COUPLED:
         expand = coupled_expand(expand, inputs)
     if is_chain and inputs.stop is not None:
@@ -183,6 +215,13 @@ def on_text(
     for _ in range(max_depth):
         found = is_root | (is_right & jnp.take_along_axis(found, jnp.maximum(tree.parents, 0), 1))
     return found
+
+
+def path_tokens(tree: DraftTree, max_depth: int) -> Int[Array, "B N D"]:
+    """The tokens from below the root to each node, its own last, then NO_TOKEN."""
+    levels = jnp.arange(1, max_depth + 1)
+    is_at = ancestor_mask(tree, max_depth)[:, :, None] & (tree.depth[:, None, None] == levels[:, None])
+    return jnp.max(jnp.where(is_at, tree.tokens[:, None, None], NO_TOKEN), -1)
 
 
 def ancestor_mask(tree: DraftTree, max_depth: int) -> Bool[Array, "B N N"]:

@@ -20,7 +20,7 @@ from hsd_jax.kernels import native, program, triton
 from hsd_jax.kernels.int8 import GroupedInt8, Int8, Kernel, Quantized
 from hsd_jax.types import INVALID_TOKEN
 
-MOST_BEST = 16
+MOST_BEST = 32
 """The largest k for which the CPU kernel, which keeps a sorted list, is used."""
 
 
