@@ -57,9 +57,7 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
     options.add_record(text, SamplingSettings, *kinds, **of_chat)
     what: Any = {"type": lambda token: int(token) if token.isdigit() else token, "nargs": "+", "metavar": "TOKEN"}
     options.add_record(text, SamplingSettings, "eos", eos=what)
-    bias: Any = {"type": options.value_of(Json[dict[str, float]]), "metavar": "JSON"}
-    words: Any = {"type": _ids, "metavar": "N,N"}
-    options.add_record(text, SamplingSettings, "logit_bias", "bad_words", logit_bias=bias, bad_words=words)
+    options.add_record(text, SamplingSettings, *options.OF_TOKENS, **options.OF_TOKENS)
     either.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
     options.add_text_settings(parser, **defaults)
 
@@ -67,11 +65,6 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
 @options.checked
 def _tools(path: str) -> list[dict[str, Any]]:
     return parse(Json[list[dict[str, Any]]], Path(path).read_text(encoding="utf-8"), path)
-
-
-@options.checked
-def _ids(text: str) -> list[int]:
-    return [int(token) for token in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -268,12 +268,14 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
 def test_a_method_with_settings_of_the_text_is_compared_with_plain_decoding_that_has_them(folders, tmp_path):
     file, out = tmp_path / "methods.yaml", tmp_path / "out"
     lines = "tree: {tree: 5x3x2}", "few: {tree: 5x3x2, top_k: 2, stop: e}", "chain: {tree: 3x2x1, top_k: 2, stop: [e]}"
+    lines += ("held: {tree: 5x3x2, logit_bias: {7: 3.5}, bad_words: [8, [9, 9]], presence_penalty: 1}",)
     file.write_text("run: {repeats: 1, temperatures: [0.9]}\n" + "\n".join(lines))
     given = ["--prompts", folders.data, "--methods", file, "--max-new-tokens", "12", "--out", out]
     assert hsd("bench", *both(folders), *given, "--precision", "exact") == 0
     rows = {row["method"]: row for row in json.loads((out / "bench.json").read_text())["rows"]}
-    assert list(rows) == ["plain", "tree", "plain, few", "few", "chain"]
-    for name, rival in {"tree": "plain", "few": "plain, few", "chain": "plain, few"}.items():
+    assert list(rows) == ["plain", "tree", "plain, few", "few", "chain", "plain, held", "held"]
+    rivals = {"tree": "plain", "few": "plain, few", "chain": "plain, few", "held": "plain, held"}
+    for name, rival in rivals.items():
         assert rows[name]["same_text_as_plain"] == rows[name]["num_texts"] == 3
         assert rows[name]["num_tokens"] == rows[rival]["num_tokens"]
         assert rows[name]["over_plain"]["against"] == rival and rows[rival]["over_plain"] is None
