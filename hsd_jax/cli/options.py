@@ -211,7 +211,7 @@ def add_text_settings(parser: argparse.ArgumentParser, *names: str, **defaults: 
     """Declares length and sampling of the text: all settings, or those that are named."""
     group = parser.add_argument_group("sampling")
     changes = {name: {"default": value} for name, value in defaults.items()}
-    others = "eos", "stop", "include_stop", "tools", "template"
+    others = "eos", "stop", "prediction", "include_stop", "tools", "template"
     for kind in (Length, SamplingSettings):
         add_record(group, kind, *names, **changes | dict.fromkeys(others))
 
