@@ -57,10 +57,9 @@ class Row:
 
 NOTHING = Row([0], Sampling(max_new_tokens=0, eos=()))
 """Fills an unused row: it has one token, may get no other, and so is finished from the start."""
-_MAY_BE_LISTS = "eos", "prediction"
-"""Settings of which a single value may be a list. Their checks are their own."""
+_LISTS = "eos", "prediction"  # a single value of these may be a list
 _PARTS = parts_of(Length) | parts_of(SamplingSettings)
-ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(part.hint)) and name not in _MAY_BE_LISTS}
+ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(part.hint)) and name not in _LISTS}
 """The annotation of one row's value of each setting that rows have of their own."""
 
 
@@ -76,8 +75,8 @@ def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, 
     rows = [
         _row(f"prompt {row}", tokens, asked, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own
     ]
-    told = zip(rows, _predictions(params, asked.prediction, len(rows)), strict=True)
-    rows = [dataclasses.replace(row, prediction=one) for row, one in told]
+    told = _predictions(params, asked.prediction, len(rows))
+    rows = [dataclasses.replace(row, prediction=one) for row, one in zip(rows, told, strict=True)]
     return [dataclasses.replace(row, fold=row.fold + sample) for row in rows for sample in range(num_samples)]
 
 

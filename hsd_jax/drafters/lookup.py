@@ -101,10 +101,7 @@ class Copied(NamedTuple):
 def repetitions(
     tokens: Int[Array, "B Q"], num: Int[Array, "B"], context: Int[Array, "B T"], length: Int[Array, "B"], most: int
 ) -> Int[Array, "B Q"]:
-    """The number of tokens up to each place that equal the last ones of the context, at most `most`.
-
-    0 at the last of the `num` tokens of a row, because nothing follows it.
-    """
+    """How many tokens up to each place equal the last ones of the context, up to `most`; 0 where nothing follows."""
     place = jnp.arange(tokens.shape[1])
     run = jnp.zeros(tokens.shape, jnp.int32)
     goes_on = jnp.broadcast_to(place < num[:, None] - 1, tokens.shape)
@@ -154,10 +151,7 @@ def _copy(tokens: Int[Array, "B T"], length: Int[Array, "B"], first: Int[Array, 
 def find_in_prediction(
     told: Prediction, tokens: Int[Array, "B T"], length: Int[Array, "B"], config: LookupConfig
 ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """The place after the longest repetition of the end of the context in the prediction, and its length in tokens.
-
-    Of equally long ones the first at or after `told.place` counts, so that repetitive text is followed.
-    """
+    """As `find_repetition`, in the prediction. Of equally long ones the first at or after `told.place` counts."""
     num = told.tokens.shape[1]
     run = repetitions(told.tokens, told.length, tokens, length, config.max_ngram)
     run = jnp.minimum(run, length[:, None])  # before the first token of the context there is nothing to repeat
