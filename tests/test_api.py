@@ -429,6 +429,22 @@ def test_text_and_ids_end_before_the_first_stop_string(text_params, speculate, s
         assert one.text == hsd_jax.decode(text_params, "a", 32).text
 
 
+@pytest.mark.parametrize("speculate", [True, False])
+def test_log_probabilities_end_with_the_ids(text_params, speculate):
+    """Before a stop string, and with an end token."""
+    call = {"max_new_tokens": 32, "speculate": speculate, "logprobs": 2}
+    whole = hsd_jax.decode(text_params, "a", **call).logprobs[0]
+    assert len(whole.chosen) == 32
+    for ends in ({"stop": "😀"}, {"stop": "é"}, {"stop": "é", "include_stop": True}, {"eos": " "}):
+        one = hsd_jax.decode(text_params, "a", **call, **ends)
+        pieces = list(hsd_jax.stream(text_params, "a", rounds=1, **call, **ends))
+        joined = [np.concatenate(parts) for parts in zip(*[piece.logprobs for piece in pieces], strict=True)]
+        for found, streamed, wanted in zip(one.logprobs[0], joined, whole, strict=True):
+            assert len(found) == one.num_tokens[0] < 32
+            np.testing.assert_array_equal(found, wanted[: len(found)])
+            np.testing.assert_array_equal(streamed, found)
+
+
 def test_the_end_token_is_a_reason(text_params):
     result = hsd_jax.decode(text_params, ["a", "a"], [30, 3], eos=" ", stop="a")
     assert result.finish_reason == ["stop", "length"] and result.stop_reason == [ord(" "), None]

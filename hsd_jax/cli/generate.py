@@ -41,6 +41,7 @@ cat letter.txt | hsd generate --demo --json -
     tree = options.add_speculation(parser)
     options.add_record(tree, SpeculationSettings, "speculate", speculate={"help": "plain decoding: one token per pass"})
     output = parser.add_argument_group("output")
+    options.add_record(tree, SamplingSettings, "prediction", prediction={"type": _text, "metavar": "FILE"})
     options.add_record(output, SamplingSettings, "stop", "include_stop", "skip_special_tokens")
     options.add_record(output, Samples)
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -65,6 +66,11 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
 @options.checked
 def _tools(path: str) -> list[dict[str, Any]]:
     return parse(Json[list[dict[str, Any]]], Path(path).read_text(encoding="utf-8"), path)
+
+
+@options.checked
+def _text(path: str) -> str:
+    return with_unix_lines(decoded(Path(path).read_bytes(), path))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -165,6 +171,7 @@ def _record(out, args: argparse.Namespace) -> dict:
         "prompt_logprobs": [_told(one) for one in out.prompt_logprobs],
         "seed": out.stats.per_row.seed.tolist(),
         "defaults": out.stats.defaults,
+        "drafter": {name: counts.tolist() for name, counts in out.stats.per_row.drafter.items()},
         "tau": out.stats.tau,
         "lossy": out.stats.lossy,
         "num_target_passes": out.stats.num_target_passes,
