@@ -34,8 +34,9 @@ FEWEST_BATCHES = 8
 PLAINLY = Speculation(speculate=False)
 HOW = tuple(name for name in OF_SPECULATION if name not in ("tree", "speculate", "race", "pad_rows"))
 """The fields of `Speculation` that the record of a mode has."""
-TEXT = tuple(name for name in OF_TEXT if name not in ("max_new_tokens", "temperature", "seed", "tools", "template"))
-"""The settings of the text that a mode may have; the run gives the others."""
+_OF_RUN = "max_new_tokens", "temperature", "seed", "tools", "template", "prediction"
+TEXT = tuple(name for name in OF_TEXT if name not in _OF_RUN)
+"""The settings of the text that a mode may have. The run and its prompts give the others, and no prediction."""
 
 
 @dataclasses.dataclass(frozen=True)
