@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from oracles import lookup as lookup_oracle
 from oracles.prediction import Follower
-from support import setups
+from support import calls, setups
 from support.cases import cases
 from support.toy import VOCAB
 
@@ -25,6 +25,7 @@ from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.rules.accept import verdict_of
 from hsd_jax.pair import Params
 from hsd_jax.session import Session
+from hsd_jax.types import ModelOutput
 
 BATCH, ROOM, DEPTH = 200, 40, 4
 MAX_LEN, NEW = 128, 48
@@ -50,12 +51,13 @@ def test_drafts_and_counts_are_those_of_plain_loops(max_ngram, min_ngram):
     drafter = make_drafter(setups.VARIANTS["llama"], config, TreeConfig.chain(DEPTH))
     state = drafter.predict(LookupState(jnp.asarray(tokens), length), jnp.asarray(told), num_told)
 
-    @jax.jit
-    def after(state, text, num):
-        return drafter.commit(None, state, verdict_of(text, num), None, num)
+    def after(state, text, num, is_plain):
+        return (drafter.follow if is_plain else drafter.commit)(None, state, verdict_of(text, num), None, num)
 
+    after = jax.jit(after, static_argnums=3)
     find, seen = jax.jit(lambda state: lookup.copied(state, config, DEPTH)), set()
-    for _ in range(6):
+    for index in range(6):
+        is_plain = index % 3 == 2  # a round that drafts nothing
         found, text, num = find(state), np.zeros((BATCH, DEPTH + 1), np.int32), np.zeros(BATCH, np.int32)
         for row, (context, follower) in enumerate(rows):
             ngrams = [n for n in range(max_ngram, min_ngram - 1, -1) if lookup_oracle.draft(context, n, n, 1)]
@@ -71,13 +73,37 @@ def test_drafts_and_counts_are_those_of_plain_loops(max_ngram, min_ngram):
             right = rng.integers(0, DEPTH + 2)  # then another token
             drafts = [*found.tokens[row].tolist(), int(rng.integers(0, 7))]
             text[row] = [*drafts[:right], *rng.integers(0, 7, DEPTH + 1 - right)]
-            follower.add(at, text[row, : num[row]].tolist(), DEPTH)
+            follower.add(at, text[row, : num[row]].tolist(), 0 if is_plain else DEPTH)
             context += text[row, : num[row]].tolist()
-        state = after(state, jnp.asarray(text), jnp.asarray(num))
+        state = after(state, jnp.asarray(text), jnp.asarray(num), is_plain)
         for name in ("place", "followed", "accepted", "rejected"):
             wanted = [getattr(follower, name) for _, follower in rows]
             np.testing.assert_array_equal(getattr(state.prediction, name), wanted, err_msg=name)
     assert seen == {(is_other, is_found) for is_other in (True, False) for is_found in (True, False)}
+
+
+def test_a_repetition_is_not_longer_than_the_context():
+    state = LookupState(jnp.asarray([[5, 0, 0]]), jnp.asarray([1]))
+    drafter = make_drafter(setups.VARIANTS["llama"], LookupConfig(), CHAIN)
+    told = drafter.predict(state, jnp.asarray([[5, 5, 9, 5]]), jnp.asarray([4])).prediction
+    told = dataclasses.replace(told, followed=jnp.asarray([0]))
+    assert lookup.find_in_prediction(told, state.tokens, state.length, LookupConfig()) == (1, 1)
+
+
+def test_plain_rounds_reject_nothing():
+    """Of a drafter beside lookup, whose own plain rounds these are too; `both` hands them on."""
+    setup, call = setups.setup("llama", "both"), calls.mixed_call()
+    drafter, num = setup.drafter, setup.drafter.max_depth + 1
+    tokens, length, *_ = call.arrays()
+    told = jnp.zeros((call.batch, 8), jnp.int32), jnp.full(call.batch, 8)
+    state = drafter.predict(drafter.init(tokens, length, calls.CAPACITY), *told)
+    hidden, count = jnp.zeros((call.batch, num, setup.config.hidden_size)), jnp.full(call.batch, num)
+    output = ModelOutput(None, hidden, (hidden,) * len(drafter.feature_layers), None)
+    args = setup.models, state, verdict_of(jnp.ones((call.batch, num), jnp.int32), count), output, count
+    found = drafter.counts(jax.jit(drafter.follow)(*args))
+    assert {name: counted.tolist() for name, counted in found.items()} == {
+        f"{name}_prediction_tokens": [0] * call.batch for name in ("accepted", "rejected")
+    }
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
