@@ -221,11 +221,11 @@ def test_a_seed_that_the_system_draws_is_reported_and_gives_the_text_again(param
 
 def test_sampling_defaults_of_the_checkpoint_are_taken_where_asked_and_reported(folders, tmp_path):
     shutil.copytree(folders / "ids", tmp_path / "target")
-    said = {"do_sample": True, "temperature": 0.6, "top_k": 5, "top_p": 0.9, "max_new_tokens": 3}
+    said = {"do_sample": True, "temperature": 2.5, "top_k": 9, "top_p": 0.9, "max_new_tokens": 3}
     (tmp_path / "target" / "generation_config.json").write_text(json.dumps(said))
     params = hsd_jax.load(target=tmp_path / "target", precision="exact", max_len=MAX_LEN)
     call, taken = functools.partial(hsd_jax.decode, params, [1], 12, seed=[3]), {}
-    for own, used in [({}, said), ({"temperature": 1.5, "top_p": None}, said | {"temperature": 1.5, "top_p": None})]:
+    for own, used in [({}, said), ({"temperature": 3.5, "top_p": None}, said | {"temperature": 3.5, "top_p": None})]:
         taken = {name: said[name] for name in ("temperature", "top_k", "top_p") if name not in own}
         wanted = call(**{name: used[name] for name in ("temperature", "top_k", "top_p")})
         found = call(defaults="checkpoint", **own)
