@@ -36,7 +36,7 @@ LAYERS = [
     "cli",
 ]
 INFER_LAYERS = [
-    "sampling chains levels tree",
+    "sampling controls chains levels tree",
     "rules",
     "adapt",
     "round",
