@@ -21,6 +21,7 @@ import hsd_jax
 from hsd_jax import inputs
 from hsd_jax import setup as setup_lib
 from hsd_jax.config import NO_REUSE
+from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import controls
 from hsd_jax.infer import tree as tree_lib
 from hsd_jax.session import TokenLogprobs
@@ -245,6 +246,24 @@ def test_streams_draw_what_calls_draw():
     for piece in hsd_jax.stream(params, rows.prompts, controlled.NEW_TOKENS, rounds=2, **rows.settings()):
         found[piece.row] += piece.tokens.tolist()
     assert found == texts(decoded(params, rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["data=2", "model=2", "data=2,model=2"])
+def test_rows_with_settings_on_several_devices(spec):
+    """Calls, sessions and log-probabilities; other devices may round the last bits in another way."""
+    params, rows = pair("small_lm", "8x4x2"), batch("bias", ("none", "all"))
+    placed = hsd_jax.place(params, make_mesh(spec))
+    wanted = decoded(params, rows, logprobs=3, speculate=False)
+    result = decoded(placed, rows, logprobs=3)
+    assert texts(result) == texts(wanted)
+    for found, one in zip(result.logprobs, wanted.logprobs, strict=True):
+        np.testing.assert_allclose(found.chosen, one.chosen, atol=controlled.TOLERANCE)
+        np.testing.assert_allclose(found.values, one.values, atol=controlled.TOLERANCE)
+    with hsd_jax.Session(placed, slots=4) as session:
+        for answer in session.generate(rows.requests(prompt_logprobs=0)):
+            assert answer.tokens.tolist() == texts(wanted)[answer.index]
+            assert len(answer.prompt_logprobs.chosen) == len(rows.prompts[answer.index])
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import calls, setups
+from support.toy import VOCAB
 
 from hsd_jax.axes import CACHE, ROWS, SLOTS, axes_of
-from hsd_jax.infer import adapt, rows
+from hsd_jax.infer import adapt, controls, rows
 from hsd_jax.types import DecodeState
 
 BATCH, SMALL, LARGE = 6, 32, 64
@@ -25,11 +26,12 @@ KINDS += ["hot_skip", "path_ahead", "rescored_lm", "rescored_hidden", "stack_sta
 
 @functools.cache
 def shapes_of(proposer: str, batch: int = BATCH, capacity: int = LARGE) -> DecodeState:
-    """A state as decodes begin with it, and what they learn of their drafts."""
+    """A state as decodes begin with it, and what they learn of their drafts and remember of their tokens."""
     call, decoder = calls.mixed_call().rows(list(range(batch))), setups.setup("llama", proposer).decoder
 
     def begin(*arrays: Any) -> DecodeState:
-        return dataclasses.replace(decoder.begin(*arrays, capacity=capacity), control=adapt.first_control(batch, True))
+        begun, known = decoder.begin(*arrays, capacity=capacity), controls.first_controlled(batch, VOCAB, capacity + 1)
+        return dataclasses.replace(begun, control=adapt.first_control(batch, True), controlled=known)
 
     return jax.eval_shape(begin, *call.arrays()[:4])
 
