@@ -12,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import controls as oracle
-from support import controlled, toy
+from support import controlled, setups, toy
 from support.cases import cases
 from support.controlled import DRAFTERS, OF_CALLS, TREES, batch, decoded, pair, texts
 from support.texts import first_difference
 
 import hsd_jax
 from hsd_jax import inputs
+from hsd_jax import setup as setup_lib
+from hsd_jax.config import NO_REUSE
 from hsd_jax.infer import controls
+from hsd_jax.infer import tree as tree_lib
 from hsd_jax.session import TokenLogprobs
 from hsd_jax.settings import Sampling
 from hsd_jax.types import Past
@@ -79,6 +82,40 @@ def test_speculative_text_is_plain_text(drafter, tree):
     assert (by_setting > 0).all(), dict(zip(controlled.OWN, by_setting, strict=True))
 
 
+OTHERS = [name for name in setups.OF_EACH_KIND.values() if name not in ("beam", "eagle", "lookup", "small_lm", "both")]
+OTHERS += [
+    "branching",
+    "small_lm_branching",
+    "hot",
+    "hot_skip",
+    "hot_ahead",
+    "sum",
+    "path_ahead",
+    "block",
+    "sd2_branching",
+]
+
+UNSURE = "medusa", "pearl"
+"""Those that estimate nothing of their drafts."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "adaptive"),
+    [*((name, False) for name in OTHERS), *((name, True) for name in OTHERS if name not in UNSURE)],
+)
+def test_every_kind_of_drafter_drafts_for_rows_with_settings(name, adaptive):
+    """Those that read the changed logits, those that have columns for some tokens alone, and those that do neither."""
+    one = setups.PROPOSERS[name]
+    params = setups.params_of(name, max_len=controlled.MAX_LEN, precision="exact", tree=one.tree)
+    how = {"adaptive": adaptive, **({"reuse": str(one.reuse)} if one.reuse != NO_REUSE else {})}
+    for call in OF_CALLS:
+        result = decoded(params, batch(call), **how)
+        wanted = texts(decoded(pair("lookup"), batch(call), speculate=False))
+        assert first_difference(texts(result), wanted) is None, call
+        assert result.stats.accepted_histogram[1:].sum() > 0
+
+
 @pytest.mark.parametrize(("drafter", "tree"), cases(FAST, slow=FAST[2:4]))
 def test_a_row_without_settings_is_the_same_beside_others(drafter, tree):
     """Its text and its rounds: its drafts and their logits have not changed."""
@@ -91,13 +128,28 @@ def test_a_row_without_settings_is_the_same_beside_others(drafter, tree):
     np.testing.assert_array_equal(found, alone.stats.per_row.accepted_histogram)
 
 
-@pytest.mark.parametrize("drafter", ["hidden", "small_lm"])
-def test_drafts_are_made_for_the_changed_distribution(drafter):
-    """Penalties that change nearly every token cost little of the acceptance."""
+@pytest.mark.parametrize("drafter", cases(["hidden", "small_lm"], slow=["hidden"]))
+def test_drafts_are_made_for_the_changed_distribution(monkeypatch, drafter):
+    """A third of the tokens is forbidden and others are drawn once at most: drafts that do not know it are refused."""
     params, rows = pair(drafter, "8x4x2"), batch("rows", ("frequency",) * 8)
-    changed, bare = (decoded(params, one, eos=()) for one in (rows, unsettled(rows)))
-    assert texts(changed) != texts(bare)
-    assert changed.stats.tau > 0.75 * bare.stats.tau, (changed.stats.tau, bare.stats.tau)
+    changes = {"bad_words": [(token,) for token in range(0, toy.VOCAB, 3)], "frequency_penalty": 2.0, "eos": ()}
+    known = decoded(params, rows, **changes)
+    setup_lib.make_decoder.cache_clear()
+    monkeypatch.setattr(tree_lib, "controlled_expand", forgetful)
+    forgotten = decoded(params, rows, **changes)
+    setup_lib.make_decoder.cache_clear()
+    assert texts(known) == texts(forgotten)
+    assert known.stats.mean_accepted > 1.3 * forgotten.stats.mean_accepted, (known.stats.tau, forgotten.stats.tau)
+
+
+def forgetful(expand, inputs, max_depth):
+    """`tree.controlled_expand` that changes no logits."""
+
+    def expand_unchanged(level, tokens, parents, carry):
+        said, own = expand(level, tokens, parents, carry[0])
+        return said, (own, carry[1])
+
+    return expand_unchanged
 
 
 def test_other_values_compile_nothing():
