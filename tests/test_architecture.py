@@ -36,7 +36,7 @@ LAYERS = [
     "cli",
 ]
 INFER_LAYERS = [
-    "sampling controls chains levels tree",
+    "sampling chains controls levels tree",
     "rules",
     "adapt",
     "round",
