@@ -273,7 +273,7 @@ CHANGES = {
 
 def changes_logits(asked: Sampling) -> bool:
     """Whether a row has a setting that changes logits."""
-    return any(getattr(asked, name) != default for name, default in CHANGES.items())
+    return any((getattr(asked, name) or default) != default for name, default in CHANGES.items())
 
 
 def needs_controls(rows: Iterable[Row]) -> bool:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
+import numpy as np
 from pydantic import BeforeValidator, Field
 
 from hsd_jax.config import NO_REUSE_FORM, FeatureLayer, Precision, Quantized, TreeConfig
@@ -69,14 +70,14 @@ if TYPE_CHECKING:
 else:
     Bias = Annotated[
         dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]] | None,
-        BeforeValidator(lambda x: {_as_int(k): v for k, v in x.items()} if isinstance(x, Mapping) else x),
+        BeforeValidator(lambda x: {_plain(k): _plain(v) for k, v in x.items()} if isinstance(x, Mapping) else x),
     ]
     """By token id. JSON has texts as keys."""
     BadWords = Annotated[
         tuple[
             Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=LONGEST_BAD_WORD)], ...
         ],
-        BeforeValidator(lambda x: _as_words(x) if isinstance(x, (list, tuple)) else x),
+        BeforeValidator(lambda x: _as_words(x) if isinstance(x, (list, tuple, np.ndarray)) else x),
     ]
     """Sequences of token ids. An id alone is a sequence of one."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -86,12 +87,15 @@ Tool = dict[str, Any] | Callable[..., Any]
 """A JSON schema, or a function from which transformers makes one."""
 
 
-def _as_int(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
+def _plain(value: Any) -> Any:
+    """A number of numpy, or a token id as a key of JSON, as one of Python."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _as_words(words: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(word) if isinstance(word, (list, tuple)) else (word,) for word in words)
+    several = list, tuple, np.ndarray
+    return tuple(tuple(map(_plain, word)) if isinstance(word, several) else (_plain(word),) for word in words)
 
 
 class Length(TypedDict, total=False):
@@ -220,7 +224,7 @@ class Processing(TypedDict, total=False):
     """A pure function `f(logits [B, N, V], tokens [B, T], length [B], path [B, N, D]) -> logits` of jax arrays. It is
     traced into the loop and changes the logits of N nodes of each row. The text before a node is `tokens[:length]`, the
     prompt included, and then its path: drafted tokens up to the node's own, then -1. It comes after the other settings
-    of logits and before temperature. Each function has programs of its own.
+    of logits and before temperature, and drafters call it with their own logits. Each function has programs of its own.
 
     For example a regular expression, as a table of states: `table[state, token]` is the next state, or negative if the
     token is not allowed. Here the prompts have 12 tokens:

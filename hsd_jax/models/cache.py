@@ -192,7 +192,7 @@ def grow_all(state: Any, capacity: int) -> Any:
     """A drafter's state with room for `capacity` tokens per row in all its caches and texts. No cache is a ring."""
 
     def larger(axes: Axes, x: Array) -> Array:
-        return pad_to(x, capacity + 1, axis=1) if axes == (ROWS, SLOTS) else x
+        return pad_to(x, capacity + 1, axis=1) if axes[:2] == (ROWS, SLOTS) else x
 
     is_cache = lambda x: isinstance(x, KVCache)  # noqa: E731
     state = jax.tree.map(lambda x: grow(x, capacity) if is_cache(x) else x, state, is_leaf=is_cache)

@@ -40,8 +40,10 @@ def check_claim(
     `here` may be some of the settings there; in a recipe all must be the same. What an earlier version had no name for
     has the value of `usual` there.
     """
-    there, here = ({**json.loads(json.dumps(usual or {})), **read_json(path)}, json.loads(json.dumps(here)))
-    there, here = flattened(there), flattened(here)
+    before, there, here = (
+        flattened(x) for x in (json.loads(json.dumps(usual or {})), read_json(path), json.loads(json.dumps(here)))
+    )
+    there = before | there
     others = [name for name in there if is_recipe and not name.startswith(VERSIONS)]
     for name in (*here, *others):
         old, new = (values.get(name, "missing") for values in (there, here))
