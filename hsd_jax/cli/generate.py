@@ -43,6 +43,7 @@ cat letter.txt | hsd generate --demo --json -
     output = parser.add_argument_group("output")
     options.add_record(tree, SamplingSettings, "prediction", prediction={"type": _text, "metavar": "FILE"})
     options.add_record(output, SamplingSettings, "stop", "include_stop", "skip_special_tokens")
+    options.add_record(output, SamplingSettings, "logprobs", "prompt_logprobs")
     options.add_record(output, Samples)
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
