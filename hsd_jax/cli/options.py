@@ -225,17 +225,8 @@ def add_text_settings(parser: argparse.ArgumentParser, *names: str, **defaults: 
     group = parser.add_argument_group("sampling")
     changes = {name: {"default": value} for name, value in defaults.items()}
     changes["defaults"] = {"type": str, "choices": ["checkpoint"]}
-    others = (
-        "eos",
-        "stop",
-        "include_stop",
-        "skip_special_tokens",
-        "prediction",
-        "tools",
-        "template",
-        "logit_bias",
-        "bad_words",
-    )
+    others = ["eos", "stop", "include_stop", "skip_special_tokens", "prediction", "tools", "template"]
+    others += ["logit_bias", "bad_words", "logprobs", "prompt_logprobs"]
     for kind in (Length, SamplingSettings):
         add_record(group, kind, *names, **changes | dict.fromkeys(others))
 
