@@ -74,7 +74,7 @@ class _Server:
         """An endpoint that asks for the key."""
 
         async def endpoint(request: Request) -> Response:
-            said = request.headers.get("authorization", "").encode("utf-8", "replace")
+            said = request.headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
             if self.key is not None and not hmac.compare_digest(said, b"Bearer " + self.key):
                 raise Refused(401, "the API key is missing or wrong", code="invalid_api_key")
             return await answer(request)

@@ -53,7 +53,7 @@ class Job:
     """A request: its rows, and what came of them so far."""
 
     rows: Sequence[Row]
-    wake: Callable[[], None] = lambda: None
+    wake: Callable[[], object] = lambda: None
     """Called by the engine's thread when there is something new."""
     is_plain: bool = False
     """Whether its rows get no drafts."""

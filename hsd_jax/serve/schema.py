@@ -261,13 +261,12 @@ def _content_of(prediction: dict[str, Any]) -> str:
 
 
 def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
-    """The tokens of a word, and those after a space if they are as many and begin otherwise (as in vLLM)."""
-    own, spaced = (
-        tuple(tokenizer.raw.encode(text, add_special_tokens=False).ids) for text in (word, f" {word.lstrip()}")
-    )
+    """The tokens of a word, and those after a space unless they hold the others."""
+    texts = word, f" {word.lstrip()}"
+    own, spaced = (tuple(tokenizer.raw.encode(text, add_special_tokens=False).ids) for text in texts)
     if not own:
         raise Refused(400, "bad_words: an empty word", "bad_words")
-    return [own, *([spaced] if len(spaced) == len(own) and spaced[0] != own[0] else [])]
+    return [own] if spaced[-len(own) :] == own else [own, spaced]
 
 
 def _refused(message: str, asked: Any) -> Refused:
@@ -283,9 +282,10 @@ def _refused(message: str, asked: Any) -> Refused:
 
 def _renamed(message: str, asked: Any) -> str:
     """A message with the fields of the request in place of the settings of the library."""
-    for name, own in RENAMED.items():
-        if getattr(asked, name, None) is not None:
-            message = re.sub(rf"\b{own}\b", name, message)
+    for own in RENAMED.values():
+        names = [name for name, one in RENAMED.items() if one == own and name in type(asked).model_fields]
+        given = [name for name in names if getattr(asked, name) is not None]
+        message = re.sub(rf"\b{own}\b", (given or names or [own])[0], message)
     return message
 
 
