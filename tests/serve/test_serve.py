@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from support import serving
 
 import hsd_jax
 
@@ -28,14 +29,6 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TALK = [{"role": "user", "content": "I need a taxi to the museum."}]
 PROMPT = "User: Is there a concert tonight?\nAssistant:"
 ENDLESS = {"prompt": PROMPT, "ignore_eos": True, "max_tokens": 150, "temperature": 0}
-DRAWN = [  # what differs between rows, in the names of the library
-    {"temperature": 0.0, "max_new_tokens": 24},
-    {"temperature": 0.9, "seed": 5, "max_new_tokens": 30},
-    {"temperature": 1.3, "seed": 2**32 - 1, "top_k": 7, "max_new_tokens": 9},
-    {"temperature": 0.7, "seed": 11, "top_p": 0.8, "repetition_penalty": 1.4, "max_new_tokens": 40},
-    {"temperature": 1.0, "seed": 3, "min_p": 0.2, "presence_penalty": 1.5, "max_new_tokens": 17},
-    {"temperature": 0.0, "frequency_penalty": 0.8, "min_tokens": 12, "max_new_tokens": 20},
-]
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +54,7 @@ def client(engine):
 
 @pytest.fixture(scope="module")
 def alone(params):
-    """What `decode` says of PROMPT with each of DRAWN, without drafts."""
-    names = {name for one in DRAWN for name in one}
-    usual = {"top_k": None, "top_p": None, "seed": 0, "repetition_penalty": 1.0, "min_p": None, "min_tokens": 0}
-    usual |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-    settings = {name: [one.get(name, usual.get(name)) for one in DRAWN] for name in names}
-    return hsd_jax.decode(params, [PROMPT] * len(DRAWN), speculate=False, **settings)
-
-
-def body_of(number: int) -> dict:
-    """The request that asks for the row `number` of `alone`."""
-    settings = dict(DRAWN[number])
-    return {"prompt": PROMPT, "max_tokens": settings.pop("max_new_tokens"), **settings}
+    return serving.alone(params)
 
 
 def events(answer) -> list[dict]:
@@ -101,30 +83,25 @@ def wait_until(is_true, seconds: float = 60.0) -> None:
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_what_decode_says_alone_whole_and_streamed(client, alone):
-    """All at once, so that they wait for one another."""
-    found: dict[tuple[int, bool], dict] = {}
+def test_texts_are_those_of_decode_alone(engine, alone):
+    """At once, so that they wait for one another; some clients leave, and some send nonsense."""
+    asked, app = serving.mixed(40, seed=4), make_app(engine, limits=Limits(body_bytes=100_000))
 
-    def ask(number: int, is_stream: bool) -> None:
-        answer = client.post(TEXT, json=body_of(number) | {"stream": is_stream, "return_token_ids": True})
-        assert answer.status_code == 200, answer.text
-        if not is_stream:
-            found[number, False] = answer.json()["choices"][0]
-            return
-        parts = [chunk["choices"][0] for chunk in events(answer)]
-        whole = {"text": "".join(one["text"] for one in parts), "token_ids": [x for p in parts for x in p["token_ids"]]}
-        assert [one["finish_reason"] for one in parts[:-1]] == [None] * (len(parts) - 1)
-        found[number, True] = parts[-1] | whole
+    async def ask(one: serving.Asked) -> None:
+        one.status, sent = await call(app, one.content, leaves_after=one.leaves_after)
+        if one.leaves_after is None:
+            one.read([sent])
 
-    jobs = [threading.Thread(target=ask, args=(n, s)) for n in range(len(DRAWN)) for s in (False, True)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
-    for number, is_stream in [(n, s) for n in range(len(DRAWN)) for s in (False, True)]:
-        one = found[number, is_stream]
-        assert one["token_ids"] == alone.tokens[number, : alone.num_tokens[number]].tolist(), (number, is_stream)
-        assert one["text"] == alone.text[number]
+    asyncio.run(serving.play(asked, clients=8, ask=ask))
+    serving.check(asked, alone)
+    assert {one.is_stream for one in asked if one.text} == {True, False}
+    wait_until(lambda: engine.num_running == engine.num_waiting == 0)
+
+
+def test_an_answer_says_how_it_ended(client, alone):
+    for number in (0, 4, 7):
+        one = client.post(TEXT, json=serving.BODIES[number] | {"return_token_ids": True}).json()["choices"][0]
+        assert one["token_ids"] == alone.tokens[number, : alone.num_tokens[number]].tolist()
         assert (one["finish_reason"], one["stop_reason"]) == (alone.finish_reason[number], alone.stop_reason[number])
 
 
@@ -288,9 +265,9 @@ def test_metrics(client):
 # --- order and ends ---------------------------------------------------------------------------------------------------
 
 
-async def call(app, body: dict, path: str = TEXT, leaves_after: int | None = None) -> tuple[int, bytes]:
+async def call(app, content: bytes, leaves_after: int | None = None) -> tuple[int, bytes]:
     """A request whose client leaves after so many chunks of the answer; None: stays. Status and what was sent."""
-    content, has_gone, status, sent = json.dumps(body).encode(), asyncio.Event(), 0, []
+    has_gone, status, sent = asyncio.Event(), 0, []
     asked = iter([{"type": "http.request", "body": content, "more_body": False}])
     if leaves_after == 0:
         has_gone.set()
@@ -311,7 +288,7 @@ async def call(app, body: dict, path: str = TEXT, leaves_after: int | None = Non
                 has_gone.set()
 
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": headers}
     scope |= {"http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": ""}
     await app(scope | {"asgi": {"version": "3.0", "spec_version": "2.3"}}, receive, send)
     return status, b"".join(sent)
@@ -330,7 +307,7 @@ def test_a_client_that_goes_away_frees_its_slot(engine, stream, leaves_after):
     try:
         body = ENDLESS | {"stream": stream, "n": 3}
         before = engine.num_tokens
-        asyncio.run(call(make_app(engine), body, leaves_after=leaves_after))
+        asyncio.run(call(make_app(engine), json.dumps(body).encode(), leaves_after))
         num = len(steps)
         wait_until(lambda: engine.num_running == engine.num_waiting == 0)
         assert before == engine.num_tokens == 0
