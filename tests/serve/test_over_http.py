@@ -36,7 +36,8 @@ class Process:
         self.process = subprocess.Popen([*command, *options], env=env, stderr=subprocess.PIPE, text=True)
         self.lines: queue.Queue[str] = queue.Queue()
         self.said: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         while not (found := re.match(r"ready at (\S+)/v1", self.lines.get(timeout=600))):
             pass
         self.url = found[1]
@@ -51,6 +52,13 @@ class Process:
         self.process.send_signal(sig)
         return self.process.wait(seconds)
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
     @property
     def resident(self) -> int:
         """Bytes of memory."""
@@ -64,8 +72,7 @@ def started(*options: str):
     try:
         yield server
     finally:
-        server.process.kill()
-        server.process.wait()
+        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,12 @@ def headers() -> dict[str, str]:
 def test_the_client_of_openai(server, params, fully_optimized):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0)
+    with client, other:
+        ask_all(client, other, openai, params)
+
+
+def ask_all(client, other, openai, params) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     alone = hsd_jax.decode(params, TALK, 24, temperature=0.8, seed=[3], n=2, speculate=False)
     asked = {"model": "demo", "messages": TALK, "max_completion_tokens": 24, "temperature": 0.8, "seed": 3, "n": 2}
@@ -113,7 +126,7 @@ def test_the_client_of_openai(server, params, fully_optimized):
             client.chat.completions.create(**asked | change)
         assert found.value.param == param
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0).models.list()
+        other.models.list()
 
 
 def test_many_clients(server, params, fully_optimized, capsys):
