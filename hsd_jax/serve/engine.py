@@ -117,8 +117,10 @@ class _Lane:
     @property
     def num_rounds(self) -> int:
         """The number of rounds of the next call."""
-        if any(seat.job.by_pass for seat in self.open.values()) or self.session.num_running < len(self.open):
-            return 1  # between two rounds a chunk of a waiting prompt is read
+        if any(seat.job.by_pass for seat in self.open.values()):
+            return 1
+        if self.session.num_running < len(self.open):  # between two rounds a chunk of a waiting prompt is read
+            return FEWEST_ROUNDS
         return max(int(PIECE_SECONDS / self.round_seconds), FEWEST_ROUNDS)
 
     def step(self) -> None:
@@ -350,6 +352,8 @@ class Engine:
         """Decodes `num` samples of a prompt of this length, until one has ended."""
         new = min(new, session.max_len - length)
         asked = Sampling(max_new_tokens=new, eos=eos, logprobs=0, prompt_logprobs=0)
+        if session.setup.decoder.drafter.predict is not None:  # all predictions then have the same room
+            asked = dataclasses.replace(asked, prediction=[0] * self.params.max_len)
         row = row_of(self.params, [0] * length, asked, session.max_len)
         handles = [session.admit_row(row) for _ in range(num)]
         session.step()

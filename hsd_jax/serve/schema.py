@@ -24,8 +24,8 @@ from hsd_jax.inputs import ROW_HINTS, Row, row_of, with_defaults
 from hsd_jax.pair import Params
 from hsd_jax.serve.engine import Job, Refused
 from hsd_jax.serve.metrics import of_answer
-from hsd_jax.session import Taken, TokenLogprobs
-from hsd_jax.settings import OF_TEXT, NumLogprobs, Sampling, SamplingSettings
+from hsd_jax.session import RequestStats, Taken, TokenLogprobs
+from hsd_jax.settings import NumLogprobs, Sampling, SamplingSettings
 from hsd_jax.tokenizer import UNFINISHED, Tokenizer
 from hsd_jax.validation import MOST, Count, Whole, parts_of
 
@@ -213,8 +213,6 @@ def _settings_of(asked: Any, params: Params) -> dict[str, Any]:
         name = "prompt_logprobs" if asked.prompt_logprobs is not None else "echo"
         raise Refused(400, f"{name}: log-probabilities of the prompt are refused with stream", name)
     if asked.prediction is not None:
-        if "prediction" not in OF_TEXT:
-            raise Refused(400, "prediction: refused, because nothing reads it", "prediction", "unsupported_field")
         given["prediction"] = _content_of(asked.prediction)
     usual = {"temperature": 1.0, "seed": None, "max_new_tokens": None if is_chat else 16}
     own = with_defaults(params, {"defaults": "checkpoint"})
@@ -277,7 +275,7 @@ def _refused(message: str, asked: Any) -> Refused:
     named = re.match(r"[a-z_]+", message.removeprefix("the prompt: "))
     own = named[0] if named else ""
     field = next((name for name, one in SETTINGS.items() if one == own and getattr(asked, name, None)), None)
-    return Refused(400, _renamed(message, asked), "bad_words" if own == "bad_words" else field or of_prompt)
+    return Refused(400, _renamed(message, asked), own if own in ("bad_words", "prediction") else field or of_prompt)
 
 
 def _renamed(message: str, asked: Any) -> str:
@@ -306,7 +304,7 @@ class Answer:
             "model": model,
         }
         self._has_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        self._num_new, self._stats, self._offsets = 0, None, dict[int, int]()
+        self._num_new, self._stats, self._offsets = 0, list[RequestStats](), dict[int, int]()
 
     def whole(self, pieces: Iterable[tuple[int, Taken]]) -> dict[str, Any]:
         """The answer that these pieces are."""
@@ -335,17 +333,24 @@ class Answer:
         """The numbers of tokens so far."""
         num = sum(len(row.tokens) for row in self.job.rows if row.fold == 0)
         found: dict[str, Any] = {"prompt_tokens": num, "completion_tokens": self._num_new}
-        return found | {"total_tokens": num + self._num_new}
+        found["total_tokens"] = num + self._num_new
+        if self.asked.prediction is not None:
+            names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+            counts = {name: sum(stats.drafter.get(name, 0) for stats in self._stats) for name in names}
+            found["completion_tokens_details"] = counts
+        return found
 
     @property
     def metrics(self) -> dict[str, Any]:
         """Those of the answer. Null for speculation if there are several rows, as in vLLM."""
-        return of_answer(self.job, self._stats if len(self.job.rows) == 1 else None, self._num_new)
+        stats = self._stats[0] if len(self.job.rows) == 1 and self._stats else None
+        return of_answer(self.job, stats, self._num_new)
 
     def _choice(self, number: int, taken: Sequence[Taken]) -> dict[str, Any]:
         """What a row says in these pieces."""
         text, tokens, last = "".join(one.text or "" for one in taken), _tokens_of(taken), taken[-1]
-        is_first, self._num_new, self._stats = number not in self._offsets, self._num_new + len(tokens), last.stats
+        is_first, self._num_new = number not in self._offsets, self._num_new + len(tokens)
+        self._stats += [] if last.stats is None else [last.stats]
         choice: dict[str, Any] = {"index": number}
         prompt = self.job.rows[number].tokens
         echoed = prompt if is_first and not self.is_chat and self.asked.echo else []

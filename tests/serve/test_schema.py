@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import hsd_jax
@@ -13,8 +14,9 @@ import hsd_jax
 pytest.importorskip("prometheus_client")
 
 from hsd_jax.serve import schema
-from hsd_jax.serve.engine import Refused
+from hsd_jax.serve.engine import Job, Refused
 from hsd_jax.serve.schema import Chat, Completion, Limits
+from hsd_jax.session import RequestStats, Taken
 
 TALK = [{"role": "user", "content": "Hello."}]
 NEEDED = {Chat: {"messages": TALK}, Completion: {"prompt": "Hello."}}
@@ -179,6 +181,19 @@ def test_unknown_fields(params):
 def test_context_length(params):
     error = refused(params, Completion, prompt="word " * 300)
     assert error.code == "context_length_exceeded" and "200" in error.message
+
+
+def test_predictions_are_for_prompt_lookup(params):
+    content = [{"type": "text", "text": "A taxi"}, {"type": "text", "text": " to the museum."}]
+    asked = {"prediction": {"type": "content", "content": content}}
+    assert refused(params, Chat, **asked).param == "prediction", "the drafter of the pair reads none"
+    looking = hsd_jax.load("demo", drafter="lookup", max_len=200)
+    assert params.tokenizer.decode(row(looking, Chat, **asked).prediction) == "A taxi to the museum."
+    answer = schema.Answer(read(Chat, **asked), Job([row(looking, Chat, **asked)]), looking, "demo")
+    counts = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}
+    stats = RequestStats(1, 1, np.ones(1, np.int32), 0, drafter=counts)
+    found = answer.whole([(0, Taken(np.zeros(1, np.int32), "x", "length", stats))])
+    assert found["usage"]["completion_tokens_details"] == counts
 
 
 def test_bad_words_have_the_spellings_with_a_space(params):
