@@ -48,16 +48,18 @@ def make_app(engine: Engine, model: str = "hsd", key: str | None = None, limits:
         raise ValueError("the checkpoint has no tokenizer, and a server speaks in texts")
     server = _Server(engine, model, None if key is None else key.encode(), limits or Limits())
     posts = {
-        "/v1/chat/completions": partial(server.complete, schema.Chat),
-        "/v1/completions": partial(server.complete, schema.Completion),
-        "/tokenize": server.tokenize,
-        "/detokenize": server.detokenize,
+        "/v1/chat/completions": (schema.Chat, server.complete),
+        "/v1/completions": (schema.Completion, server.complete),
+        "/tokenize": (schema.Tokenize, server.tokenize),
+        "/detokenize": (schema.Detokenize, server.detokenize),
     }
     gets = {"/v1/models": server.models, "/v1/models/{name:path}": server.models}
     free = {"/health": server.health, "/version": server.version, "/metrics": server.metrics}
-    routes = [Route(path, server.guarded(answer), methods=["POST"]) for path, answer in posts.items()]
+    routes = [Route(path, server.guarded(partial(*one[::-1])), methods=["POST"]) for path, one in posts.items()]
     routes += [Route(path, server.guarded(answer)) for path, answer in gets.items()]
     routes += [Route(path, _async(answer)) for path, answer in free.items()]
+    described = _json(schema.openapi({path: kind for path, (kind, _) in posts.items()}, hsd_jax.__version__))
+    routes.append(Route("/openapi.json", _async(lambda request: described)))
     if PAGE.is_file():
         page = HTMLResponse(PAGE.read_bytes(), headers={"Cache-Control": "no-cache", "X-Frame-Options": "DENY"})
         routes.append(Route("/", _async(lambda request: page)))
@@ -106,6 +108,7 @@ class _Server:
             wake=partial(loop.call_soon_threadsafe, news.set),
             is_plain=asked.speculate is False,
             by_pass=bool(asked.return_passes),
+            is_whole=not asked.stream,
             deadline=time.monotonic() + self.limits.seconds,
         )
         answer = Answer(asked, job, self.params, self.model)
@@ -120,15 +123,15 @@ class _Server:
             raise job.failure
         return _json(answer.whole(pieces))
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, kind: Any, request: Request) -> Response:
         """The tokens of a text or a conversation."""
-        asked = await self.read(schema.Tokenize, request)
+        asked = await self.read(kind, request)
         tokens = await run_in_threadpool(schema.tokens_of, asked, self.params)
         return _json({"count": len(tokens), "max_model_len": self.engine.max_len, "tokens": tokens})
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, kind: Any, request: Request) -> Response:
         """The text of tokens."""
-        asked = await self.read(schema.Detokenize, request)
+        asked = await self.read(kind, request)
         return _json({"prompt": schema.text_of(asked, self.params)})
 
     async def models(self, request: Request) -> Response:

@@ -60,6 +60,8 @@ class Job:
     """Whether its rows get no drafts."""
     by_pass: bool = False
     """Whether each piece is that of one pass of the target."""
+    is_whole: bool = False
+    """Whether its reader waits for the ends of all rows."""
     deadline: float = float("inf")
     """The `time.monotonic()` at which it is ended."""
     pieces: deque[tuple[int, Taken]] = dataclasses.field(default_factory=deque)
@@ -121,7 +123,8 @@ class _Lane:
             return 1
         if self.session.num_running < len(self.open):  # between two rounds a chunk of a waiting prompt is read
             return FEWEST_ROUNDS
-        return max(int(PIECE_SECONDS / self.round_seconds), FEWEST_ROUNDS)
+        seconds = PIECE_SECONDS * (2 if all(seat.job.is_whole for seat in self.open.values()) else 1)
+        return max(int(seconds / self.round_seconds), FEWEST_ROUNDS)
 
     def step(self) -> None:
         """Runs rounds."""

@@ -154,6 +154,19 @@ def read(kind: Any, body: bytes) -> Any:
     return asked
 
 
+def openapi(posts: dict[str, Any], version: str) -> dict[str, Any]:
+    """The description of the routes that take a body, by path and kind of request."""
+    paths, parts = {}, {}
+    for path, kind in posts.items():
+        shape = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        parts |= shape.pop("$defs", {}) | {kind.__name__: shape}
+        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+        answers = {"200": {"description": "the answer"}, "default": {"description": "an error"}}
+        paths[path] = {"post": {"requestBody": {"required": True, "content": body}, "responses": answers}}
+    about = {"title": "hsd serve", "version": version}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": parts}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What a request may ask for."""

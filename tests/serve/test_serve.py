@@ -233,6 +233,7 @@ def test_other_routes(client, params):
     found = client.post("/tokenize", json={"prompt": PROMPT}).json()
     assert found == {"count": len(ids), "max_model_len": 200, "tokens": ids}
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": f"<s>{PROMPT}"}
+    assert list(client.get("/openapi.json").json()["paths"]) == [CHAT, TEXT, "/tokenize", "/detokenize"]
     talk = client.post("/tokenize", json={"messages": TALK}).json()["tokens"]
     assert talk == params.tokenizer.encode_chat(TALK)
     assert error_of(client.post("/tokenize", json={}), 400)["param"] == "prompt"
