@@ -276,9 +276,9 @@ class Logprobs:
 
     chosen: Float[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
     """That of each token."""
-    tokens: Int[Array, "B T _"] = flax.struct.field(metadata=named(ROWS, SLOTS))
+    tokens: Int[Array, "B T _"] = flax.struct.field(metadata=named(ROWS, SLOTS, None))
     """The likeliest tokens in its place, likeliest first."""
-    values: Float[Array, "B T _"] = flax.struct.field(metadata=named(ROWS, SLOTS))
+    values: Float[Array, "B T _"] = flax.struct.field(metadata=named(ROWS, SLOTS, None))
 
 
 @flax.struct.dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class Metrics:
 
         def made(kind: Any, name: str, what: str, *labels: str, **how: Any) -> Any:
             one = kind(f"vllm:{name}", what, ("model_name", *labels), registry=self.registry, **how)
-            return _Labelled(one, model) if labels else one.labels(model)
+            return partial(one.labels, model) if labels else one.labels(model)
 
         self._running = made(Gauge, "num_requests_running", "Rows that have a slot")
         self._waiting = made(Gauge, "num_requests_waiting", "Rows that wait for a slot")
@@ -82,16 +83,6 @@ class Metrics:
     def shown(self) -> bytes:
         """The page."""
         return generate_latest(self.registry)
-
-
-class _Labelled:
-    """A metric with the labels of the model and one more."""
-
-    def __init__(self, metric: Any, model: str):
-        self._metric, self._model = metric, model
-
-    def __call__(self, label: str) -> Any:
-        return self._metric.labels(self._model, label)
 
 
 def speculative(stats: RequestStats) -> dict[str, Any]:
