@@ -324,6 +324,8 @@ def test_a_full_queue_refuses(params):
     client, jobs = TestClient(make_app(engine)), [Job([object()]) for _ in range(2)]
     for job in jobs:
         engine.submit(job)
+    with pytest.raises(Refused, match="2 answers wait"):
+        engine.submit(Job([object()]))
     answer = client.post(TEXT, json=ENDLESS)
     assert error_of(answer, 429)["code"] == "queue_full"
     assert int(answer.headers["retry-after"]) >= 1
