@@ -331,6 +331,11 @@ class Session:
             asked = Sampling(**with_defaults(self.params, {"max_new_tokens": max_new_tokens, **settings}))
             return self._admit(row_of(self.params, prompt, asked, self.max_len))
 
+    def admit_row(self, row: Row) -> int:
+        """As `admit`, for a row that `row_of` has checked. Rows that share the list of their tokens are read once."""
+        with self._alone():
+            return self._admit(row)
+
     def _admit(self, row: Row) -> int:
         if not self.num_free:
             raise ValueError(f"no slot is free: all {self.slots} hold a row that runs or was not taken")
