@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.lab.bench.tables import Table, print_pieces, print_tables
 
     start = time.perf_counter()
-    args.target = getattr(args, "target", None) or _default_target()
+    args.target = getattr(args, "target", None) or default_target()
     options.say(f"loading {args.target}")
     params = options.load_pair(args, "demo")
     tree = options.tree_asked(args, params)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _default_target() -> str:
+def default_target() -> str:
     """Returns "smollm2" if its package is installed, else "demo", and then prints why."""
     from hsd_jax.models.checkpoint import BUNDLED
 

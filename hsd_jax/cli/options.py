@@ -163,19 +163,19 @@ def add_command(commands, name: str, run, help: str, description: str, examples:
     return parser
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
     """Declares which models to load, and how. `load_params` reads the options."""
     group = parser.add_argument_group("models")
-    add_target_arguments(group)
+    add_target_arguments(group, is_required)
     others = "target", "revision", "tokenizer", "mesh", "tree", "parse_special"
     add_record(group, LoadSettings, **dict.fromkeys(others))
     add_record(group, Additions, stack={"action": "append", "nargs": None})
     add_mesh_argument(group)
 
 
-def add_target_arguments(group: Group) -> None:
+def add_target_arguments(group: Group, is_required: bool = True) -> None:
     """Declares --demo, --target, --revision and --tokenizer. `source_of` reads them."""
-    which = group.add_mutually_exclusive_group(required=True)
+    which = group.add_mutually_exclusive_group(required=is_required)
     what, default = "the bundled target and drafter, as --target demo", argparse.SUPPRESS
     which.add_argument("--demo", dest="target", action="store_const", const="demo", default=default, help=what)
     add_record(which, LoadSettings, "target")

@@ -1,0 +1,133 @@
+"""`hsd chat` on tiny models: turns, commands, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+
+import pytest
+from support import chat, command_line
+from support.command_line import SHORT, TREE, both, hsd
+
+import hsd_jax
+from hsd_jax.cli.chat import COMMANDS, NEXT_TURN, STYLES, Chat
+from hsd_jax.inputs import encode
+
+folders, own_cache = command_line.folders, command_line.own_cache
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory):
+    """The folder of a model with a chat template."""
+    return str(chat.write_target(tmp_path_factory.mktemp("chat") / "target", chat.CHATML))
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """Runs the command with lines of stdin. Returns its status, the answers and what it says on stderr."""
+
+    def run(*argv, lines):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        status = hsd("chat", *argv)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def answers(folder: str, *messages: str, system: str = "", **settings) -> list[str]:
+    """What `decode` says to messages of one conversation, up to the last one."""
+    params, said = hsd_jax.load(folder), []
+    turns = [{"role": "system", "content": system}] if system else []
+    for message in messages:
+        turns.append({"role": "user", "content": message})
+        said.append(hsd_jax.decode(params, turns, **settings).text[0])
+        turns.append({"role": "assistant", "content": said[-1].strip()})
+    return said
+
+
+def printed(*texts: str) -> str:
+    return "".join(f"{text.lstrip()}\n" for text in texts)
+
+
+def test_an_answer_knows_the_turns_before_it(templated, talk):
+    lines = "the dog", "", "the cat", "/new", " /new", "the dog"
+    status, out, err = talk("--target", templated, *SHORT, "--system", "a cat", lines=lines)
+    first, second = answers(templated, "the dog", "the cat", system="a cat", max_new_tokens=12)
+    (slash,) = answers(templated, "/new", system="a cat", max_new_tokens=12)
+    _, last = answers(templated, "/new", "the dog", system="a cat", max_new_tokens=12)
+    assert (status, out) == (0, printed(first, second, slash, last))
+    assert err.count("passes of the target, tau 1.00") == 4 and "a new conversation" in err
+
+
+def test_a_model_without_template_reads_lines(folders, talk):
+    """The names of the turns are those of its training. A further turn of the user ends the answer."""
+    status, out, err = talk(*both(folders), *SHORT, *TREE, lines=["the cat", "/plain", "a dog"])
+    params, how = hsd_jax.load(folders.target), {"max_new_tokens": 12, "stop": [NEXT_TURN]}
+    first = hsd_jax.decode(params, "User: the cat\nAssistant:", **how).text[0]
+    prompt = f"User: the cat\nAssistant: {' '.join(first.split())}\nUser: a dog\nAssistant:"
+    second = hsd_jax.decode(params, prompt, **how).text[0]
+    assert (status, out) == (0, printed(first, second))
+    figures = [line for line in err.splitlines() if line.startswith("[")]
+    assert [", plain" in line for line in figures] == [False, True] and "decodes plainly" in err
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(templated, talk, monkeypatch):
+    stream, prompts = hsd_jax.stream, []
+
+    def interrupted(params, prompt, **settings):
+        prompts.append([turn["content"] for turn in prompt])
+        pieces = stream(params, prompt, **settings | {"rounds": 1})
+        for num in range(5):
+            yield next(pieces)
+            if len(prompts) == 1 and num == 2:  # while the program waits for piece 3
+                signal.raise_signal(signal.SIGINT)
+        return (yield from pieces)
+
+    monkeypatch.setattr(hsd_jax, "stream", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    status, out, err = talk("--target", templated, *SHORT, "--ignore-eos", lines=["the dog", "the cat"])
+    assert status == 0 and signal.getsignal(signal.SIGINT) is before
+    (whole,) = answers(templated, "the dog", max_new_tokens=12, ignore_eos=True)
+    part = out.splitlines()[0]
+    assert whole.lstrip().startswith(part) and "[4 tokens" in err and "tokens/s, stopped]" in err
+    assert prompts == [["the dog"], ["the dog", part.strip(), "the cat"]]
+
+
+def test_a_second_ctrl_c_ends_the_program(templated, talk, monkeypatch):
+    def stuck(params, prompt, **settings):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        yield
+
+    monkeypatch.setattr(hsd_jax, "stream", stuck)
+    assert talk("--target", templated, lines=["the dog"])[0] == 130
+
+
+def test_passes_have_colours(templated, capsys):
+    params = hsd_jax.load(templated)
+    one = Chat(params, {"max_new_tokens": 6, "ignore_eos": True}, None, is_coloured=True)
+    one.answer("the dog")
+    coloured = capsys.readouterr().out
+    assert coloured.count(STYLES[0]) + coloured.count(STYLES[1]) >= 5  # a space alone may be left out
+    one.obey("/passes")
+    one.obey("/new")
+    one.answer("the dog")
+    for style in (*STYLES, "\x1b[39m"):
+        coloured = coloured.replace(style, "")
+    assert coloured == capsys.readouterr().out
+
+
+def test_an_answer_takes_the_room_that_is_left(templated, talk):
+    """If there is none, nothing of the message stays."""
+    num = len(encode(hsd_jax.load(templated), [{"role": "user", "content": "the dog"}])[0])
+    status, _, err = talk("--target", templated, "--max-len", num + 3, "--ignore-eos", lines=["the dog"])
+    assert status == 0 and "[3 tokens" in err and "cut at its most tokens]" in err
+    status, out, err = talk("--target", templated, "--max-len", num, lines=["the dog"])
+    assert (status, out) == (2, "") and f"{num} tokens of max_len={num}: /new begins another" in err
+
+
+def test_commands(templated, talk):
+    lines = ["/help", "/plain", "/quit", "the dog"]
+    status, out, err = talk("--target", templated, "--no-speculate", lines=lines)
+    assert (status, out) == (0, "") and COMMANDS in err and "decodes with drafts" in err
