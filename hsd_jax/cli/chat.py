@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import Json
 
 from hsd_jax.cli import options
-from hsd_jax.cli.demo import default_target
 from hsd_jax.lab.bench.tables import print_pieces
 from hsd_jax.settings import Length, SamplingSettings, SpeculationSettings
 
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Answers lines of stdin until it ends."""
     if sys.stdin is None:
         raise ValueError("hsd chat reads stdin, which is closed")
-    args.target = getattr(args, "target", None) or default_target()
+    args.target = getattr(args, "target", None) or options.default_target()
     params, is_terminal = options.load_params(args), sys.stdin.isatty()
     if params.tokenizer is None:
         raise ValueError("hsd chat needs a tokenizer, and the checkpoint has none")

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.lab.bench.tables import Table, print_pieces, print_tables
 
     start = time.perf_counter()
-    args.target = getattr(args, "target", None) or default_target()
+    args.target = getattr(args, "target", None) or options.default_target()
     options.say(f"loading {args.target}")
     params = options.load_pair(args, "demo")
     tree = options.tree_asked(args, params)
@@ -86,15 +86,3 @@ def run(args: argparse.Namespace) -> int:
     print_tables([Table("Plain and speculative decoding", heads, cells, left=2, bold=[cells[-1][0]])])
     options.say(f"done in {time.perf_counter() - start:.0f} s")
     return 0
-
-
-def default_target() -> str:
-    """Returns "smollm2" if its package is installed, else "demo", and then prints why."""
-    from hsd_jax.models.checkpoint import BUNDLED
-
-    try:
-        BUNDLED["smollm2"].target()
-    except FileNotFoundError as error:
-        options.say(f"{error}; the bundled pair answers instead")
-        return "demo"
-    return "smollm2"

@@ -233,6 +233,18 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     return group
 
 
+def default_target() -> str:
+    """Returns "smollm2" if its package is installed, else "demo", and then prints why."""
+    from hsd_jax.models.checkpoint import BUNDLED
+
+    try:
+        BUNDLED["smollm2"].target()
+    except FileNotFoundError as error:
+        say(f"{error}; the bundled pair answers instead")
+        return "demo"
+    return "smollm2"
+
+
 def source_of(args: argparse.Namespace) -> Any:
     """The checkpoint that --target, --revision and --tokenizer name."""
     from hsd_jax.models.checkpoint import find

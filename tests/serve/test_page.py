@@ -17,12 +17,16 @@ PAGE = Path(__file__).resolve().parents[2] / "hsd_jax/serve/page.html"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 KEY = "a key"
 PASSES = [["Um", 1], [" texto", 2], [" <b>é", 3], ["", 1], ["😀</b>\n", 2], ["fim & " * 40, 9]]
-TEXT = "".join(text for text, _ in PASSES)
+LAST = "."
+"""Text that comes without a token."""
+TEXT = "".join(text for text, _ in PASSES) + LAST
 
 
 def test_the_page_loads_nothing_and_reads_no_text_as_html():
     page = PAGE.read_text(encoding="utf-8")
-    assert re.findall(r"https?:|//\w|@import|url\(|\ssrc=|innerHTML|insertAdjacentHTML|document\.write|eval\(", page) == []
+    assert (
+        re.findall(r"https?:|//\w|@import|url\(|\ssrc=|innerHTML|insertAdjacentHTML|document\.write|eval\(", page) == []
+    )
     assert "default-src 'none'" in page and re.findall(r"href=(?!\"data:,\")", page) == []
 
 
@@ -36,8 +40,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Answers PASSES to any message but a few, and keeps the requests."""
 
     requests: list[dict]
-    lost: list[int]
-    """The number of events that an answer had when its client went away."""
+    lost: list[str]
+    """Messages whose answers were being sent when the client went away."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -58,7 +62,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.refuse(401, "give an API key")
         return False
 
-    def do_GET(self) -> None:  # noqa: N802 (the name is that of http.server)
+    def do_GET(self) -> None:
         if self.path == "/":
             self.reply(200, PAGE.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/v1/models" and self.is_known():
@@ -66,12 +70,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif self.path != "/v1/models":
             self.refuse(404, "no such route")
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.is_known():
             return
         self.requests.append(request)
-        message, num = request["messages"][-1]["content"], 0
+        message = request["messages"][-1]["content"]
         if message == "refuse":
             self.refuse(400, "speculate: false is refused")
             return
@@ -79,7 +83,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         with contextlib.suppress(ConnectionError):
-            for num, event in enumerate(self.events(message)):
+            for event in self.events(message):
                 data = json.dumps(event, ensure_ascii=False).encode()
                 half = len(data) // 2  # an event may come in two pieces, which may split a character
                 self.wfile.write(b"data: " + data[:half])
@@ -91,7 +95,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if message != "cut":
                 self.wfile.write(b"data: [DONE]\n\n")
             return
-        self.lost.append(num)
+        self.lost.append(message)
 
     def events(self, message: str):
         def chunk(content: str, passes: list, reason: str | None = None, **more) -> dict:
@@ -105,7 +109,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if message == "break":
             yield {"error": {"message": "the device failed", "type": "server_error"}}
         elif message != "cut":
-            yield chunk("", [], "stop")
+            yield chunk(LAST, [[LAST, 0]], "stop")
             told = {"speculative_decoding": {"draft_acceptance_rate": 0.716}}
             yield {"choices": [], "usage": {"completion_tokens": 18}, "metrics": told}
 
@@ -141,7 +145,7 @@ def opened(browser, address: str, **how):
     page.on("pageerror", lambda error: page.errors.append(str(error)))
     page.goto(address)
     page.locator(".error").wait_for()  # without a key
-    page.fill("#key", KEY)
+    page.fill("#key", KEY)  # the field is in sight: the settings have opened
     page.click("#fresh")
     return page
 
@@ -164,9 +168,10 @@ def test_a_conversation(browser, server, tmp_path):
     wait(page)
     assert page.title() == page.inner_text("#model") == "tiny"
     shown = page.locator("#log .pass").evaluate_all("all => all.map(one => [one.textContent, one.title])")
-    assert shown == [[text, f"pass {i}, tokens: {num}"] for i, (text, num) in enumerate(PASSES, 1)]
+    expected = [[text, f"pass {i}, tokens: {num}"] for i, (text, num) in enumerate(PASSES, 1)]
+    assert shown == [*expected, [LAST, "pass 6, tokens: 0"]]
     tints = page.locator("#log .pass").evaluate_all("all => all.map(one => one.style.background)")
-    assert len(set(tints)) == 4 and tints[0] == tints[3] and tints[1] == tints[4]
+    assert len(set(tints)) == 5 and tints[0] == tints[3] and tints[1] == tints[4]
     line = page.inner_text("#log .figures")
     assert all(part in line for part in ("18 tokens", "6 passes", "tau 3.00", "drafts accepted 72 %"))
     assert page.inner_text("#tau") == "3.00" and float(page.inner_text("#speed")) > 20
@@ -206,7 +211,7 @@ def test_an_answer_is_stopped(browser, server, how):
     end = time.monotonic() + 20
     while not lost and time.monotonic() < end:
         time.sleep(0.05)
-    assert lost and lost[0] < 100
+    assert lost == ["long"]
     said = "".join(page.locator("#log .pass").all_text_contents())
     tell(page, "mais")
     wait(page)
