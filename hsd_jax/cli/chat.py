@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -19,10 +20,9 @@ from hsd_jax.settings import Length, SamplingSettings, SpeculationSettings
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 SAMPLING = "temperature", "top_k", "top_p", "min_p", *PENALTIES, "defaults", "seed", "ignore_eos"
 COMMANDS = """\
-  /plain   decode plainly, or with drafts again
-  /passes  colour the tokens by the pass of the target that gave them, or not
-  /new     forget the conversation
-  /quit    leave, as Ctrl-D
+  /plain  decode plainly, or with drafts again
+  /new    forget the conversation
+  /quit   leave, as Ctrl-D
 Ctrl-C stops an answer. A message that begins with a slash needs a blank before it."""
 STYLES = "\x1b[36m", "\x1b[35m"
 """The colours of passes, in turns, as a terminal writes them."""
@@ -38,7 +38,8 @@ def add_parser(commands) -> None:
         run,
         "talk with a model in the terminal",
         "Answer lines of stdin as turns of a conversation. Answers are streamed to stdout, and a line with tau and\n"
-        f"tokens per second follows on stderr. In a conversation:\n\n{COMMANDS}",
+        "tokens per second follows on stderr. A terminal shows the tokens of each pass of the target in a colour,\n"
+        f"unless NO_COLOR is set. In a conversation:\n\n{COMMANDS}",
         """
 hsd chat
 hsd chat --target DIR --drafter DIR --temperature 0.8 --top-p 0.95 --seed none
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("hsd chat needs a tokenizer, and the checkpoint has none")
     settings = options.given(args, Length, SamplingSettings, SpeculationSettings)
     settings["tree"] = None if params.drafter is None else options.tree_asked(args, params)
-    chat = Chat(params, settings, args.system, is_coloured=sys.stdout.isatty())
+    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    chat = Chat(params, settings, args.system, is_coloured)
     options.say("/help shows the commands. The first answer waits until programs are compiled.")
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -107,9 +109,6 @@ class Chat:
         if command == "/plain":
             self.settings["speculate"] = not self.settings.get("speculate", True)
             options.say("decodes with drafts" if self.settings["speculate"] else "decodes plainly")
-        elif command == "/passes":
-            self.is_coloured = not self.is_coloured
-            options.say("a colour for each pass" if self.is_coloured else "no colours")
         elif command == "/new":
             self.turns.clear()
             options.say("a new conversation")
@@ -144,7 +143,7 @@ class Chat:
         if sum(counts[1:]):  # the first piece waits for compilation and prefill
             figures.append(f"{sum(counts[1:]) / (times[-1] - times[0]):,.0f} tokens/s")
         figures += ["plain"] * (not self.settings.get("speculate", True)) + ["stopped"] * (stats is None)
-        figures += ["cut at its most tokens"] * (bool(found) and found[-1].finish_reason == "length")
+        figures += ["cut at the limit"] * (bool(found) and found[-1].finish_reason == "length")
         options.say(f"[{', '.join(figures)}]")
 
     def _request(self) -> dict[str, Any]:

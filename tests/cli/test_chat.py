@@ -106,13 +106,11 @@ def test_a_second_ctrl_c_ends_the_program(templated, talk, monkeypatch):
 
 def test_passes_have_colours(templated, capsys):
     params = hsd_jax.load(templated)
-    one = Chat(params, {"max_new_tokens": 6, "ignore_eos": True}, None, is_coloured=True)
-    one.answer("the dog")
+    settings = {"max_new_tokens": 6, "ignore_eos": True}
+    Chat(params, settings, None, is_coloured=True).answer("the dog")
     coloured = capsys.readouterr().out
     assert coloured.count(STYLES[0]) + coloured.count(STYLES[1]) >= 5  # a space alone may be left out
-    one.obey("/passes")
-    one.obey("/new")
-    one.answer("the dog")
+    Chat(params, settings, None, is_coloured=False).answer("the dog")
     for style in (*STYLES, "\x1b[39m"):
         coloured = coloured.replace(style, "")
     assert coloured == capsys.readouterr().out
@@ -122,7 +120,7 @@ def test_an_answer_takes_the_room_that_is_left(templated, talk):
     """If there is none, nothing of the message stays."""
     num = len(encode(hsd_jax.load(templated), [{"role": "user", "content": "the dog"}])[0])
     status, _, err = talk("--target", templated, "--max-len", num + 3, "--ignore-eos", lines=["the dog"])
-    assert status == 0 and "[3 tokens" in err and "cut at its most tokens]" in err
+    assert status == 0 and "[3 tokens" in err and "cut at the limit]" in err
     status, out, err = talk("--target", templated, "--max-len", num, lines=["the dog"])
     assert (status, out) == (2, "") and f"{num} tokens of max_len={num}: /new begins another" in err
 

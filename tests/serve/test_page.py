@@ -7,11 +7,16 @@ import http.server
 import json
 import re
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from support import chat
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "hsd_jax/serve/page.html"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -110,8 +115,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             yield {"error": {"message": "the device failed", "type": "server_error"}}
         elif message != "cut":
             yield chunk(LAST, [[LAST, 0]], "stop")
-            told = {"speculative_decoding": {"draft_acceptance_rate": 0.716}}
-            yield {"choices": [], "usage": {"completion_tokens": 18}, "metrics": told}
+            yield {"choices": [], "usage": {"completion_tokens": 18}}
 
 
 @pytest.fixture
@@ -173,7 +177,7 @@ def test_a_conversation(browser, server, tmp_path):
     tints = page.locator("#log .pass").evaluate_all("all => all.map(one => one.style.background)")
     assert len(set(tints)) == 5 and tints[0] == tints[3] and tints[1] == tints[4]
     line = page.inner_text("#log .figures")
-    assert all(part in line for part in ("18 tokens", "6 passes", "tau 3.00", "drafts accepted 72 %"))
+    assert all(part in line for part in ("18 tokens", "6 passes", "tau 3.00"))
     assert page.inner_text("#tau") == "3.00" and float(page.inner_text("#speed")) > 20
     assert "plain" not in line and "not finished" not in line
     page.uncheck("#speculate")
@@ -239,6 +243,58 @@ def test_an_error_is_shown(browser, server, message, error, kept):
     wait(page)
     said = [] if kept is None else [message, kept]
     assert [turn["content"] for turn in requests[1]["messages"]] == [*said, "mais"] and page.errors == []
+
+
+@pytest.fixture
+def real(tmp_path):
+    """Address and models of the real server, with a model of random weights."""
+    app = pytest.importorskip("hsd_jax.serve.app", reason="pip install 'hsd_jax[serve]'")
+    import uvicorn
+
+    from hsd_jax.serve.engine import Engine
+
+    params = hsd_jax.load(chat.write_target(tmp_path / "target", chat.CHATML), drafter="lookup")
+    engine = Engine(params, 2, tree=TreeConfig.chain(3))
+    engine.start()
+    assert engine.wait_ready(300), engine.error
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app.make_app(engine, "tiny", KEY), lifespan="off", log_level="error")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/", params, engine
+        server.should_exit = True
+        thread.join(30)
+    engine.close()
+
+
+@pytest.mark.slow
+def test_with_the_server(browser, real):
+    """The text of `decode`, with drafts and without, and a slot that is free again after a stop."""
+    address, params, engine = real
+    page = opened(browser, address)
+    page.click("summary") if page.locator("#most").is_hidden() else None
+    page.fill("#most", "40")
+    wanted = hsd_jax.decode(params, [{"role": "user", "content": "the dog"}], 40, speculate=False).text[0]
+    for is_drafted in (True, False):
+        page.set_checked("#speculate", is_drafted)
+        page.click("#fresh")
+        tell(page, "the dog")
+        wait(page)
+        assert "".join(page.locator("#log .pass").all_text_contents()) == wanted
+        line = page.locator("#log .figures span").all_text_contents()
+        assert line[0] == "40 tokens" and ("40 passes" in line) is ("plain" in line) is (not is_drafted)
+    page.click("summary")
+    page.fill("#most", "400")
+    page.click("#fresh")
+    tell(page, "the dog")
+    page.locator("#log .pass >> nth=3").wait_for(state="attached")
+    page.click("#send")
+    wait(page)
+    end = time.monotonic() + 20
+    while engine.num_running and time.monotonic() < end:
+        time.sleep(0.05)
+    assert engine.num_running == 0 and page.errors == []
 
 
 @pytest.mark.slow
