@@ -26,8 +26,6 @@ COMMANDS = """\
 Ctrl-C stops an answer. A message that begins with a slash needs a blank before it."""
 STYLES = "\x1b[36m", "\x1b[35m"
 """The colours of passes, in turns, as a terminal writes them."""
-NEXT_TURN = "\nUser:"
-"""Ends an answer of a model without a chat template."""
 
 
 def add_parser(commands) -> None:
@@ -62,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("hsd chat reads stdin, which is closed")
     args.target = getattr(args, "target", None) or options.default_target()
     params, is_terminal = options.load_params(args), sys.stdin.isatty()
-    if params.tokenizer is None:
-        raise ValueError("hsd chat needs a tokenizer, and the checkpoint has none")
+    if params.tokenizer is None or not params.tokenizer.has_chat_template:
+        raise ValueError("hsd chat needs a chat template, and the checkpoint has none; hsd generate continues texts")
     settings = options.given(args, Length, SamplingSettings, SpeculationSettings)
     settings["tree"] = None if params.drafter is None else options.tree_asked(args, params)
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -150,17 +148,13 @@ class Chat:
         """Prompt and settings of the next answer, which has no more tokens than there is room for."""
         from hsd_jax.inputs import encode
         from hsd_jax.settings import Sampling
-        from hsd_jax.train.documents import render_turns
 
-        prompt: Any = [{"role": "system", "content": self.system}] * bool(self.system) + self.turns
-        settings, most = dict(self.settings), self.settings["max_new_tokens"]
-        if not self.params.tokenizer.has_chat_template:
-            prompt = render_turns([(turn["role"], turn["content"]) for turn in prompt], is_open=True)
-            settings["stop"] = [NEXT_TURN]
-        num = len(encode(self.params, prompt, Sampling(template=settings.get("template")))[0])
+        prompt = [{"role": "system", "content": self.system}] * bool(self.system) + self.turns
+        num = len(encode(self.params, prompt, Sampling(template=self.settings.get("template")))[0])
         if (left := self.params.max_len - num) < 1:
             raise ValueError(f"the conversation has {num} tokens of max_len={self.params.max_len}: /new begins another")
-        return settings | {"prompt": prompt, "max_new_tokens": left if most is None else min(most, left)}
+        most = self.settings["max_new_tokens"]
+        return self.settings | {"prompt": prompt, "max_new_tokens": left if most is None else min(most, left)}
 
     def _shown(self, pieces: Generator[Any, None, Any], stops: list[int], said: list[str]) -> Generator[Any, None, Any]:
         """The pieces as they are printed, until a signal is in `stops`. `said` gets their texts."""

@@ -11,7 +11,7 @@ from support import chat, command_line
 from support.command_line import SHORT, TREE, both, hsd
 
 import hsd_jax
-from hsd_jax.cli.chat import COMMANDS, NEXT_TURN, STYLES, Chat
+from hsd_jax.cli.chat import COMMANDS, STYLES, Chat
 from hsd_jax.inputs import encode
 
 folders, own_cache = command_line.folders, command_line.own_cache
@@ -60,16 +60,17 @@ def test_an_answer_knows_the_turns_before_it(templated, talk):
     assert err.count("passes of the target, tau 1.00") == 4 and "a new conversation" in err
 
 
-def test_a_model_without_template_reads_lines(folders, talk):
-    """The names of the turns are those of its training. A further turn of the user ends the answer."""
+def test_plain_decodes_without_drafts(folders, talk):
     status, out, err = talk(*both(folders), *SHORT, *TREE, lines=["the cat", "/plain", "a dog"])
-    params, how = hsd_jax.load(folders.target), {"max_new_tokens": 12, "stop": [NEXT_TURN]}
-    first = hsd_jax.decode(params, "User: the cat\nAssistant:", **how).text[0]
-    prompt = f"User: the cat\nAssistant: {' '.join(first.split())}\nUser: a dog\nAssistant:"
-    second = hsd_jax.decode(params, prompt, **how).text[0]
-    assert (status, out) == (0, printed(first, second))
+    assert (status, out) == (0, printed(*answers(folders.target, "the cat", "a dog", max_new_tokens=12)))
     figures = [line for line in err.splitlines() if line.startswith("[")]
     assert [", plain" in line for line in figures] == [False, True] and "decodes plainly" in err
+    assert "12 passes" not in figures[0] and "12 passes of the target, tau 1.00" in figures[1]
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path, talk):
+    status, out, err = talk("--target", chat.write_target(tmp_path / "target", None), lines=["the dog"])
+    assert (status, out) == (2, "") and "hsd chat needs a chat template" in err
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(templated, talk, monkeypatch):
@@ -118,11 +119,16 @@ def test_passes_have_colours(templated, capsys):
 
 def test_an_answer_takes_the_room_that_is_left(templated, talk):
     """If there is none, nothing of the message stays."""
-    num = len(encode(hsd_jax.load(templated), [{"role": "user", "content": "the dog"}])[0])
+    params = hsd_jax.load(templated)
+    num = len(encode(params, [{"role": "user", "content": "the dog"}])[0])
     status, _, err = talk("--target", templated, "--max-len", num + 3, "--ignore-eos", lines=["the dog"])
     assert status == 0 and "[3 tokens" in err and "cut at the limit]" in err
     status, out, err = talk("--target", templated, "--max-len", num, lines=["the dog"])
     assert (status, out) == (2, "") and f"{num} tokens of max_len={num}: /new begins another" in err
+    one = Chat(params, {"max_new_tokens": 3}, None, is_coloured=False)
+    with pytest.raises(ValueError, match="/new begins another"):
+        one.answer("the dog" * params.max_len)
+    assert one.turns == []
 
 
 def test_commands(templated, talk):
