@@ -315,6 +315,11 @@ class Session:
             asked = Sampling(**with_defaults(self.params, {"max_new_tokens": max_new_tokens, **settings}))
             return self._admit(row_of(self.params, prompt, asked, self.max_len))
 
+    def admit_row(self, row: Row) -> int:
+        """As `admit`, for a row that `row_of` has checked. Rows that share the list of their tokens are read once."""
+        with self._alone():
+            return self._admit(row)
+
     def _admit(self, row: Row) -> int:
         if not self.num_free:
             raise ValueError(f"no slot is free: all {self.slots} hold a row that runs or was not taken")
@@ -525,7 +530,7 @@ class Session:
         self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
         self._running.append(request)
         if self._waiting and self._waiting[0].row.tokens is row.tokens and self._can_copy:  # the next sample
-            own = given_of([self._waiting[0].row], len(read.given.length), read.capacity, self.params.mesh)
+            own = self._given([self._waiting[0].row], len(read.given.length), read.capacity)
             self._reading = dataclasses.replace(read, given=own, state=dataclasses.replace(read.state, keys=own.keys))
         if row.asked.max_new_tokens > 0:
             return False

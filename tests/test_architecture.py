@@ -32,7 +32,7 @@ LAYERS = [
     "measure",
     "__init__",
     "train",
-    "lab",
+    "lab serve",
     "cli",
 ]
 INFER_LAYERS = [

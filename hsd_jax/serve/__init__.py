@@ -1,0 +1,1 @@
+"""`hsd serve`: requests in OpenAI's and vLLM's names over HTTP, answered by one `Session`."""

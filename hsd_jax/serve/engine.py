@@ -1,0 +1,362 @@
+"""The engine: a thread that owns the sessions, and the jobs that come to it from other threads.
+
+All calls of a session, and so of the device, are made by this thread. It repeats: end the jobs that were cancelled or
+are late, admit rows in the order in which they came, run rounds, hand out what they gave. Other threads add jobs and
+read what came of them. None of them waits for a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hsd_jax.inputs import Row, row_of
+from hsd_jax.pair import Params
+from hsd_jax.serve.metrics import Metrics
+from hsd_jax.session import FAILED, Session, Taken
+from hsd_jax.settings import Sampling
+from hsd_jax.setup import first_capacity
+
+STARTING, READY, DRAINING, BROKEN, CLOSED = "starting", "ready", "draining", "failed", "closed"
+"""What an engine may be. Only while it is ready does it take jobs."""
+PIECE_SECONDS = 0.02
+"""The time of a call of the session, at least one round: so often is text handed out and are cancelled rows seen."""
+WARM_TOKENS = 128
+"""The length of the texts that are decoded before the engine is ready, while the session times its rounds."""
+
+
+class Refused(Exception):
+    """A request that gets no answer, and the error that it gets, in OpenAI's terms.
+
+    Args:
+      status: of HTTP.
+      param: the field of the request that is wrong.
+      retry_after: seconds after which the client may ask again.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request: its rows, and what came of them so far."""
+
+    rows: Sequence[Row]
+    wake: Callable[[], object] = lambda: None
+    """Called by the engine's thread when there is something new."""
+    is_plain: bool = False
+    """Whether its rows get no drafts."""
+    by_pass: bool = False
+    """Whether each piece is that of one pass of the target."""
+    deadline: float = float("inf")
+    """The `time.monotonic()` at which it is ended."""
+    pieces: deque[tuple[int, Taken]] = dataclasses.field(default_factory=deque)
+    """Numbers of rows and what they gave. The reader takes them away."""
+    num_left: int = 0
+    """The number of rows whose ends have not been read."""
+    failure: Refused | None = None
+    is_cancelled: bool = False
+    came: float = dataclasses.field(default_factory=time.monotonic)
+    admitted: float | None = None
+    """When its first row got a slot; then when the first and the last token came."""
+    first: float | None = None
+    last: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_left = len(self.rows)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the reader has everything, or nothing more will come."""
+        return self.num_left == 0 or self.failure is not None
+
+    def drain(self) -> list[tuple[int, Taken]]:
+        """The pieces that have not been read."""
+        found = [self.pieces.popleft() for _ in range(len(self.pieces))]
+        self.num_left -= sum(taken.finish_reason is not None for _, taken in found)
+        return found
+
+
+@dataclasses.dataclass
+class _Seat:
+    """A row that has a slot."""
+
+    job: Job
+    number: int
+    """That of the row."""
+    length: int
+    """The number of its tokens, prompt included."""
+    since: float
+    last: float | None = None
+    """When its last token came."""
+
+
+class _Lane:
+    """A session, the rows in it, and those that wait for it."""
+
+    def __init__(self, session: Session):
+        self.session = session
+        self.waiting: deque[tuple[Job, int]] = deque()
+        """Jobs and numbers of their rows."""
+        self.open: dict[int, _Seat] = {}
+        """By the session's handles."""
+        self.round_seconds = PIECE_SECONDS
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of rounds of the next call."""
+        if any(seat.job.by_pass for seat in self.open.values()) or self.session.num_running < len(self.open):
+            return 1  # between two rounds a chunk of a waiting prompt is read
+        return max(int(PIECE_SECONDS / self.round_seconds), 1)
+
+    def step(self) -> None:
+        """Runs rounds."""
+        num, running, start = self.num_rounds, self.session.num_running, time.monotonic()
+        self.session.step(num)
+        if self.session.num_running == running == len(self.open):  # else it ran fewer rounds, or read prompts
+            self.round_seconds = max((time.monotonic() - start) / num, 1e-6)
+
+
+class Engine:
+    """A session with a queue, in a thread of its own. `start` it, `submit` jobs, `close` it.
+
+    Args:
+      slots: as of `Session`.
+      plain_slots: slots of a second session for requests that want no drafts. 0: such requests are refused, unless
+        the session never drafts.
+      max_waiting: largest number of rows that wait for a slot.
+      settings: further arguments of `Session`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        slots: int = 8,
+        max_len: int | None = None,
+        plain_slots: int = 1,
+        max_waiting: int = 256,
+        metrics: Metrics | None = None,
+        **settings: Any,
+    ):
+        self.params, self.max_waiting, self.metrics = params, max_waiting, metrics or Metrics("hsd")
+        session = Session(params, slots, max_len, controls=True, **settings)
+        self._lanes = [_Lane(session)]
+        if plain_slots and session.plan.tree is not None:
+            self._lanes.append(_Lane(Session(params, plain_slots, max_len, controls=True, speculate=False)))
+        self.max_len, self.slots, self.plan = session.max_len, slots, session.plan
+        self.status, self.error = STARTING, ""
+        """One of the names above, and why it has failed."""
+        self._changed = threading.Condition()
+        self._new: list[Job] = []
+        self._last_moment = float("inf")
+        """The deadline of all jobs."""
+        self._row_seconds = 1.0
+        """A moving mean of the time from a row's slot to its end."""
+        self._thread = threading.Thread(target=self._run, name="hsd-engine", daemon=True)
+        self.metrics.watch(self)
+
+    # --- from other threads -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread, which compiles the programs and is then ready."""
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Adds a job to the queue. Raises `Refused` if the queue is full or no jobs are taken."""
+        with self._changed:
+            if self.status != READY:
+                raise Refused(503, f"the server takes no requests: {self.status}", code="not_ready", retry_after=5)
+            if self.num_waiting >= self.max_waiting:
+                seconds = self.num_waiting / self.slots * self._row_seconds
+                what = f"{self.num_waiting} answers wait for a slot already"
+                raise Refused(429, what, code="queue_full", retry_after=min(max(round(seconds), 1), 60))
+            if job.is_plain and len(self._lanes) == 1 and self.plan.tree is not None:
+                raise Refused(400, "speculate=false: this server has no slots for plain decoding", "speculate")
+            self._new.append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job, if it is not over, and frees its slots as soon as the session's call that runs now returns."""
+        if not job.is_over:
+            with self._changed:
+                job.is_cancelled = True
+                self._changed.notify()
+
+    def drain(self, seconds: float) -> None:
+        """Takes no further jobs, and ends those that are not over after so many seconds with an error."""
+        with self._changed:
+            if self.status in (STARTING, READY):
+                self.status = DRAINING
+            self._last_moment = time.monotonic() + seconds
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends all jobs and the thread, and frees the caches."""
+        with self._changed:
+            if self.status != BROKEN:
+                self.status = CLOSED
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        for lane in self._lanes:
+            lane.session.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of rows that wait for a slot."""
+        return sum(len(job.rows) for job in self._new) + sum(len(lane.waiting) for lane in self._lanes)
+
+    @property
+    def num_running(self) -> int:
+        """The number of rows that have a slot."""
+        return sum(len(lane.open) for lane in self._lanes)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots of all sessions."""
+        return sum(lane.session.slots for lane in self._lanes)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens in all slots."""
+        return sum(seat.length for lane in self._lanes for seat in list(lane.open.values()))
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            for lane in self._lanes:
+                self._warm(lane.session)
+            with self._changed:
+                self.status = READY if self.status == STARTING else self.status
+                self._changed.notify_all()
+            while self._wait():
+                self._turn()
+            self._fail_all(Refused(503, "the server has stopped", code="stopped"))
+        except BaseException as error:  # whatever happens here, nobody may wait for ever
+            traceback.print_exc()
+            with self._changed:
+                self.status, self.error = BROKEN, f"{type(error).__name__}: {error}"
+                self._fail_all(Refused(500, "the device or the engine has failed", code="engine_failed"))
+                self._changed.notify_all()
+
+    def wait_ready(self, seconds: float | None = None) -> bool:
+        """Waits until the engine is no longer starting. Returns whether it is ready."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.status != STARTING, seconds)
+        return self.status == READY
+
+    def _wait(self) -> bool:
+        """Waits for work and takes new jobs. Returns whether the engine goes on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.status == CLOSED or self._new or next(self._jobs(), None) is not None)
+            for job in self._new:
+                lane = self._lanes[-1 if job.is_plain else 0]
+                lane.waiting.extend((job, number) for number in range(len(job.rows)))
+            self._new.clear()
+        return self.status != CLOSED
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        for job in dict.fromkeys(self._jobs()):
+            if job.is_cancelled:
+                self._end(job, Refused(499, "the client has gone", code="cancelled"))
+            elif now >= min(job.deadline, self._last_moment):
+                self._end(job, Refused(504, "the time limit of the server is over", code="timeout"))
+        for lane in self._lanes:
+            while lane.waiting and lane.session.num_free:
+                job, number = lane.waiting.popleft()
+                row = job.rows[number]
+                lane.open[lane.session.admit_row(row)] = _Seat(job, number, len(row.tokens), now)
+                if job.admitted is None:
+                    job.admitted = now
+                    self.metrics.queue_seconds.observe(now - job.came)
+            if lane.open:
+                lane.step()
+                self._hand_out(lane)
+
+    def _hand_out(self, lane: _Lane) -> None:
+        now = time.monotonic()
+        for handle, seat in list(lane.open.items()):
+            if handle not in lane.open:  # another row of its job has failed
+                continue
+            job, taken = seat.job, lane.session.take(handle)
+            if num := len(taken.tokens):
+                self.metrics.count_tokens(num, None if seat.last is None else now - seat.last, now - job.came)
+                job.first, job.last, seat.last, seat.length = job.first or now, now, now, seat.length + num
+            if taken.finish_reason is not None:
+                del lane.open[handle]
+                self._row_seconds += 0.1 * (now - seat.since - self._row_seconds)
+                self.metrics.count_row(job.rows[seat.number], taken, now - job.came)
+            if taken.finish_reason == FAILED:
+                self._end(job, Refused(500, f"the model failed: {taken.error}", code="model_failed"))
+            elif num or taken.text or taken.finish_reason is not None:
+                job.pieces.append((seat.number, taken))
+                _wake(job)
+
+    def _jobs(self) -> itertools.chain[Job]:
+        """All jobs that are not over, some of them repeatedly."""
+        seated = (seat.job for lane in self._lanes for seat in lane.open.values())
+        return itertools.chain(self._new, seated, (job for lane in self._lanes for job, _ in lane.waiting))
+
+    def _end(self, job: Job, failure: Refused) -> None:
+        """Frees what a job has, and tells its reader why."""
+        for lane in self._lanes:
+            lane.waiting = deque(pair for pair in lane.waiting if pair[0] is not job)
+            for handle in [handle for handle, seat in lane.open.items() if seat.job is job]:
+                del lane.open[handle]
+                lane.session.cancel(handle)
+                lane.session.take(handle)
+        self.metrics.count_failure(failure.code)
+        job.failure = failure
+        _wake(job)
+
+    def _fail_all(self, failure: Refused) -> None:
+        """Tells all readers. The sessions may be broken and are left alone."""
+        for job in dict.fromkeys(self._jobs()):
+            self.metrics.count_failure(failure.code)
+            job.failure = failure
+            _wake(job)
+        self._new.clear()
+        for lane in self._lanes:
+            lane.open.clear()
+            lane.waiting.clear()
+
+    def _warm(self, session: Session) -> None:
+        """Compiles every program that a request may need, and lets the session time its rounds."""
+        session.reserve()
+        ends, tokenizer = tuple(self.params.eos), self.params.tokenizer
+        kinds = dict.fromkeys((ends, (*ends, *(() if tokenizer is None else tokenizer.line_ends))))
+        sizes = range(session.max_len - 1, 0, -1)
+        capacities = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in sizes}
+        for length, eos in itertools.product(capacities.values(), kinds):
+            self._decode(session, min(session.slots, 2), length, 2, eos)
+        if session.setup.race is not None:
+            self._decode(session, session.slots, 1, WARM_TOKENS, ())
+
+    def _decode(self, session: Session, num: int, length: int, new: int, eos: tuple[int, ...]) -> None:
+        """Decodes `num` samples of a prompt of this length, until one has ended."""
+        new = min(new, session.max_len - length)
+        asked = Sampling(max_new_tokens=new, eos=eos, logprobs=0, prompt_logprobs=0)
+        row = row_of(self.params, [0] * length, asked, session.max_len)
+        handles = [session.admit_row(row) for _ in range(num)]
+        session.step()
+        for handle in handles:
+            session.cancel(handle)
+            session.take(handle)
+
+
+def _wake(job: Job) -> None:
+    with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
+        job.wake()

@@ -1,0 +1,229 @@
+"""`hsd serve` as users start it: a process on loopback, OpenAI's own client, many clients at once, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from support import serving
+
+import hsd_jax
+
+pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx")
+pytestmark = pytest.mark.slow
+TALK = [{"role": "user", "content": "I need a taxi to the museum."}]
+KEY = "a key"
+
+
+class Process:
+    """A server of the bundled pair."""
+
+    def __init__(self, *options: str):
+        command = [sys.executable, "-m", "hsd_jax.cli.main", "serve", "--demo", "--port", "0", "--max-len", "200"]
+        env = os.environ | {"HSD_API_KEY": KEY, "JAX_DEFAULT_MATMUL_PRECISION": "highest", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen([*command, *options], env=env, stderr=subprocess.PIPE, text=True)
+        self.lines: queue.Queue[str] = queue.Queue()
+        self.said: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        while not (found := re.match(r"ready at (\S+)/v1", self.lines.get(timeout=600))):
+            pass
+        self.url = found[1]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            self.lines.put(line)
+
+    def end(self, sig: int = signal.SIGTERM, seconds: float = 60) -> int:
+        self.process.send_signal(sig)
+        return self.process.wait(seconds)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory."""
+        with open(f"/proc/{self.process.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def started(*options: str):
+    server = Process(*options)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with started("--slots", "8", "--max-body", "100000") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def params():
+    return hsd_jax.load("demo", max_len=200)
+
+
+def headers() -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+
+
+def test_the_client_of_openai(server, params, fully_optimized):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["demo"]
+    alone = hsd_jax.decode(params, TALK, 24, temperature=0.8, seed=[3], n=2, speculate=False)
+    asked = {"model": "demo", "messages": TALK, "max_completion_tokens": 24, "temperature": 0.8, "seed": 3, "n": 2}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert [choice.message.content for choice in whole.choices] == alone.text
+    assert whole.usage.completion_tokens == alone.num_tokens.sum()
+    assert whole.choices[0].logprobs.content[0].top_logprobs[1].bytes is not None
+    texts = ["", ""]
+    with client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream:
+        for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    assert texts == alone.text and chunk.usage == whole.usage
+    more = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
+    text = client.completions.create(model="demo", prompt=["Hello", "You"], max_tokens=4, echo=True, extra_body=more)
+    assert [choice.index for choice in text.choices] == [0, 1] and text.choices[0].text.startswith("Hello")
+    for change, kind, param in (
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"model": "other"}, openai.NotFoundError, "model"),
+        ({"extra_body": {"wrong": 1}}, openai.BadRequestError, "wrong"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+    ):
+        with pytest.raises(kind) as found:
+            client.chat.completions.create(**asked | change)
+        assert found.value.param == param
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0).models.list()
+
+
+def test_many_clients(server, params, fully_optimized, capsys):
+    """64 clients, 600 requests: nothing lost or mixed, no memory lost, all slots free at the end."""
+    wanted, asked = serving.alone(params), serving.mixed(600, seed=0)
+
+    async def play(some: list[serving.Asked]) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        async with httpx.AsyncClient(base_url=server.url, headers=headers(), timeout=300, limits=limits) as client:
+
+            async def ask(one: serving.Asked) -> None:
+                if one.leaves_after == 0:  # before the answer begins
+                    with contextlib.suppress(httpx.ReadTimeout):
+                        await client.post("/v1/completions", content=one.content, timeout=httpx.Timeout(300, read=0.05))
+                    return
+                async with client.stream("POST", "/v1/completions", content=one.content) as answer:
+                    one.status, chunks = answer.status_code, []
+                    async for chunk in answer.aiter_raw():
+                        one.times.append(time.perf_counter())
+                        chunks.append(chunk)
+                        if len(chunks) == one.leaves_after:
+                            return
+                        await asyncio.sleep(one.pause)
+                one.read(chunks)
+
+            await serving.play(some, 64, ask)
+
+    sizes, start = [], time.perf_counter()
+    for some in (asked[:200], asked[200:]):
+        asyncio.run(play(some))
+        sizes.append(server.resident)
+    seconds = time.perf_counter() - start
+    serving.check(asked, wanted)
+    assert sizes[1] <= 1.05 * sizes[0], sizes
+
+    def free() -> bool:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return not any(line.startswith("vllm:num_requests_") and not line.endswith(" 0.0") for line in lines)
+
+    end = time.monotonic() + 30
+    while not free():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    streams = [one.times for one in asked if one.is_stream and one.text]
+    first, between = (
+        [t[1] - t[0] for t in streams],
+        [b - a for t in streams for a, b in itertools.pairwise(t[1:])],
+    )
+    with capsys.disabled():
+        p50, p99 = (np.percentile(x, (50, 99)).round(3).tolist() for x in (first, between))
+        print(f"\n600 requests of 64 clients in {seconds:.0f} s; memory {[size >> 20 for size in sizes]} MiB;")
+        print(f"p50 and p99 of the first chunk {p50} s, between chunks {p99} s")
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_comes():
+    with started("--slots", "2") as server:
+        body = {"prompt": "User: Hello!\nAssistant:", "ignore_eos": True, "max_tokens": 150, "temperature": 0}
+        found: list = []
+
+        def ask(is_stream: bool) -> None:
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json=body | {"stream": is_stream}, headers=headers(), timeout=300
+            )
+            found.append(answer)
+
+        jobs = [threading.Thread(target=ask, args=(n % 2 == 0,)) for n in range(6)]
+        for job in jobs:
+            job.start()
+        while httpx.get(f"{server.url}/metrics").text.count("num_requests_running{") == 0:
+            pass
+        time.sleep(0.5)
+        assert server.end() == 0
+        for job in jobs:
+            job.join()
+        assert [answer.status_code for answer in found] == [200] * 6
+        assert all(answer.text.endswith("data: [DONE]\n\n") or answer.json() for answer in found)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+        assert not any("Traceback" in line for line in server.said), server.said
+
+
+def test_the_end_of_the_time_to_drain():
+    """What is not over gets an error that its client can read."""
+    with started("--slots", "2", "--drain-seconds", "0.01", "--max-waiting", "1000") as server:
+        body = {"prompt": "Hello!", "ignore_eos": True, "max_tokens": 190, "n": 16}
+        found: list = []
+
+        def ask(is_stream: bool) -> None:
+            url = f"{server.url}/v1/completions"
+            found.append(
+                (is_stream, httpx.post(url, json=body | {"stream": is_stream}, headers=headers(), timeout=300))
+            )
+
+        jobs = [threading.Thread(target=ask, args=(n % 2 == 0,)) for n in range(8)]
+        for job in jobs:
+            job.start()
+        time.sleep(1)
+        assert server.end() == 0
+        for job in jobs:
+            job.join()
+        for is_stream, answer in found:
+            assert answer.status_code == (200 if is_stream else 504)
+            assert '"code":"timeout"' in answer.text
+            assert not is_stream or answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_after_kill_it_starts_again():
+    with started("--slots", "2", "--port", "0") as server:
+        port = server.url.rpartition(":")[2]
+        server.end(signal.SIGKILL)
+    with started("--slots", "2", "--port", port) as server:
+        assert server.url.endswith(port)
+        assert httpx.get(f"{server.url}/health").status_code == 200
