@@ -20,8 +20,6 @@ WAITING = 64
 """Answers that may wait in a replica. Others get 429, or wait with Ray."""
 
 
-@serve.deployment(health_check_period_s=5)
-@serve.ingress()  # the application is made in the replica, because a session cannot be sent there
 class Replica:
     """A model with its session and its application."""
 
@@ -37,6 +35,7 @@ class Replica:
             raise RuntimeError(self.engine.error)
 
     def __serve_build_asgi_app__(self) -> Any:
+        """What Ray asks for the application."""
         from hsd_jax.serve.app import make_app
 
         return make_app(self.engine, self.target, self.key)
@@ -52,8 +51,14 @@ class Replica:
 
 def build(replicas: int, target: str, slots: int, max_len: int, key: str | None = None, **resources: float) -> Any:
     """The application for `serve.run`. `resources` are those of a replica, for example `num_gpus=1`."""
-    how = {"num_replicas": replicas, "max_ongoing_requests": slots + WAITING, "ray_actor_options": resources}
-    return Replica.options(**how).bind(target, slots, max_len, key)
+    deployment = serve.deployment(
+        serve.ingress()(Replica),  # no application yet: a replica makes its own, because a session cannot be sent there
+        num_replicas=replicas,
+        max_ongoing_requests=slots + WAITING,
+        health_check_period_s=5,
+        ray_actor_options=resources,
+    )
+    return deployment.bind(target, slots, max_len, key)
 
 
 def main() -> None:
