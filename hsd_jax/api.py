@@ -32,6 +32,8 @@ class RowStats:
     accepted_histogram: np.ndarray
     seed: np.ndarray
     """The seeds that were given, or drawn where they were None. A single one is the same in all rows."""
+    drafter: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """The drafter's own counts by name (`RequestStats.drafter`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Stats:
     lossy: str | None = None
     """The lossy acceptance that was used, as in "linear:0.5". None: the text follows the target's distribution."""
     drafter: dict[str, int] = dataclasses.field(default_factory=dict)
-    """The drafter's own counts by name, summed over rows. Empty if it counts nothing."""
+    """The drafter's own counts by name, summed over rows (`RequestStats.drafter`). Empty if it counts nothing."""
     drafts: tuple[int, int] | None = None
     """The number of drafts made, and how many of them were verified. None unless chains may end early."""
     defaults: dict[str, Any] | None = None
@@ -137,7 +139,7 @@ def decode(
     have 512 slots, or that times 4, 16, .., up to what `max_len` needs. The longest prompt with its `max_new_tokens`
     decides. Where the tree is chosen, the plan depends on these sizes and on whether any row has a temperature of 0.3
     or more. Off the CPU, calls whose rows are all greedy have their own programs. Other settings of the text compile
-    nothing, up to 4 end tokens.
+    nothing, up to 4 end tokens. Predictions of up to 512 tokens have programs of their own, as those of up to 1024, ...
 
     Args:
       prompt: a text, token ids, a conversation, or a list of these. The items of a list may differ in kind and length.
@@ -232,17 +234,19 @@ def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
     num_tokens, passes = np.array([(row.num_tokens, row.num_target_passes) for row in found]).T
     histogram = np.stack([row.accepted_histogram for row in found])
     drafts, drafting = [row.drafts for row in found if row.drafts is not None], session.setup.drafting
+    counts = {name: np.array([row.drafter[name] for row in found]) for name in found[0].drafter}
+    seeds = np.array([row.seed for row in found])
     return Stats(
         tau=float(num_tokens.sum() / max(passes.sum(), 1)),
         num_target_passes=int(passes.sum()),
         accepted_histogram=histogram.sum(0),
-        per_row=RowStats(num_tokens / np.maximum(passes, 1), passes, histogram, np.array([row.seed for row in found])),
+        per_row=RowStats(num_tokens / np.maximum(passes, 1), passes, histogram, seeds, counts),
         prefill_seconds=session.prefill_seconds,
         decode_seconds=session.decode_seconds,
         plan=session.plan,
         drafted_share=sum(row.num_drafted for row in found) / max(int(passes.sum()), 1),
         lossy=None if drafting is None or drafting.lossy is None else drafting.lossy.name,
-        drafter={name: sum(row.drafter[name] for row in found) for name in found[0].drafter},
+        drafter={name: int(counted.sum()) for name, counted in counts.items()},
         drafts=(sum(made for made, _ in drafts), sum(verified for _, verified in drafts)) if drafts else None,
         defaults=found[0].defaults,
     )

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax.config import bucket
+from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import of_first, put
 from hsd_jax.host.files import decoded
@@ -27,6 +28,8 @@ from hsd_jax.tokenizer import Messages, Tokenizer, check_unicode
 from hsd_jax.types import LONGEST_BAD_WORD, MOST_BAD_WORDS, NO_TOKEN, Controls, Limits, SamplingParams
 from hsd_jax.validation import MOST, parts_of, row_hint, shown, take
 
+SMALLEST_PREDICTION = 512
+"""The smallest number of places for the tokens of a prediction."""
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
 
@@ -45,6 +48,8 @@ class Row:
     """The row's own settings. `eos` has the ids of its end tokens."""
     fold: int = 0
     """The number that is folded into the key of its seed: the row's, or 0 if it has a seed of its own."""
+    prediction: tuple[int, ...] = ()
+    """The token ids of its predicted text."""
 
     @property
     def longest(self) -> int:
@@ -54,8 +59,9 @@ class Row:
 
 NOTHING = Row([0], Sampling(max_new_tokens=0, eos=()))
 """Fills an unused row: it has one token, may get no other, and so is finished from the start."""
+_LISTS = "eos", "prediction"  # a single value of these may be a list
 _PARTS = parts_of(Length) | parts_of(SamplingSettings)
-ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(part.hint)) and name != "eos"}
+ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(part.hint)) and name not in _LISTS}
 """The annotation of one row's value of each setting that rows have of their own."""
 
 
@@ -90,6 +96,8 @@ def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, 
     rows = [
         _row(f"prompt {row}", tokens, asked, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own
     ]
+    told = _predictions(params, asked.prediction, len(rows))
+    rows = [dataclasses.replace(row, prediction=one) for row, one in zip(rows, told, strict=True)]
     return [dataclasses.replace(row, fold=row.fold + sample) for row in rows for sample in range(num_samples)]
 
 
@@ -100,7 +108,8 @@ def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row
     _check_is_read(params, asked, [prompt])
     tokens, asked = _encode_one(params, prompt, "the prompt", asked), _seeded(asked)
     values = [take(hint, _plain(getattr(asked, name)), name) for name, hint in ROW_HINTS.items()]
-    return _row("the prompt", tokens, asked, values, end_tokens_of(params, asked, prompt), max_len)
+    row = _row("the prompt", tokens, asked, values, end_tokens_of(params, asked, prompt), max_len)
+    return dataclasses.replace(row, prediction=_prediction(params, asked.prediction))
 
 
 def _check_is_read(params: Params, asked: Sampling, prompts: Sequence[Any]) -> None:
@@ -194,6 +203,51 @@ def given_of(
     if mesh is None:
         return jax.device_put(given)  # `jnp.asarray` would compile a program for every shape
     return put(given, sharding_lib.row_shardings(mesh, given, num_rows))
+
+
+def _predictions(params: Params, given: Any, num_rows: int) -> list[tuple[int, ...]]:
+    """The prediction of each row; a single one is repeated."""
+    given = np.asarray(given).tolist() if isinstance(given, (np.ndarray, jax.Array)) else given
+    if not isinstance(given, (list, tuple)) or all(isinstance(x, (int, np.integer)) for x in given):
+        return [_prediction(params, given)] * num_rows
+    if len(given) != num_rows:
+        raise ValueError(f"prediction has {len(given)} values for {num_rows} rows")
+    return [_prediction(params, one) for one in given]
+
+
+def _prediction(params: Params, given: Any) -> tuple[int, ...]:
+    """The token ids of a prediction. It continues a prompt, so it has no start token."""
+    ids, config = given, params.drafter_config
+    if given is None or (isinstance(given, (str, list, tuple)) and not given):
+        return ()
+    if config is None or not method_of(config).takes_predictions:
+        kind = "no drafter" if config is None else f"a {config.kind} drafter"
+        raise ValueError(f"prediction={shown(given)} with {kind}: allowed with lookup and FOLDER+lookup")
+    if _is_conversation(given):
+        raise ValueError(f"prediction={shown(given)}: expected a text or token ids")
+    if isinstance(given, str) and params.tokenizer is not None:
+        check_unicode(given, "prediction")
+        ids = params.tokenizer.encode_rendered(given)
+    ids = tuple(_encode_one(params, ids, "prediction", NOTHING.asked))
+    if len(ids) > params.max_len:
+        raise ValueError(f"prediction has {len(ids)} tokens: allowed are 0 to max_len={params.max_len}")
+    return ids
+
+
+def prediction_places(rows: Sequence[Row]) -> int:
+    """The number of places that each row needs for the predictions of all, one of few numbers. 0: none has one."""
+    longest = max(len(row.prediction) for row in rows)
+    return bucket(longest, SMALLEST_PREDICTION) if longest else 0
+
+
+def predictions_of(rows: Sequence[Row], num_rows: int, num_places: int, mesh: Mesh | None) -> Any:
+    """Tokens [B, Q] and lengths [B] of the predictions of B = `num_rows` rows. The rows after `rows` have none."""
+    tokens, length = np.zeros((num_rows, num_places), np.int32), np.zeros(num_rows, np.int32)
+    for i, row in enumerate(rows):
+        length[i] = len(row.prediction)
+        tokens[i, : length[i]] = row.prediction
+    host = tokens, length
+    return jax.device_put(host) if mesh is None else put(host, sharding_lib.row_shardings(mesh, host, num_rows))
 
 
 def sampling_arrays(asked: Sequence[Sampling]) -> SamplingParams:

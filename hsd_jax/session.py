@@ -31,7 +31,19 @@ from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.infer.adapt import mean_ratio, with_drafts
 from hsd_jax.infer.controls import first_controlled
 from hsd_jax.infer.loop import STRETCH, UNBOUNDED, Rows
-from hsd_jax.inputs import Given, Prompt, Row, given_of, needs_controls, num_logprobs, row_of, rows_of, with_defaults
+from hsd_jax.inputs import (
+    Given,
+    Prompt,
+    Row,
+    given_of,
+    needs_controls,
+    num_logprobs,
+    prediction_places,
+    predictions_of,
+    row_of,
+    rows_of,
+    with_defaults,
+)
 from hsd_jax.models.placement import check_free
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
@@ -82,7 +94,8 @@ class RequestStats:
     drafts: tuple[int, int] | None = None
     """The number of drafts made, and how many of them were verified. None unless chains may end early."""
     drafter: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The drafter's own counts, by name."""
+    """The drafter's own counts, by name. With predictions: `accepted_prediction_tokens`, tokens of the text that were
+    predicted, and `rejected_prediction_tokens`, tokens that were drafted from a prediction and are not in the text."""
     seed: int = 0
     """The seed of its draws, given or drawn."""
     defaults: dict[str, Any] | None = None
@@ -201,7 +214,8 @@ class Session:
     in a tree that should pay for a single row.
 
     Programs are compiled for the number of slots and the size of the caches. The caches begin at 512 slots per row and
-    grow by a factor of four when longer rows come in. Other settings of a request compile nothing, up to 4 end tokens.
+    grow by a factor of four when longer rows come in. Predictions have 512 places per row, which grow
+    by a factor of two. Other settings of a request compile nothing, up to 4 end tokens.
 
     Args:
       slots: largest number of rows at the same time.
@@ -268,6 +282,8 @@ class Session:
         """The prompt of the first request of `_waiting`."""
         self._running: list[_Request] = []
         """Those whose rows are in the state: their prompts have been read, and they have not ended."""
+        self._prediction_places = 0
+        """Places per row in the state for predictions. 0: no row had one so far."""
 
     @property
     def plan(self) -> Plan:
@@ -462,7 +478,7 @@ class Session:
         self, source: Iterator[tuple[int, int, Row | ValueError]]
     ) -> Generator[tuple[int, Generated], None, None]:
         """Answers as rows end, with their places in the source, whose error is raised when all before it have ended."""
-        mine, failure, places = dict[int, tuple[int, dict[str, Any]]](), None, itertools.count()
+        mine, failure, places = dict[int, tuple[int, int, int]](), None, itertools.count()
         try:
             while True:
                 while self.num_free or not mine:  # if others hold all slots, `_admit` raises the error
@@ -473,20 +489,19 @@ class Session:
                     if following is None:
                         break
                     index, sample, row = following
-                    numbers: dict[str, Any] = {"index": index, "sample": sample}
                     place = next(places)
                     if isinstance(row, Row):
                         with self._alone():
-                            mine[self._admit(row)] = place, numbers
+                            mine[self._admit(row)] = place, index, sample
                     else:
                         text = None if self.params.tokenizer is None else ""
-                        yield place, Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), **numbers)
+                        yield place, Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), index=index)
                 if not mine:
                     break
                 self.step()
                 for handle in [h for h in mine if self._open[h].finish_reason is not None]:
-                    taken, (place, numbers) = self.take(handle), mine.pop(handle)
-                    yield place, Generated(**vars(taken), **numbers)
+                    taken, (place, index, sample) = self.take(handle), mine.pop(handle)
+                    yield place, Generated(**vars(taken), index=index, sample=sample)
             if failure is not None:
                 raise failure
         finally:
@@ -526,7 +541,12 @@ class Session:
             state = decoder.grow(state, capacity)
         num_ends = max(limits.eos.shape[1], read.given.limits.eos.shape[1])
         limits, new_limits = (_with_ends(x, num_ends) for x in (limits, read.given.limits))
-        new = read.state, read.given.sampling, new_limits
+        before, self._prediction_places = (
+            self._prediction_places,
+            max(self._prediction_places, prediction_places([row])),
+        )
+        state = state if self._prediction_places == before else self._told(state, [])
+        new = self._told(read.state, [row]), read.given.sampling, new_limits
         self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
         self._running.append(request)
         if self._waiting and self._waiting[0].row.tokens is row.tokens and self._can_copy:  # the next sample
@@ -538,6 +558,14 @@ class Session:
         self._clear(request.slot)  # its caches may hold NaN: no token was drawn that would show it
         return has_ended
 
+    def _told(self, state: DecodeState, rows: Sequence[Row]) -> DecodeState:
+        """The state with the predictions of its first rows, or with more places for those that it has."""
+        predict, num = self.setup.decoder.drafter.predict, self._prediction_places
+        if predict is None or not num:
+            return state
+        told = predictions_of(rows, len(state.length), num, self.params.mesh)
+        return dataclasses.replace(state, drafter=predict(state.drafter, *told))
+
     def read_together(self, rows: Sequence[Row], capacity: int) -> None:
         """Reads the prompts of the first rows of a session together. Row i takes slot i."""
         start, mesh = time.perf_counter(), self.params.mesh
@@ -548,6 +576,8 @@ class Session:
         else:
             reading = _reading(self.setup, mesh, rows, self._num_rows, capacity, is_all=True)
             self.rows = _read_all(self.setup, reading), reading.given.sampling, reading.given.limits
+        self._prediction_places = prediction_places(rows)
+        self.rows = self._told(self.rows[0], rows), *self.rows[1:]
         self._running, self._waiting = list(self._waiting), deque()
         if any(row.asked.max_new_tokens == 0 for row in rows):
             self._collect()

@@ -155,6 +155,11 @@ class SamplingSettings(TypedDict, total=False):
     stop: Annotated[Stops, Default(())]
     """Up to 16 texts. A row ends as soon as its text holds one of them, however its tokens split it. Text and ids end
     before that one. A token that holds a part of it is left out, so the ids may spell less than the text."""
+    prediction: Annotated[PerRow[str | Sequence[int] | None], Default(None)]
+    """What the text will probably be, or parts of it, as a text or token ids, for example a file that is edited (as in
+    OpenAI's predicted outputs). Prompt lookup searches it too, and drafts its beginning first. The text does not
+    change. The statistics count tokens of the text that followed it, and drafts of it that were wrong. A list of texts
+    or of lists of ids has one per row."""
     include_stop: Annotated[Flag, Default(False)]
     """Whether the text ends after its stop string. The ids then end with the token that completes it. (In vLLM:
     include_stop_str_in_output.)"""

@@ -417,6 +417,9 @@ class Drafter(NamedTuple):
     """Whether a round drafts tokens that later rounds verify. Rules that judge jointly cannot judge such drafts."""
     counts: Callable[[Any], dict[str, Int[Array, "B"]]] | None = None
     """`counts(state)`: the drafter's own counts of every row, by name, for statistics. None: it counts nothing."""
+    predict: Callable[..., Any] | None = None
+    """`predict(state, tokens [B, Q], length [B]) -> state`: gives each row a prediction of its text, of no tokens if it
+    has none. A state that has predictions keeps them, with room for Q tokens each. None: it reads no predictions."""
 
     @property
     def most_written(self) -> int:

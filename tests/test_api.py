@@ -221,11 +221,11 @@ def test_a_seed_that_the_system_draws_is_reported_and_gives_the_text_again(param
 
 def test_sampling_defaults_of_the_checkpoint_are_taken_where_asked_and_reported(folders, tmp_path):
     shutil.copytree(folders / "ids", tmp_path / "target")
-    said = {"do_sample": True, "temperature": 0.6, "top_k": 5, "top_p": 0.9, "max_new_tokens": 3}
+    said = {"do_sample": True, "temperature": 2.5, "top_k": 9, "top_p": 0.9, "max_new_tokens": 3}
     (tmp_path / "target" / "generation_config.json").write_text(json.dumps(said))
     params = hsd_jax.load(target=tmp_path / "target", precision="exact", max_len=MAX_LEN)
     call, taken = functools.partial(hsd_jax.decode, params, [1], 12, seed=[3]), {}
-    for own, used in [({}, said), ({"temperature": 1.5, "top_p": None}, said | {"temperature": 1.5, "top_p": None})]:
+    for own, used in [({}, said), ({"temperature": 3.5, "top_p": None}, said | {"temperature": 3.5, "top_p": None})]:
         taken = {name: said[name] for name in ("temperature", "top_k", "top_p") if name not in own}
         wanted = call(**{name: used[name] for name in ("temperature", "top_k", "top_p")})
         found = call(defaults="checkpoint", **own)
@@ -427,6 +427,22 @@ def test_text_and_ids_end_before_the_first_stop_string(text_params, speculate, s
     else:
         assert one.finish_reason == ["length"] and one.stop_reason == [None]
         assert one.text == hsd_jax.decode(text_params, "a", 32).text
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_log_probabilities_end_with_the_ids(text_params, speculate):
+    """Before a stop string, and with an end token."""
+    call = {"max_new_tokens": 32, "speculate": speculate, "logprobs": 2}
+    whole = hsd_jax.decode(text_params, "a", **call).logprobs[0]
+    assert len(whole.chosen) == 32
+    for ends in ({"stop": "😀"}, {"stop": "é"}, {"stop": "é", "include_stop": True}, {"eos": " "}):
+        one = hsd_jax.decode(text_params, "a", **call, **ends)
+        pieces = list(hsd_jax.stream(text_params, "a", rounds=1, **call, **ends))
+        joined = [np.concatenate(parts) for parts in zip(*[piece.logprobs for piece in pieces], strict=True)]
+        for found, streamed, wanted in zip(one.logprobs[0], joined, whole, strict=True):
+            assert len(found) == one.num_tokens[0] < 32
+            np.testing.assert_array_equal(found, wanted[: len(found)])
+            np.testing.assert_array_equal(streamed, found)
 
 
 def test_the_end_token_is_a_reason(text_params):

@@ -36,7 +36,7 @@ LAYERS = [
     "cli",
 ]
 INFER_LAYERS = [
-    "sampling chains levels tree",
+    "sampling chains controls levels tree",
     "rules",
     "adapt",
     "round",

@@ -204,19 +204,24 @@ def test_generate_answers_more_requests_than_slots_in_either_order(plain):
         assert one.stats.num_target_passes == one.stats.num_tokens == len(one.tokens) and one.stats.tau == 1.0
 
 
-@pytest.mark.parametrize("slots", [1, 3, 8])
-def test_samples_of_requests_are_the_rows_of_copies_and_read_once(plain, monkeypatch, slots):
+CONTROLS = {"repetition_penalty": 1.5, "min_p": 0.01}
+
+
+@pytest.mark.parametrize(("name", "slots", "more"), [("plain", 1, {}), ("plain", 3, {}), ("beam", 8, CONTROLS)])
+def test_samples_of_requests_are_the_rows_of_copies_and_read_once(monkeypatch, name, slots, more):
     """In either order, with a wrong request between. With fewer slots than samples a prompt is read more often."""
+    params, how = params_of(name)
     asked, wanted = [{"prompt": [1], "n": 0}], {}
     for index in (0, 2):
-        prompt, settings = [3, index] * 20, {"max_new_tokens": 3 + index, "temperature": 1.0, "seed": index, "eos": ()}
-        rows = hsd_jax.decode(plain, [prompt] * 3, speculate=False, **settings).tokens.tolist()
+        prompt, settings = [3, index] * 20, {"temperature": 3.0, "seed": index, "eos": (), **more}
+        settings["max_new_tokens"] = 6 + index
+        rows = hsd_jax.decode(params, [prompt] * 3, speculate=False, **settings).tokens.tolist()
         wanted |= {(index, sample): tokens for sample, tokens in enumerate(rows)}
         asked.insert(index, {"prompt": prompt, "n": 3, **settings})
     assert len(set(map(tuple, wanted.values()))) == 6
     read, reading = [], session_lib._reading
     monkeypatch.setattr(session_lib, "_reading", lambda *args: read.append(1) or reading(*args))
-    with Session(plain, slots=slots) as session:
+    with Session(params, slots=slots, **how) as session:
         as_ended = list(session.generate(asked, on_error="yield"))
         assert len(read) == {1: 6, 8: 2}.get(slots, len(read))
         in_order = list(session.generate(asked, ordered=True, on_error="yield"))

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         tasks = prompts.read_tasks(work, params)
         modes = methods.make_modes(params, named, options.other_drafters(args, params))
         if work.contexts:
-            modes = [dataclasses.replace(mode, eos=()) for mode in modes]
+            modes = [dataclasses.replace(mode, text={**mode.text, "eos": ()}) for mode in modes]
             tasks = prompts.at_contexts(params, tasks, work.contexts, work.max_new_tokens)
         path = None if args.out is None else args.out / "bench.json"
         record = experiment.run_experiment(work, modes, tasks, named, args.stages, path)

@@ -41,6 +41,7 @@ cat letter.txt | hsd generate --demo --json -
     tree = options.add_speculation(parser)
     options.add_record(tree, SpeculationSettings, "speculate", speculate={"help": "plain decoding: one token per pass"})
     output = parser.add_argument_group("output")
+    options.add_record(tree, SamplingSettings, "prediction", prediction={"type": _text, "metavar": "FILE"})
     options.add_record(output, SamplingSettings, "stop", "include_stop", "skip_special_tokens")
     options.add_record(output, Samples)
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -57,9 +58,7 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
     options.add_record(text, SamplingSettings, *kinds, **of_chat)
     what: Any = {"type": lambda token: int(token) if token.isdigit() else token, "nargs": "+", "metavar": "TOKEN"}
     options.add_record(text, SamplingSettings, "eos", eos=what)
-    bias: Any = {"type": options.value_of(Json[dict[str, float]]), "metavar": "JSON"}
-    words: Any = {"type": _ids, "metavar": "N,N"}
-    options.add_record(text, SamplingSettings, "logit_bias", "bad_words", logit_bias=bias, bad_words=words)
+    options.add_record(text, SamplingSettings, *options.OF_TOKENS, **options.OF_TOKENS)
     either.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
     options.add_text_settings(parser, **defaults)
 
@@ -70,8 +69,8 @@ def _tools(path: str) -> list[dict[str, Any]]:
 
 
 @options.checked
-def _ids(text: str) -> list[int]:
-    return [int(token) for token in text.split(",")]
+def _text(path: str) -> str:
+    return with_unix_lines(decoded(Path(path).read_bytes(), path))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -172,6 +171,7 @@ def _record(out, args: argparse.Namespace) -> dict:
         "prompt_logprobs": [_told(one) for one in out.prompt_logprobs],
         "seed": out.stats.per_row.seed.tolist(),
         "defaults": out.stats.defaults,
+        "drafter": {name: counts.tolist() for name, counts in out.stats.per_row.drafter.items()},
         "tau": out.stats.tau,
         "lossy": out.stats.lossy,
         "num_target_passes": out.stats.num_target_passes,

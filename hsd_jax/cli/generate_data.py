@@ -39,7 +39,7 @@ hsd generate-data --target DIR --drafter DIR --prompts book.txt --stride 500 --p
     add_value(parser, "--out FILE", options.NEW_FILE, what, required=True)
     options.add_model_arguments(parser)
     options.add_tree_arguments(parser)
-    options.add_record(parser.add_argument_group("responses"), GenerateConfig)
+    options.add_record(parser.add_argument_group("responses"), GenerateConfig, **options.OF_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:

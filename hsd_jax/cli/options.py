@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import Json
 from pydantic_core import PydanticUndefined
 
 from hsd_jax import validation
@@ -52,6 +53,18 @@ def value_of(hint: Any):
 COUNT = value_of(Count)
 NEW_FILE, NEW_FOLDER = map(checked, (files.check_new_file, files.check_new_folder))
 """Paths that can be written: a command that cannot write its result never starts."""
+
+
+@checked
+def _ids(text: str) -> list[int]:
+    return [int(token) for token in text.split(",")]
+
+
+OF_TOKENS: dict[str, Any] = {
+    "logit_bias": {"type": value_of(Json[dict[str, float]]), "metavar": "JSON"},
+    "bad_words": {"type": _ids, "metavar": "N,N"},
+}
+"""How the command line writes the settings that name tokens, as `changes` of `add_record`."""
 
 
 def add_record(group: Group, record: Any, *names: str, **changes: dict[str, Any] | None) -> None:
@@ -212,7 +225,17 @@ def add_text_settings(parser: argparse.ArgumentParser, *names: str, **defaults: 
     group = parser.add_argument_group("sampling")
     changes = {name: {"default": value} for name, value in defaults.items()}
     changes["defaults"] = {"type": str, "choices": ["checkpoint"]}
-    others = "eos", "stop", "include_stop", "skip_special_tokens", "tools", "template", "logit_bias", "bad_words"
+    others = (
+        "eos",
+        "stop",
+        "include_stop",
+        "skip_special_tokens",
+        "prediction",
+        "tools",
+        "template",
+        "logit_bias",
+        "bad_words",
+    )
     for kind in (Length, SamplingSettings):
         add_record(group, kind, *names, **changes | dict.fromkeys(others))
 

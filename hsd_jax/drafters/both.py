@@ -236,7 +236,8 @@ def both_drafter(
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
     lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth), cache_dtype, scheme)
     assert base.ready is None and base.follow is not None and base.counts is None, "true of every base without reuse"
-    follow_base = base.follow
+    follow_base, follow_lookup, counts, tell = base.follow, lookup.follow, lookup.counts, lookup.predict
+    assert follow_lookup is not None and counts is not None and tell is not None
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         own, other = base.init(tokens, length, capacity), lookup.init(tokens, length, capacity)
@@ -272,10 +273,14 @@ def both_drafter(
     def follow(models, state: BothState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """The record does not change, because without a tree one cannot see where lookup would leave it."""
         own = follow_base(models, state.base, verdict, output, num_committed)
-        other = lookup.commit(models, state.lookup, verdict, output, num_committed)
+        other = follow_lookup(models, state.lookup, verdict, output, num_committed)
         return dataclasses.replace(state, base=own, lookup=other)
 
-    return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow)
+    def predict(state: BothState, tokens: Int[Array, "B Q"], length: Int[Array, "B"]):
+        return dataclasses.replace(state, lookup=tell(state.lookup, tokens, length))
+
+    of_lookup = {"counts": lambda state: counts(state.lookup), "predict": predict}
+    return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, **of_lookup)
 
 
 def copying_seconds(model: Any, config: BothConfig, rows: int, tree: TreeConfig) -> float:
@@ -285,5 +290,9 @@ def copying_seconds(model: Any, config: BothConfig, rows: int, tree: TreeConfig)
 
 # The length of a chain decides which drafter makes it, so chains do not nest.
 BOTH = DraftingMethod(
-    BothConfig, both_drafter, planning_on_base(copying_seconds, chains_nest=False), has_weights_of_base=True
+    BothConfig,
+    both_drafter,
+    planning_on_base(copying_seconds, chains_nest=False),
+    has_weights_of_base=True,
+    takes_predictions=True,
 )

@@ -167,6 +167,8 @@ class DraftingMethod(NamedTuple):
     """`lattice(target_config, config, tree, models, state) -> (logits [B, D, C], inject, state)`, for drafters whose
     states read no drafted token: the arguments of `tree.token_free`. `inject` is None if drafted tokens add nothing to
     the logits. `lattice` is None if the drafter's states read drafted tokens."""
+    takes_predictions: bool = False
+    """Whether it drafts from a row's prediction of its text (`Drafter.predict`)."""
     overlapped: Callable[..., Any] | None = None
     """`overlapped(target_config, config, tree, scheme, rule, drafter_mesh, cache_dtype, program)`: a `Decoder`
     in which both models run at the same time, each on its own devices. None: one program runs both."""

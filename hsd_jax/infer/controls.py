@@ -100,7 +100,7 @@ def _penalised(
     def changed(x: Array, counts: Array, in_prompt: Array, bias: Array) -> Array:
         x, is_seen = x + bias, in_prompt | (counts > 0)
         x = jnp.where(is_seen, jnp.where(x > 0, x / own.repetition, x * own.repetition), x)
-        return x - (own.frequency * counts.astype(x.dtype) + jnp.where(counts > 0, own.presence, 0.0))
+        return x - (own.frequency * counts.astype(jnp.float32) + jnp.where(counts > 0, own.presence, 0.0))
 
     def put(x: Array, tokens: Int[Array, "M k"], values: Array | float) -> Array:
         """`x` with values at the columns of tokens; NO_TOKEN has none."""

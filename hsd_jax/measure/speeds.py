@@ -7,14 +7,15 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hsd_jax import api
 from hsd_jax.config import TreeConfig
-from hsd_jax.settings import OF_SPECULATION, Speculation
+from hsd_jax.inputs import rows_of, with_defaults
+from hsd_jax.settings import OF_SPECULATION, OF_TEXT, Sampling, Speculation
 from hsd_jax.setup import (
     LARGEST_FIRST,
     MOST_LOOKAHEAD,
@@ -33,6 +34,9 @@ FEWEST_BATCHES = 8
 PLAINLY = Speculation(speculate=False)
 HOW = tuple(name for name in OF_SPECULATION if name not in ("tree", "speculate", "race", "pad_rows"))
 """The fields of `Speculation` that the record of a mode has."""
+_OF_RUN = "max_new_tokens", "temperature", "seed", "tools", "template", "prediction"
+TEXT = tuple(name for name in OF_TEXT if name not in _OF_RUN)
+"""The settings of the text that a mode may have. The run and its prompts give the others, and no prediction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +46,8 @@ class Mode:
     name: str
     params: Any
     how: Speculation = PLAINLY
-    eos: tuple[int, ...] | None = None
-    """As `eos` of `decode`: the end tokens in place of the checkpoint's, () for none."""
+    text: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of the text, those of TEXT."""
 
     @property
     def tree(self) -> Any:
@@ -56,13 +60,14 @@ class Mode:
 
     def check(self) -> None:
         """Raises a ValueError if these settings do not fit together, before anything compiles."""
+        rows_of(self.params, [[0]], Sampling(None, **with_defaults(self.params, self.text)))
         if self.tree is not None:
             set_up(self.params, self.how, 1, 1, SMALLEST_CAPACITY, 0.0)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""
-        call = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": list(seeds), "eos": self.eos}
-        return api.decode(self.params, list(prompts), **call, **vars(self.how))
+        call = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": list(seeds)}
+        return api.decode(self.params, list(prompts), **call, **self.text, **vars(self.how))
 
 
 @dataclasses.dataclass(frozen=True)

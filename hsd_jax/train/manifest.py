@@ -32,16 +32,20 @@ def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     return values
 
 
-def check_claim(path: Path, here: dict[str, Any], what: str, is_recipe: bool = False) -> None:
+def check_claim(
+    path: Path, here: dict[str, Any], what: str, is_recipe: bool = False, usual: dict[str, Any] | None = None
+) -> None:
     """Raises a ValueError that begins with `what` and names the first value of `here` that differs in the file `path`.
 
-    `here` may be some of the settings there; in a recipe all must be the same.
+    `here` may be some of the settings there; in a recipe all must be the same. What an earlier version had no name for
+    has the value of `usual` there.
     """
-    there, here = flattened(read_json(path)), flattened(json.loads(json.dumps(here)))
+    there, here = ({**json.loads(json.dumps(usual or {})), **read_json(path)}, json.loads(json.dumps(here)))
+    there, here = flattened(there), flattened(here)
     others = [name for name in there if is_recipe and not name.startswith(VERSIONS)]
     for name in (*here, *others):
         old, new = (values.get(name, "missing") for values in (there, here))
-        if old != new and (name in there or new not in ([], 0, None)):  # an earlier version lacked some; they are off
+        if old != new:
             raise ValueError(f"{what}: {name} is {old!r} there and {new!r} here")
 
 

@@ -22,7 +22,8 @@ from hsd_jax.train.journal import Report
 from hsd_jax.train.records import CONVERSATIONS, Record, read_file
 from hsd_jax.validation import Count, Seed, Temperature
 
-TEXT = ("top_k", "top_p", "stop", "include_stop")
+_PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+TEXT = ("top_k", "top_p", "min_p", *_PENALTIES, "logit_bias", "bad_words", "min_tokens", "stop", "include_stop")
 """The settings of the text that all responses of a run share."""
 Text: Any = validation.record("Text", SamplingSettings, names=TEXT, is_of_row=True)
 
@@ -59,6 +60,8 @@ class GenerateConfig(Text):
     def __post_init__(self):
         if self.samples_per_prompt > 1 and not any(self.temperatures):
             raise ValueError(f"samples_per_prompt={self.samples_per_prompt}: greedy samples of a prompt are all equal")
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens}: more than max_new_tokens={self.max_new_tokens}")
 
 
 @dataclasses.dataclass(frozen=True)

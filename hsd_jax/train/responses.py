@@ -70,7 +70,8 @@ def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: expected a name that ends in .jsonl")
     if out.exists():  # if no line was written, stored settings do not matter
-        manifest.check_claim(settings_path(out), settings, f"{out} was started with other settings")
+        usual = dataclasses.asdict(GenerateConfig())
+        manifest.check_claim(settings_path(out), settings, f"{out} was started with other settings", usual=usual)
 
 
 def lines_done(out: Path, jobs: Sequence[ResponseJob]) -> int:

@@ -128,6 +128,19 @@ def test_generate_stops_at_a_text(folders, capsys):
     assert hsd(*call, "--stop", "", "--no-skip-special-tokens") == 2
 
 
+def test_generate_copies_a_prediction(folders, tmp_path, capsys):
+    file, call = tmp_path / "told.txt", ("generate", "--target", folders.target, "--max-new-tokens", "12", "the cat")
+    assert hsd(*call) == 0
+    whole = capsys.readouterr().out[:-1]
+    file.write_text(whole)
+    told = "--drafter", "lookup", *TREE[:2], "--prediction", str(file)
+    assert hsd(*call, *told, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"] == [whole]
+    assert {*record["drafter"]} == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+    assert hsd(*call, "--prediction", str(file)) == 2
+
+
 def test_generate_prints_samples(folders, capsys):
     call = "generate", "--target", folders.target, "--max-new-tokens", "6", "--temperature", "1", "--n", "2"
     assert hsd(*call, "--json", "the cat", "a dog") == 0

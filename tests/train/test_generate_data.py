@@ -328,6 +328,7 @@ def test_other_settings_and_bad_input_are_refused_before_anything_is_loaded(
         ("none/own.jsonl", [], "none"),
         ("own.jsonl", ["--temperatures", "0", *twice], "greedy"),
         ("own.jsonl", ["--max-new-tokens", "64"], "max_new_tokens=64"),
+        ("own.jsonl", ["--min-tokens", "11"], "min_tokens=11: more than max_new_tokens=10"),
     ):
         assert hsd(folder, out, *argv) == 2
         assert re.search(message, capsys.readouterr().err)
@@ -341,9 +342,10 @@ def test_a_result_of_a_version_without_stop_strings_goes_on(tmp_path):
     out = tmp_path / "own.jsonl"
     out.touch()
     responses.settings_path(out).write_text(json.dumps({"batch": 2}))
-    responses.check_settings(out, {"batch": 2, "stop": (), "include_stop": False})
-    with pytest.raises(ValueError, match="stop is 'missing' there"):
-        responses.check_settings(out, {"batch": 2, "stop": ("\n",)})
+    responses.check_settings(out, {"batch": 2, "stop": (), "include_stop": False, "repetition_penalty": 1.0})
+    for changed in ({"stop": ("\n",)}, {"repetition_penalty": 1.1}, {"logit_bias": {5: 1.0}}):
+        with pytest.raises(ValueError, match=next(iter(changed))):
+            responses.check_settings(out, {"batch": 2, **changed})
 
 
 def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, capsys):
@@ -384,6 +386,9 @@ def test_responses_end_before_a_stop_string(folder, whole, tmp_path):
     assert num_cut
     kept = tmp_path / "kept.jsonl"
     assert hsd(folder, kept, "--samples-per-prompt", "2", "--stop", stop, "nowhere", "--include-stop") == 0
+    held = ["--frequency-penalty", "2", "--logit-bias", '{"9": -100}', "--bad-words", "8", "7,7", "--limit", "2"]
+    assert hsd(folder, tmp_path / "held.jsonl", *held, "--min-tokens", "10", "--stop", stop) == 0
+    assert all(len(line["response_tokens"]) == 10 for line in lines_of(tmp_path / "held.jsonl"))
     for line, uncut in zip(lines_of(kept), lines_of(whole), strict=True):
         wanted, said = uncut["response"], line["response"]
         end = wanted.find(stop) + len(stop) if stop in wanted else len(wanted)

@@ -96,7 +96,7 @@ class Overlapped(Decoder):
         self.here = Decoder(config, make_plain_step(config), half, cache_dtype, own)
         self.drafter, self.mesh, self.drafter_mesh = drafter, own.mesh, drafter_mesh
         self.max_depth, self.lookahead, self._slots = self.here.max_depth, self.here.lookahead, self.here._slots
-        self.compile, self.chunk = self.here.compile, self.here.chunk
+        self.compile, self.chunk, self.controlled_vocab = self.here.compile, self.here.chunk, None
 
         def look(models: dict, sampling: SamplingParams, state: DecodeState) -> tuple[ModelOutput, Array]:
             """The target's pass over the root and the pending drafts, and the noise of the round.

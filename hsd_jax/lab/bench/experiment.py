@@ -16,7 +16,7 @@ from hsd_jax.config import NO_REUSE_FORM
 from hsd_jax.host.files import write_json
 from hsd_jax.lab.bench.facts import hardware, model_record
 from hsd_jax.lab.bench.identity import first_difference, is_promised
-from hsd_jax.lab.bench.methods import PLAIN, MethodOptions
+from hsd_jax.lab.bench.methods import MethodOptions
 from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.lab.bench.prompts import BenchPrompt, RunOptions
 from hsd_jax.lab.bench.tables import say
@@ -48,7 +48,7 @@ def run_experiment(
         "command": work.command_line,
         "hardware": hardware(),
         "target": model_record(params.target),
-        "drafters": {mode.name: model_record(mode.params.drafter) for mode in modes[1:]},
+        "drafters": {mode.name: model_record(mode.params.drafter) for mode in modes if not mode.is_plain},
         "dtype": params.dtype,
         "precision": params.precision,
         "is_promised": is_promised(params),
@@ -84,7 +84,8 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Measures one setting: the figures of every mode.
 
-    `over_plain` is the ratio to plain decoding, prefill excluded. `over_plain_whole` is the same ratio with prefill.
+    `over_plain` is the ratio to plain decoding with the same settings of the text, prefill excluded. `over_plain_whole`
+    is the same ratio with prefill.
     """
     given = [prompt.tokens(modes[0].params.tokenizer) for prompt in prompts]
     runs = time_modes(
@@ -97,19 +98,21 @@ def _rows(
         repeats=work.repeats,
         progress=lambda what, done, of: say(f"  {what}: {done + 1} of {of}") if done % 10 == 0 else None,
     )
-    plain, rows = runs.texts(PLAIN), []
+    rows = []
     for mode in modes:
-        row = {"method": mode.name, "temperature": temperature, "batch": batch, **mode_record(mode, runs, PLAIN)}
+        rival = next(one.name for one in modes if one.is_plain and one.text == mode.text)
+        plain = runs.texts(rival)
+        row = {"method": mode.name, "temperature": temperature, "batch": batch, **mode_record(mode, runs, rival)}
         parted = zip(prompts, map(first_difference, runs.texts(mode.name), plain), strict=True)
         row |= {
             "num_texts": len(plain),
             "differences": [{"name": prompt.name, "index": index} for prompt, index in parted if index is not None],
             "repeated_4gram_share": repeated_ngram_share(plain),
-            "over_plain": None if mode.is_plain else speedup(mode.name, PLAIN, runs),
-            "over_plain_whole": None if mode.is_plain else speedup(mode.name, PLAIN, runs, whole=True),
+            "over_plain": None if mode.is_plain else speedup(mode.name, rival, runs),
+            "over_plain_whole": None if mode.is_plain else speedup(mode.name, rival, runs, whole=True),
             "over_reference": None,
         }
-        if reference is not None and mode.name not in (PLAIN, reference):
+        if reference is not None and not mode.is_plain and mode.name != reference:
             row["over_reference"] = speedup(mode.name, reference, runs)
         if batch == 1:
             row["prompts"] = [
@@ -122,9 +125,10 @@ def _rows(
                 }
                 for i, (prompt, result) in enumerate(zip(prompts, runs.results[mode.name], strict=True))
             ]
-        # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
-        how = mode.how
-        if with_stages and how.tree is not None and how.reuse == NO_REUSE_FORM and how.lossy is None:
+        # With reuse a round may run no trunk, so stages timed one by one would not add up to it. They are timed without
+        # settings of the text.
+        how, is_default = mode.how, set(mode.text) <= {"eos"}
+        if with_stages and how.tree is not None and how.reuse == NO_REUSE_FORM and how.lossy is None and is_default:
             say(f"timing the stages of tree {how.tree.name}")
             row["stages"] = profile_mode(mode, given[0], work.max_new_tokens, temperature)
         rows.append(row)

@@ -20,10 +20,10 @@ from hsd_jax.lab.bench.presets import PRESETS
 from hsd_jax.lab.bench.prompts import RunOptions
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.measure.pearl import pearl
-from hsd_jax.measure.speeds import HOW, Mode, parse_tree
+from hsd_jax.measure.speeds import HOW, TEXT, Mode, parse_tree
 from hsd_jax.measure.stack import stacked
 from hsd_jax.pair import ALPHA, Params, default_tree, rescore
-from hsd_jax.settings import Additions, Speculation, SpeculationSettings
+from hsd_jax.settings import Additions, SamplingSettings, Speculation, SpeculationSettings
 
 PLAIN = "plain"
 CHOSEN = "chosen"
@@ -33,10 +33,11 @@ RUN = "run"
 
 
 How: Any = validation.record("How", SpeculationSettings, names=HOW)
+Text: Any = validation.record("Text", SamplingSettings, names=TEXT, is_of_row=True)
 
 
 @validation.dataclass
-class MethodOptions(Additions, How):
+class MethodOptions(Additions, How, Text):
     """The changes of a method from the defaults: the drafter of the command line, its own tree and `match`.
 
     The fields are the keys of a line of the YAML file. docs/cli.md, "A file of methods", says what each means.
@@ -85,6 +86,8 @@ def read_methods(name: str) -> tuple[Methods, RunOptions]:
 def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> list[Mode]:
     """The mode of plain decoding and then a mode for each method. All share one target.
 
+    Before the first method with other settings of the text comes plain decoding with these.
+
     Args:
       load: returns the models with the drafter of a folder.
     """
@@ -97,7 +100,10 @@ def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> 
         if loaded[where].drafter_config is None:
             raise ValueError(f"method {name!r} has no drafter: name one in --methods, or give --drafter DIR")
         try:
-            modes.append(_mode(name, method, loaded[where]))
+            mode = _mode(name, method, loaded[where])
+            if not any(one.text == mode.text for one in modes):
+                modes.append(Mode(f"{PLAIN}, {name}", params, text=mode.text))
+            modes.append(mode)
         except ValueError as error:
             raise ValueError(f"method {name!r}: {error}") from error
     return modes
@@ -109,10 +115,10 @@ def _mode(name: str, method: MethodOptions, found: Params) -> Mode:
         found = without_token_info(found)
     found = with_additions(found, method, f"{name}: ")
     asked = method.tree or (found.tree or default_tree(found.drafter_config)).name
-    how = {key: value for key, value in method.changes.items() if key in HOW}
+    how, text = ({key: value for key, value in method.changes.items() if key in names} for names in (HOW, TEXT))
     if asked == CHOSEN and how:
         raise ValueError(f"tree: {CHOSEN}: `decode` chooses all settings; leave out {', '.join(how)}")
-    mode = Mode(name, found, Speculation(None if asked == CHOSEN else parse_tree(asked), **how))
+    mode = Mode(name, found, Speculation(None if asked == CHOSEN else parse_tree(asked), **how), text)
     mode.check()
     return mode
 

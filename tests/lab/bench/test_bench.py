@@ -201,7 +201,10 @@ def test_contexts_are_cut_or_joined(tokenizer):
     ("text", "message"),
     [
         ("plain: {}\n", "'plain'"),
-        ("a: {nodes: 8}\n", "a: .*'nodes'.*accept, adaptive, alpha, devices, drafter, draw"),
+        ("a: {nodes: 8}\n", "a: .*'nodes'.*accept, adaptive, alpha, .*devices, drafter"),
+        ("a: {top_k: -5}\n", "a.top_k=-5: .*-1"),
+        ("a: {stop: ''}\n", "a.stop.0='': "),
+        ("a: {temperature: 1.0}\n", "a: .*'temperature'"),
         ("a: {reference: true}\nb: {reference: true}\n", "reference"),
     ],
 )
@@ -262,6 +265,23 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_method_with_settings_of_the_text_is_compared_with_plain_decoding_that_has_them(folders, tmp_path):
+    file, out = tmp_path / "methods.yaml", tmp_path / "out"
+    lines = "tree: {tree: 5x3x2}", "few: {tree: 5x3x2, top_k: 2, stop: e}", "chain: {tree: 3x2x1, top_k: 2, stop: [e]}"
+    lines += ("held: {tree: 5x3x2, logit_bias: {7: 3.5}, bad_words: [8, [9, 9]], presence_penalty: 1}",)
+    file.write_text("run: {repeats: 1, temperatures: [0.9]}\n" + "\n".join(lines))
+    given = ["--prompts", folders.data, "--methods", file, "--max-new-tokens", "12", "--out", out]
+    assert hsd("bench", *both(folders), *given, "--precision", "exact") == 0
+    rows = {row["method"]: row for row in json.loads((out / "bench.json").read_text())["rows"]}
+    assert list(rows) == ["plain", "tree", "plain, few", "few", "chain", "plain, held", "held"]
+    rivals = {"tree": "plain", "few": "plain, few", "chain": "plain, few", "held": "plain, held"}
+    for name, rival in rivals.items():
+        assert rows[name]["same_text_as_plain"] == rows[name]["num_texts"] == 3
+        assert rows[name]["num_tokens"] == rows[rival]["num_tokens"]
+        assert rows[name]["over_plain"]["against"] == rival and rows[rival]["over_plain"] is None
+    assert rows["few"]["num_tokens"] < rows["tree"]["num_tokens"]
+
+
 def test_what_decode_chooses_over_contexts(folders, tmp_path):
     """And trees beside it, with their stages."""
     given = ["--prompts", folders.data, "--max-new-tokens", "8", "--contexts", "6", "--repeats", "1"]
@@ -288,6 +308,7 @@ def test_a_text_that_differs_is_status_1(folders, monkeypatch):
         (["--prompts", "{data}", "{data}"], "'texts'"),
         (["--spec-bench", "{data}", "--half", "tune"], "--half"),
         (["--batch", "4"], "--batch 4"),
+        (["--methods", "a: {tree: 4x3x1, eos: no such token}"], "method 'a': eos='no such token'"),
         (["--methods", "a: {tree: 30x9x9}"], "method 'a': TreeConfig.depth=9"),
         (["--contexts", "100000"], "no prompt has at most"),
     ],
