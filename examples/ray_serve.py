@@ -23,6 +23,8 @@ WAITING = 64
 class Replica:
     """A model with its session and its application."""
 
+    engine: Any = None
+
     def __init__(self, target: str, slots: int, max_len: int, key: str | None):
         import hsd_jax
         from hsd_jax.serve.engine import Engine
@@ -46,7 +48,8 @@ class Replica:
             raise RuntimeError(self.engine.error)
 
     def __del__(self) -> None:
-        self.engine.close()
+        if self.engine is not None:  # else the models could not be loaded
+            self.engine.close()
 
 
 def build(replicas: int, target: str, slots: int, max_len: int, key: str | None = None, **resources: float) -> Any:
