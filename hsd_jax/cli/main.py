@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ERROR, INTERRUPTED = 2, 130
-COMMANDS = "generate", "demo", "serve", "show", "plan", "bench", "identity", "train", "generate_data", "compile", "info"
+COMMANDS = "generate", "chat", "demo", "serve", "show"
+COMMANDS += "plan", "bench", "identity", "train", "generate_data", "compile", "info"
 """Modules of this folder, in the order of `hsd --help`."""
 EPILOG = """\
 `hsd COMMAND --help` has the options of a command, and examples.

@@ -26,7 +26,19 @@ from hsd_jax.train import recipe
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
-COMMANDS = ["generate", "demo", "show", "plan", "bench", "identity", "info", "generate-data", "compile"]
+COMMANDS = [
+    "generate",
+    "chat",
+    "demo",
+    "serve",
+    "show",
+    "plan",
+    "bench",
+    "identity",
+    "info",
+    "generate-data",
+    "compile",
+]
 HELP = """
 import sys
 from hsd_jax.cli.main import main
