@@ -102,7 +102,11 @@ def test_a_second_ctrl_c_ends_the_program(templated, talk, monkeypatch):
         yield
 
     monkeypatch.setattr(hsd_jax, "stream", stuck)
-    assert talk("--target", templated, lines=["the dog"])[0] == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        assert talk("--target", templated, lines=["the dog"])[0] == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_passes_have_colours(templated, capsys):

@@ -242,6 +242,7 @@ def test_other_drafters_refuse_predictions():
         assert session.num_free == 1
 
 
+@pytest.mark.slow
 def test_a_text_is_read_without_a_start_token():
     params = hsd_jax.load("demo", drafter="demo+lookup", precision="exact", max_len=128)
     prompt = "User: Is there a concert?\nAssistant:"

@@ -227,6 +227,7 @@ def test_rows_of_both_kinds_share_a_session(is_told):
     assert [found[number] for number in range(len(order))] == [wanted[row] for row in order]
 
 
+@pytest.mark.slow
 def test_samples_of_one_request_have_its_settings():
     """Also the first that asks for any: the session then goes on with other programs."""
     params, rows = pair("small_lm", "8x4x2"), batch("bias", ("none", "all"))
@@ -240,6 +241,7 @@ def test_samples_of_one_request_have_its_settings():
         assert sorted(found[number]) == sorted(texts(hsd_jax.decode(params, **request)))
 
 
+@pytest.mark.slow
 def test_streams_draw_what_calls_draw():
     params, rows = pair("small_lm", "8x4x2"), batch("bias", ("all", "repetition", "none"))
     found = [[] for _ in rows.prompts]
@@ -304,6 +306,7 @@ def test_log_probabilities_are_those_of_the_target(told):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_rows_ask_for_different_log_probabilities():
     """And get them from calls, streams and sessions, in whatever pieces; nothing asked, nothing told."""
     params, rows = pair("small_lm", "8x4x2"), batch("rows", ("none", "all"))
