@@ -3,8 +3,8 @@
     python benchmarks/gpu/prompts.py --data DIR --answers own.jsonl.gz --german locale/ --out prompts.jsonl.gz
 
 `--data` has gsm8k/train.jsonl, gutenberg/*.txt, peps/peps.jsonl, children_stories/stories.jsonl and
-sgd_dialogues/train.jsonl. `--answers` are those of earlier runs, whose prompts are asked again. `--german` is a folder of
-message catalogues (.po), to be translated. Nothing of the texts that a drafter is judged on belongs there.
+sgd_dialogues/train.jsonl. `--answers` are those of earlier runs, whose prompts are asked again. `--german` is a folder
+of message catalogues (.po), to be translated. Nothing of the texts that a drafter is judged on belongs there.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ def german(folder: Path) -> list[str]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
-        return [json.loads(line) for line in file]
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [json.loads(line) for line in content.splitlines()]
 
 
 def prompts(data: Path, answers: Sequence[Path], catalogues: Path | None, rng: random.Random) -> list[dict[str, Any]]:
