@@ -59,6 +59,7 @@ from hsd_jax.settings import (
     check_names,
 )
 from hsd_jax.setup import (
+    APART,
     MOST_LOOKAHEAD,
     SMALLEST_CAPACITY,
     Setup,
@@ -329,7 +330,12 @@ class Session:
         """
         with self._alone():
             asked = Sampling(**with_defaults(self.params, {"max_new_tokens": max_new_tokens, **settings}))
-            return self._admit(row_of(self.params, prompt, asked, self.max_len))
+            return self._admit(self._row(prompt, asked))
+
+    def _row(self, prompt: Prompt, asked: Sampling) -> Row:
+        row = row_of(self.params, prompt, asked, self.max_len)
+        _check_apart(self.setup, [row])
+        return row
 
     def admit_row(self, row: Row) -> int:
         """As `admit`, for a row that `row_of` has checked. Rows that share the list of their tokens are read once."""
@@ -465,7 +471,7 @@ class Session:
         for index, request in enumerate(requests):
             try:
                 prompt, asked, num = _asked(self.params, request)
-                row = row_of(self.params, prompt, asked, self.max_len)
+                row = self._row(prompt, asked)
             except ValueError as error:
                 if on_error == "raise":
                     raise ValueError(f"request {index}: {error}") from error
@@ -549,7 +555,7 @@ class Session:
         new = self._told(read.state, [row]), read.given.sampling, new_limits
         self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
         self._running.append(request)
-        if self._waiting and self._waiting[0].row.tokens is row.tokens and self._can_copy:  # the next sample
+        if self._waiting and self._waiting[0].row.tokens is row.tokens and not self.setup.is_apart:  # the next sample
             own = self._given([self._waiting[0].row], len(read.given.length), read.capacity)
             self._reading = dataclasses.replace(read, given=own, state=dataclasses.replace(read.state, keys=own.keys))
         if row.asked.max_new_tokens > 0:
@@ -571,7 +577,7 @@ class Session:
         start, mesh = time.perf_counter(), self.params.mesh
         for row in rows:
             self._queue(row)
-        if len(rows) > 1 and all(row.tokens is rows[0].tokens for row in rows) and self._can_copy:
+        if len(rows) > 1 and all(row.tokens is rows[0].tokens for row in rows) and not self.setup.is_apart:
             self.rows = self._copies(rows, capacity)
         else:
             reading = _reading(self.setup, mesh, rows, self._num_rows, capacity, is_all=True)
@@ -583,11 +589,6 @@ class Session:
             self._collect()
         jax.block_until_ready(self.rows[0].length)
         self.prefill_seconds += time.perf_counter() - start
-
-    @property
-    def _can_copy(self) -> bool:
-        """Whether all of a row's state is on the same devices."""
-        return self.setup.drafting is None or self.setup.drafting.mesh is None
 
     def _copies(self, rows: Sequence[Row], capacity: int) -> Rows:
         """The state of rows of one prompt, which is read once. Only their keys differ."""
@@ -893,6 +894,12 @@ def _stats_of(setup: Setup, state: DecodeState, slots: Sequence[int]) -> list[Re
     ]
 
 
+def _check_apart(setup: Setup, rows: Sequence[Row]) -> None:
+    """Refuses rows that need programs which a drafter on devices of its own has not."""
+    if setup.is_apart and (needs_controls(rows) or any(row.asked.prompt_logprobs is not None for row in rows)):
+        raise ValueError(f"{APART}: no row may change logits or ask for log-probabilities")
+
+
 def checked_processor(params: Params, process: Processor | None) -> Processor | None:
     """The function, if it returns logits of the shape that it is given."""
     if process is None:
@@ -964,6 +971,7 @@ def prepare(
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)
     setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.asked.temperature for row in rows))
+    _check_apart(setup, rows)
     if process is not None or needs_controls(rows):
         setup = setup.controlled(checked_processor(params, process))
     capacity = first_capacity(*lengths, setup.lookahead, params.max_len)  # a requested tree may need more

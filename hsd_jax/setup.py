@@ -36,6 +36,7 @@ from hsd_jax.planning.race import Outcome, Race
 from hsd_jax.settings import AUTO, Speculation
 from hsd_jax.types import AcceptRule, Costs, DrawScheme, Processor
 
+APART = "a drafter on devices of its own"
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """The number of slots of the smallest caches (each next size has GROWTH times as many), and a divisor of the number of
 slots of all caches."""
@@ -89,6 +90,11 @@ class Setup:
     decoder_with: Callable[[ControlledBy], Decoder]
     """Makes the decoder of the same rounds for rows with `Controls`."""
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the drafter runs on devices of its own."""
+        return self.drafting is not None and self.drafting.mesh is not None
+
     def controlled(self, process: Processor | None = None) -> Setup:
         """The same setup for rows with `Controls`, whose logits this function changes, too."""
         return dataclasses.replace(self, decoder=self.decoder_with(ControlledBy(process)))
@@ -135,9 +141,7 @@ def make_decoder(
         if overlapped is None:
             raise ValueError(f"a {kind.kind} drafter cannot run on devices of its own: place() both models on one mesh")
         if controlled is not None:
-            raise ValueError(
-                "a drafter on devices of its own: rows may change no logits and ask for no log-probabilities"
-            )
+            raise ValueError(f"{APART}: no row may change logits or ask for log-probabilities")
         return overlapped(config, kind, tree, scheme, rule, drafting.mesh, cache_dtype, own)
     drafter = make_drafter(config, kind, tree, cache_dtype, scheme, drafting.reuse)
     return Decoder(config, make_step(config, drafter, rule, process), drafter, cache_dtype, own, controlled)

@@ -68,6 +68,23 @@ def test_rows_come_and_go(pair, apart):
     assert found == [row[:num].tolist() for row, num in zip(plain.tokens, plain.num_tokens, strict=True)]
 
 
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.2}, {"logprobs": 1}, {"prompt_logprobs": 1}], ids=str)
+def test_settings_without_a_program_are_refused_at_once(pair, apart, asked):
+    """By calls before anything runs; in a session they disturb no row."""
+    with pytest.raises(ValueError, match="devices of its own"):
+        hsd_jax.decode(apart, PROMPTS[0], 4, **asked)
+    with hsd_jax.Session(apart, slots=2) as session:
+        handle = session.admit(PROMPTS[0], 12)
+        session.step(1)
+        with pytest.raises(ValueError, match="devices of its own"):
+            session.admit(PROMPTS[1], 12, **asked)
+        (wrong,) = session.generate([{"prompt": PROMPTS[1], "max_new_tokens": 12, **asked}], on_error="yield")
+        assert wrong.finish_reason == "failed" and "devices of its own" in str(wrong.error)
+        session.step()
+        text = session.take(handle).tokens
+    np.testing.assert_array_equal(text, hsd_jax.decode(pair, PROMPTS[0], 12, speculate=False).tokens[0])
+
+
 def test_a_row_ends_inside_a_round(pair, apart):
     """Each token of a text in turn ends it: in every place of a round, with rounds in flight behind it."""
     call = {"max_new_tokens": 30, "temperature": 0.8, "seed": 1}
