@@ -40,11 +40,9 @@ def check_claim(
     `here` may be some of the settings there; in a recipe all must be the same. What an earlier version had no name for
     has the value of `usual` there.
     """
-    before, there, here = (
-        flattened(x) for x in (json.loads(json.dumps(usual or {})), read_json(path), json.loads(json.dumps(here)))
-    )
-    there = before | there
-    others = [name for name in there if is_recipe and not name.startswith(VERSIONS)]
+    parts, here = here.keys(), flattened(json.loads(json.dumps(here)))
+    there = flattened(json.loads(json.dumps(usual or {})) | read_json(path))  # a dict takes the place of a usual None
+    others = [x for x in there if (is_recipe and not x.startswith(VERSIONS)) or x.partition(".")[0] in parts]
     for name in (*here, *others):
         old, new = (values.get(name, "missing") for values in (there, here))
         if old != new:

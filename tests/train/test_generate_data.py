@@ -348,6 +348,17 @@ def test_a_result_of_a_version_without_stop_strings_goes_on(tmp_path):
             responses.check_settings(out, {"batch": 2, **changed})
 
 
+def test_a_result_with_a_bias_goes_on_only_with_it(tmp_path):
+    out, bias = tmp_path / "own.jsonl", {5: 1.0, 7: 2.0}
+    out.touch()
+    responses.settings_path(out).write_text(json.dumps({"batch": 2, "logit_bias": bias}))
+    responses.check_settings(out, {"batch": 2, "logit_bias": bias})
+    responses.check_settings(out, {"batch": 2})
+    for other in (None, {}, {5: 1.0}, {**bias, 9: 1.0}, {**bias, 7: 1.0}):
+        with pytest.raises(ValueError, match="logit_bias"):
+            responses.check_settings(out, {"batch": 2, "logit_bias": other})
+
+
 def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(texts, "Session", None)
     out = tmp_path / "own.jsonl"
