@@ -138,8 +138,8 @@ class Taken:
     logprobs: TokenLogprobs | None = None
     """Those of `tokens`. None unless the row asked for them."""
     prompt_logprobs: TokenLogprobs | None = None
-    """Those of the tokens of the prompt, told with the end of a row that asked for them. Nothing precedes the first
-    token: its own is NaN, and its likeliest tokens are NO_TOKEN."""
+    """Those of the tokens of the prompt, told with the end of a row that asked for them, unless it was cancelled or
+    failed. Nothing precedes the first token: its own is NaN, and its likeliest tokens are NO_TOKEN."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +283,8 @@ class Session:
         """The prompt of the first request of `_waiting`."""
         self._running: list[_Request] = []
         """Those whose rows are in the state: their prompts have been read, and they have not ended."""
+        self._scored: tuple[Any, Any] = None, ()
+        """The last prompt whose log-probabilities were told, and those: samples of a prompt share them."""
         self._prediction_places = 0
         """Places per row in the state for predictions. 0: no row had one so far."""
 
@@ -399,6 +401,8 @@ class Session:
         """
         with self._alone(may_be_closed=True):
             request = self._of(handle)
+            # First, because it runs on the device: after an error the tokens can still be taken.
+            of_prompt = self._of_prompt(request.row) if request.finish_reason in (STOP, LENGTH) else None
             tokens = np.concatenate([*request.new, np.zeros(0, np.int32)])
             request.new.clear()
             has_ended, text = request.finish_reason is not None, None
@@ -411,7 +415,6 @@ class Session:
                 del self._open[handle]
                 self._free(request)
             why = request.finish_reason, request.stats, request.error, request.stop_reason
-            of_prompt = self._of_prompt(request.row) if has_ended else None
             return Taken(tokens, text, *why, request.take_logprobs(len(tokens)), of_prompt)
 
     def cancel(self, handle: int) -> None:
@@ -723,12 +726,16 @@ class Session:
         num, length = row.asked.prompt_logprobs, len(row.tokens)
         if num is None:
             return None
-        capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
-        given = self._given([row], sharding_lib.rows_multiple(self.params.mesh), capacity)
-        told = self.setup.decoder.score(self.setup.held, given.tokens, given.length, capacity=capacity)
-        chosen, tokens, values = (np.array(fetch(x)[0, :length]) for x in (told.chosen, told.tokens, told.values))
-        chosen[0], tokens[0], values[0] = np.nan, NO_TOKEN, np.nan
-        return TokenLogprobs(chosen, tokens[:, :num], values[:, :num])
+        if self._scored[0] is not row.tokens:
+            capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
+            given = self._given([row], sharding_lib.rows_multiple(self.params.mesh), capacity)
+            told = self.setup.decoder.score(self.setup.held, given.tokens, given.length, capacity=capacity)
+            found = [np.array(fetch(x)[0, :length]) for x in (told.chosen, told.tokens, told.values)]
+            for x, none in zip(found, (np.nan, NO_TOKEN, np.nan), strict=True):
+                x[0] = none
+            self._scored = row.tokens, found
+        chosen, *best = self._scored[1]
+        return TokenLogprobs(chosen.copy(), *(x[:, :num].copy() for x in best))
 
     def _given(self, rows: Sequence[Row], num_rows: int, num_places: int, is_all: bool = False) -> Given:
         return given_of(rows, num_rows, num_places, self.params.mesh, is_all, self.setup.decoder.controlled_vocab)
@@ -908,10 +915,11 @@ def checked_processor(params: Params, process: Processor | None) -> Processor | 
     given = jax.ShapeDtypeStruct((2, 3, params.target_config.vocab_size), jnp.float32)
     ids = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 8), (2,), (2, 3, 4)))
     try:
+        hash(process)  # programs are found by it
         found = jax.eval_shape(process, given, *ids)
     except Exception as error:  # whatever it does
         raise ValueError(f"logits_processor: {type(error).__name__} for logits {given.shape}: {error}") from error
-    if jax.tree.structure(found).num_leaves != 1 or (found.shape, found.dtype) != (given.shape, given.dtype):
+    if not isinstance(found, jax.ShapeDtypeStruct) or (found.shape, found.dtype) != (given.shape, given.dtype):
         raise ValueError(f"logits_processor: gives {found} for logits of shape {given.shape} and dtype float32")
     return process
 

@@ -358,12 +358,50 @@ def test_log_probabilities_of_the_prompt_are_those_of_the_target():
                 np.testing.assert_allclose(found, other, atol=controlled.TOLERANCE)
 
 
+def test_a_prompt_of_samples_is_scored_once_and_that_of_a_cancelled_row_never(monkeypatch):
+    params, calls = pair("lookup"), []
+    with hsd_jax.Session(params, slots=3) as session:
+        score = session.setup.decoder.score
+        monkeypatch.setattr(session.setup.decoder, "score", lambda *a, **k: calls.append(1) or score(*a, **k))
+        request = {"max_new_tokens": 9, "prompt_logprobs": 2, "temperature": 1.0}
+        found = list(session.generate([{"prompt": [1, 2, 3], "n": 3, **request}]))
+        assert len(calls) == 1
+        for one in found[1:]:
+            assert_same_told([one.prompt_logprobs], found[0].prompt_logprobs)
+        handle = session.admit([4, 5], **request)
+        session.step(1)
+        session.cancel(handle)
+        assert session.take(handle).prompt_logprobs is None and len(calls) == 1
+
+
+def test_an_error_of_the_log_probabilities_of_a_prompt_loses_no_tokens(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("the device")
+
+    with hsd_jax.Session(pair("lookup"), slots=1) as session:
+        handle = session.admit([1, 2, 3], 9, prompt_logprobs=2)
+        session.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(session.setup.decoder, "score", fails)
+            with pytest.raises(RuntimeError, match="the device"):
+                session.take(handle)
+        assert len(session.take(handle).tokens) == 9
+
+
 def assert_same_told(pieces: list, whole) -> None:
     for parts, wanted in zip(zip(*pieces, strict=True), whole, strict=True):
         np.testing.assert_array_equal(np.concatenate(parts), wanted)
 
 
 # --- a function of the caller -----------------------------------------------------------------------------------------
+
+
+class Unhashable:
+    def __eq__(self, other):
+        return self is other
+
+    def __call__(self, logits, tokens, length, path):
+        return logits
 
 
 def never_near(logits, tokens, length, path):
@@ -412,10 +450,12 @@ def test_a_session_and_a_stream_take_the_function():
         (lambda logits, tokens, length, path: logits[:, :, 1:], r"logits_processor.*23.*24"),
         (lambda logits, tokens, length, path: tokens, "logits_processor"),
         (lambda logits, tokens, length, path: None, "logits_processor"),
+        (lambda logits, tokens, length, path: (logits,), "logits_processor"),
+        (Unhashable(), "logits_processor.*unhashable"),
         (lambda logits, tokens, length: logits, "logits_processor"),
         (lambda logits, tokens, length, path: logits * jnp.nan, "row 0"),
     ],
-    ids=["a number", "too few logits", "tokens", "nothing", "three arguments", "NaN"],
+    ids=["a number", "too few logits", "tokens", "nothing", "a tuple", "no hash", "three arguments", "NaN"],
 )
 def test_bad_functions_are_refused(function, said):
     params = pair("small_lm", "8x4x2")
