@@ -150,12 +150,14 @@ def _summary(args, num_tokens: int, stats, seconds: float, note: str, timed: int
 
 
 def _told(found: Any) -> list[dict[str, Any]] | None:
-    """Log-probabilities, token by token. Those of the first token of a prompt are null."""
+    """Log-probabilities, token by token. Those of the first token of a prompt are null. JSON has no -inf: a token that
+    cannot be drawn is none of the likeliest."""
     if found is None:
         return None
     told = []
     for chosen, tokens, values in zip(*(x.tolist() for x in found), strict=True):
-        likeliest = [{"token": token, "logprob": value} for token, value in zip(tokens, values, strict=True)]
+        both = zip(tokens, values, strict=True)
+        likeliest = [{"token": token, "logprob": value} for token, value in both if value > -math.inf]
         told.append(None if math.isnan(chosen) else {"logprob": chosen, "likeliest": likeliest})
     return told
 

@@ -128,6 +128,14 @@ def test_generate_stops_at_a_text(folders, capsys):
     assert hsd(*call, "--stop", "", "--no-skip-special-tokens") == 2
 
 
+def test_json_has_no_infinities(folders, capsys):
+    """Tokens that a filter removed are none of the likeliest."""
+    call = "generate", "--target", folders.target, "--temperature", "1", "--top-k", "2", "--max-new-tokens", "4"
+    assert hsd(*call, "--logprobs", "processed:5", "--json", "the cat") == 0
+    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [len(token["likeliest"]) for token in record["logprobs"][0]] == [2] * record["num_tokens"][0]
+
+
 def test_generate_copies_a_prediction(folders, tmp_path, capsys):
     file, call = tmp_path / "told.txt", ("generate", "--target", folders.target, "--max-new-tokens", "12", "the cat")
     assert hsd(*call) == 0
