@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -113,15 +113,12 @@ def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row
 
 
 def _check_is_read(params: Params, asked: Sampling, prompts: Sequence[Any]) -> None:
-    """Refuses settings of conversations if no prompt is one, and those of texts if there is no tokenizer."""
-    vocab_size = params.target_config.vocab_size
-    for name, ids in (
-        ("logit_bias", asked.logit_bias or ()),
-        ("bad_words", [x for word in asked.bad_words for x in word]),
-    ):
+    """Refuses tokens outside the vocabulary, and settings of conversations or texts where there are none."""
+    vocab_size, words = params.target_config.vocab_size, asked.bad_words
+    for name, ids in ("logit_bias", asked.logit_bias or ()), ("bad_words", [x for word in words for x in word]):
         if wrong := [x for x in ids if x >= vocab_size]:
             raise ValueError(f"{name} holds token {wrong[0]}: allowed are 0 to {vocab_size - 1}")
-    if (num := sum(len(word) > 1 for word in asked.bad_words)) > MOST_BAD_WORDS:
+    if (num := sum(len(word) > 1 for word in words)) > MOST_BAD_WORDS:
         raise ValueError(f"bad_words has {num} sequences of two or more tokens: at most {MOST_BAD_WORDS}")
     for name, is_asked in {"stop": asked.stop, "skip_special_tokens": not asked.skip_special_tokens}.items():
         if is_asked and params.tokenizer is None:
@@ -259,21 +256,13 @@ def sampling_arrays(asked: Sequence[Sampling]) -> SamplingParams:
     return SamplingParams(*arrays)
 
 
-CHANGES = {
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "bad_words": (),
-    "min_tokens": 0,
-}
-"""The settings that change logits, and their defaults."""
+_PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+_CHANGES = {name: _PARTS[name].default for name in ("min_p", *_PENALTIES, "logit_bias", "bad_words", "min_tokens")}
 
 
 def changes_logits(asked: Sampling) -> bool:
     """Whether a row has a setting that changes logits."""
-    return any((getattr(asked, name) or default) != default for name, default in CHANGES.items())
+    return any((getattr(asked, name) or usual) != usual for name, usual in _CHANGES.items())
 
 
 def needs_controls(rows: Iterable[Row]) -> bool:
@@ -283,18 +272,19 @@ def needs_controls(rows: Iterable[Row]) -> bool:
 
 def num_logprobs(told: int | str | None) -> tuple[int, bool]:
     """The number of likeliest tokens, -1 for no log-probabilities at all, and whether they are those after settings."""
-    if told is None:
-        return -1, False
-    if isinstance(told, int):
-        return told, False
+    if told is None or isinstance(told, int):
+        return -1 if told is None else told, False
     return take(NumLogprobs, int(told.partition(":")[2] or 0), "logprobs"), True
 
 
 def controls_of(rows: Sequence[Row], vocab_size: int) -> Controls:
     """The settings of rows that change logits, or that tell log-probabilities, as the loop reads them."""
-    bias, prompt = np.zeros((len(rows), vocab_size), np.float32), np.zeros((len(rows), vocab_size), bool)
-    words = np.full((len(rows), MOST_BAD_WORDS, LONGEST_BAD_WORD), NO_TOKEN, np.int32)
-    told = [num_logprobs(row.asked.logprobs) for row in rows]
+
+    def of_rows(of_row: Callable[[Row], Any], dtype: Any = np.float32) -> Any:
+        return np.array([of_row(row) for row in rows], dtype)
+
+    bias, prompt = (of_rows(lambda _: np.zeros(vocab_size), dtype) for dtype in (np.float32, bool))
+    words = of_rows(lambda _: np.full((MOST_BAD_WORDS, LONGEST_BAD_WORD), NO_TOKEN), np.int32)
     for i, row in enumerate(rows):
         prompt[i, row.tokens] = True
         for token, value in (row.asked.logit_bias or {}).items():
@@ -303,22 +293,19 @@ def controls_of(rows: Sequence[Row], vocab_size: int) -> Controls:
         for place, word in enumerate(word for word in row.asked.bad_words if len(word) > 1):
             words[i, place, -len(word) :] = word
 
-    def numbers(of_row: Any, dtype: Any = np.float32) -> Any:
-        return np.array([of_row(row) for row in rows], dtype)
-
     return Controls(
-        is_used=numbers(lambda row: changes_logits(row.asked), bool),
-        bias=bias,  # type: ignore[arg-type]
-        bad_words=words,  # type: ignore[arg-type]
-        prompt=prompt,  # type: ignore[arg-type]
-        prompt_length=numbers(lambda row: len(row.tokens), np.int32),
-        min_length=numbers(lambda row: len(row.tokens) + row.asked.min_tokens, np.int32),
-        repetition=numbers(lambda row: row.asked.repetition_penalty),
-        frequency=numbers(lambda row: row.asked.frequency_penalty),
-        presence=numbers(lambda row: row.asked.presence_penalty),
-        min_p=numbers(lambda row: row.asked.min_p or 0.0),
-        num_logprobs=np.array([num for num, _ in told], np.int32),  # type: ignore[arg-type]
-        processed=np.array([is_processed for _, is_processed in told], bool),  # type: ignore[arg-type]
+        is_used=of_rows(lambda row: changes_logits(row.asked), bool),
+        bias=bias,
+        bad_words=words,
+        prompt=prompt,
+        prompt_length=of_rows(lambda row: len(row.tokens), np.int32),
+        min_length=of_rows(lambda row: len(row.tokens) + row.asked.min_tokens, np.int32),
+        repetition=of_rows(lambda row: row.asked.repetition_penalty),
+        frequency=of_rows(lambda row: row.asked.frequency_penalty),
+        presence=of_rows(lambda row: row.asked.presence_penalty),
+        min_p=of_rows(lambda row: row.asked.min_p or 0.0),
+        num_logprobs=of_rows(lambda row: num_logprobs(row.asked.logprobs)[0], np.int32),
+        processed=of_rows(lambda row: num_logprobs(row.asked.logprobs)[1], bool),
     )
 
 

@@ -550,11 +550,9 @@ class Session:
             state = decoder.grow(state, capacity)
         num_ends = max(limits.eos.shape[1], read.given.limits.eos.shape[1])
         limits, new_limits = (_with_ends(x, num_ends) for x in (limits, read.given.limits))
-        before, self._prediction_places = (
-            self._prediction_places,
-            max(self._prediction_places, prediction_places([row])),
-        )
-        state = state if self._prediction_places == before else self._told(state, [])
+        if (places := prediction_places([row])) > self._prediction_places:
+            self._prediction_places = places
+            state = self._told(state, [])
         new = self._told(read.state, [row]), read.given.sampling, new_limits
         self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
         self._running.append(request)

@@ -1,9 +1,9 @@
 """Changes the logits of every node by the text before it: the row's own tokens and those of the path to the node.
 
 Under `match` a text stays that of plain decoding for any function of the path, because each node of a tree gets the
-logits that plain decoding would draw from there. Drafters apply the same changes to theirs, so that drafts are accepted
-as often. A row without controls keeps its bits. The order is that of vLLM: bias, forbidden tokens, penalties, the
-caller's function, and min_p before top-k and top-p.
+logits that plain decoding would draw from there. `tree.grow_tree` applies the same changes to the drafter's logits, so
+that drafts are accepted as often; lookup, static trees, PEARL and stacks do not. A row without controls keeps its bits.
+The order is that of vLLM: bias, forbidden tokens, penalties, the caller's function, and min_p before top-k and top-p.
 """
 
 from __future__ import annotations
