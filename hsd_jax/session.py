@@ -23,7 +23,6 @@ from typing import Annotated, Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_same, fetch, of_first, put
@@ -536,7 +535,7 @@ class Session:
                 self._allow_controls()
             length = len(row.tokens)
             capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
-            self._reading = _reading(self.setup, self.params.mesh, [row], num, capacity)
+            self._reading = self._unread([row], num, capacity)
         _read(self.setup, self._reading, 1)
 
     def _insert(self) -> bool:
@@ -575,13 +574,13 @@ class Session:
 
     def read_together(self, rows: Sequence[Row], capacity: int) -> None:
         """Reads the prompts of the first rows of a session together. Row i takes slot i."""
-        start, mesh = time.perf_counter(), self.params.mesh
+        start = time.perf_counter()
         for row in rows:
             self._queue(row)
         if len(rows) > 1 and all(row.tokens is rows[0].tokens for row in rows) and not self.setup.is_apart:
             self.rows = self._copies(rows, capacity)
         else:
-            reading = _reading(self.setup, mesh, rows, self._num_rows, capacity, is_all=True)
+            reading = self._unread(rows, self._num_rows, capacity, is_all=True)
             self.rows = _read_all(self.setup, reading), reading.given.sampling, reading.given.limits
         self._prediction_places = prediction_places(rows)
         self.rows = self._told(self.rows[0], rows), *self.rows[1:]
@@ -593,9 +592,8 @@ class Session:
 
     def _copies(self, rows: Sequence[Row], capacity: int) -> Rows:
         """The state of rows of one prompt, which is read once. Only their keys differ."""
-        mesh, decoder = self.params.mesh, self.setup.decoder
-        num = sharding_lib.rows_multiple(mesh)
-        reading, found = _reading(self.setup, mesh, rows[:1], num, capacity), self._empty(capacity)
+        num, decoder = sharding_lib.rows_multiple(self.params.mesh), self.setup.decoder
+        reading, found = self._unread(rows[:1], num, capacity), self._empty(capacity)
         read, given = _read_all(self.setup, reading), self._given(rows, self._num_rows, capacity, is_all=True)
         found = found[0], found[1], _with_ends(found[2], given.limits.eos.shape[1])
         for slot, row in enumerate(rows):
@@ -738,6 +736,11 @@ class Session:
     def _given(self, rows: Sequence[Row], num_rows: int, num_places: int, is_all: bool = False) -> Given:
         return given_of(rows, num_rows, num_places, self.params.mesh, is_all, self.setup.decoder.controlled_vocab)
 
+    def _unread(self, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False) -> _Reading:
+        """The prompts of rows, of which nothing was read. One chunk is left even if a prompt has a single token."""
+        num_chunks = max(-(-(max(len(row.tokens) for row in rows) - 1) // self.setup.decoder.chunk), 1)
+        return _Reading(self._given(rows, num_rows, capacity, is_all), capacity, num_chunks)
+
     def _allow_controls(self) -> None:
         """Goes on with programs that allow `Controls`, if they do not yet. No prompt may be half read."""
         if self.setup.decoder.controlled_vocab is not None:
@@ -855,15 +858,6 @@ class _Laps:
 def _begun(setup: Setup, given: Given, capacity: int) -> DecodeState:
     """The state before any prompt is read."""
     return setup.decoder.begin(*given[:4], setup.costs, capacity=capacity)
-
-
-def _reading(
-    setup: Setup, mesh: Mesh | None, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False
-) -> _Reading:
-    """The prompts of rows, of which nothing was read. One chunk is left even if a prompt has a single token."""
-    num_chunks = max(-(-(max(len(row.tokens) for row in rows) - 1) // setup.decoder.chunk), 1)
-    given = given_of(rows, num_rows, capacity, mesh, is_all, setup.decoder.controlled_vocab)
-    return _Reading(given, capacity, num_chunks)
 
 
 def _read(setup: Setup, reading: _Reading, num: int) -> None:

@@ -21,7 +21,6 @@ from support import chat, setups, toy
 
 import hsd_jax
 from hsd_jax import pair as pair_lib
-from hsd_jax import session as session_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.inputs import rows_of, sampling_arrays, with_defaults
@@ -274,8 +273,8 @@ def test_a_prompt_of_samples_is_read_once(params, monkeypatch, speculate):
     call = functools.partial(hsd_jax.decode, params, max_new_tokens=9, temperature=1.0, seed=4, speculate=speculate)
     prompt, read = np.random.default_rng(0).integers(0, toy.VOCAB, 80).tolist(), []
     copies = call([prompt] * 3, eos=(1, 2, 3, 4, 5))
-    reading = session_lib._reading
-    monkeypatch.setattr(session_lib, "_reading", lambda *a, **b: read.append(a[3]) or reading(*a, **b))
+    unread = hsd_jax.Session._unread
+    monkeypatch.setattr(hsd_jax.Session, "_unread", lambda *a, **b: read.append(a[2]) or unread(*a, **b))
     samples = call(prompt, n=3, eos=(1, 2, 3, 4, 5))
     assert read == [1] and samples.tokens.tolist() == copies.tokens.tolist()
     assert samples.stats.num_target_passes <= copies.stats.num_target_passes + 3

@@ -219,8 +219,8 @@ def test_samples_of_requests_are_the_rows_of_copies_and_read_once(monkeypatch, n
         wanted |= {(index, sample): tokens for sample, tokens in enumerate(rows)}
         asked.insert(index, {"prompt": prompt, "n": 3, **settings})
     assert len(set(map(tuple, wanted.values()))) == 6
-    read, reading = [], session_lib._reading
-    monkeypatch.setattr(session_lib, "_reading", lambda *args: read.append(1) or reading(*args))
+    read, unread = [], Session._unread
+    monkeypatch.setattr(Session, "_unread", lambda *args: read.append(1) or unread(*args))
     with Session(params, slots=slots, **how) as session:
         as_ended = list(session.generate(asked, on_error="yield"))
         assert len(read) == {1: 6, 8: 2}.get(slots, len(read))
