@@ -967,6 +967,8 @@ def prepare(
     Only the reading of the prompts compiles anything.
     """
     rows = rows_of(params, prompt, sampling, num_samples)
+    if not speculation.speculate and any(row.prediction for row in rows):
+        raise ValueError("prediction=... with speculate=False: only drafts can follow a prediction")
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)

@@ -233,6 +233,11 @@ def test_wrong_predictions_are_named(prediction, said):
         hsd_jax.decode(params_of("lookup", CHAIN), [[1], [2]], 4, prediction=prediction)
 
 
+def test_plain_decoding_refuses_predictions():
+    with pytest.raises(ValueError, match="with speculate=False"):
+        hsd_jax.decode(params_of("lookup", CHAIN), [[1], [2]], 4, prediction=[None, [1, 2]], speculate=False)
+
+
 def test_other_drafters_refuse_predictions():
     with pytest.raises(ValueError, match=r"prediction=\[1, 2\] with a hidden drafter: allowed with lookup"):
         hsd_jax.decode(params_of("beam", setups.BEAM), [1], 4, prediction=[1, 2])
