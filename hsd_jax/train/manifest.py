@@ -41,7 +41,10 @@ def check_claim(
     has the value of `usual` there.
     """
     parts, here = here.keys(), flattened(json.loads(json.dumps(here)))
-    there = flattened(json.loads(json.dumps(usual or {})) | read_json(path))  # a dict takes the place of a usual None
+    there = read_json(path)
+    if isinstance(there, dict):  # a dict there takes the place of a usual None
+        there = json.loads(json.dumps(usual or {})) | there
+    there = flattened(there)
     others = [x for x in there if (is_recipe and not x.startswith(VERSIONS)) or x.partition(".")[0] in parts]
     for name in (*here, *others):
         old, new = (values.get(name, "missing") for values in (there, here))
