@@ -22,6 +22,10 @@ RECURRENT, PARALLEL = TRUNKS = ("recurrent", "parallel")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
 LARGEST_TREE = 256
 """The largest number of nodes of a tree."""
+MOST_BAD_WORDS, LONGEST_BAD_WORD = 64, 8
+"""The largest number of forbidden sequences of a row, and of tokens of one. Single tokens are not among them."""
+MOST_LOGPROBS = 20
+"""The largest number of likeliest tokens whose log-probabilities a row may ask for."""
 NO_REUSE_FORM, SUM, SKIP, AHEAD = REUSES = ("none", "sum", "skip", "ahead")
 """How later rounds use the trunk states that a round did not use (`drafters/hidden/reuse.py`)."""
 Reuse = Annotated[str, OneOf(REUSES)]

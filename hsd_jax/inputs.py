@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.config import bucket
+from hsd_jax.config import LONGEST_BAD_WORD, MOST_BAD_WORDS, bucket
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import of_first, put
@@ -25,7 +25,7 @@ from hsd_jax.models.checkpoint import GENERATION
 from hsd_jax.pair import Params
 from hsd_jax.settings import Length, NumLogprobs, Sampling, SamplingSettings
 from hsd_jax.tokenizer import Messages, Tokenizer, check_unicode
-from hsd_jax.types import LONGEST_BAD_WORD, MOST_BAD_WORDS, NO_TOKEN, Controls, Limits, SamplingParams
+from hsd_jax.types import NO_TOKEN, Controls, Limits, SamplingParams
 from hsd_jax.validation import MOST, parts_of, row_hint, shown, take
 
 SMALLEST_PREDICTION = 512

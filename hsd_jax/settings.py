@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from hsd_jax.config import NO_REUSE_FORM, FeatureLayer, Precision, Quantized, TreeConfig
+from hsd_jax.config import (
+    LONGEST_BAD_WORD,
+    MOST_LOGPROBS,
+    NO_REUSE_FORM,
+    FeatureLayer,
+    Precision,
+    Quantized,
+    TreeConfig,
+)
 from hsd_jax.validation import (
     AtLeastTwo,
     Count,
@@ -50,8 +58,6 @@ MOST_PAD_ROWS = 256
 """The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
 Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
 Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
-LONGEST_BAD_WORD, MOST_LOGPROBS = 8, 20
-"""As in `types.py`, which needs jax."""
 MOST_STOPS = 16
 """The largest number of stop strings of a row."""
 if TYPE_CHECKING:

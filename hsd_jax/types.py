@@ -135,12 +135,6 @@ class Verdict:
         return jnp.take_along_axis(self.emitted, self.num_accepted[:, None], 1)[:, 0]
 
 
-MOST_BAD_WORDS, LONGEST_BAD_WORD = 64, 8
-"""The largest number of forbidden sequences of a row, and of tokens of one. Single tokens are not among them."""
-MOST_LOGPROBS = 20
-"""The largest number of likeliest tokens whose log-probabilities a row may ask for."""
-
-
 @flax.struct.dataclass
 class Controls:
     """What changes the target's logits before temperature, per row (`infer/controls.py`), and what is told of them."""
@@ -179,10 +173,10 @@ class SamplingParams:
     all_greedy: bool = flax.struct.field(pytree_node=False, default=False)
     """True states that every temperature is 0, and the program then has no branch for draws. The field is static, so it
     is set only on devices where a branch costs more than a second program."""
-    controls: Controls | None = None
-    """None: no row has any, and the program has no code for them."""
     unfiltered: bool = flax.struct.field(pytree_node=False, default=False)
     """True states that no sampled row has top-k or top-p. The field is static, as `all_greedy` is."""
+    controls: Controls | None = None
+    """None: no row has any, and the program has no code for them."""
 
 
 @flax.struct.dataclass

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from hsd_jax.config import LONGEST_BAD_WORD, MOST_LOGPROBS
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.kernels import ops, program
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import TokensOfColumns, draft_columns, to_columns, to_vocabulary
 from hsd_jax.types import (
-    LONGEST_BAD_WORD,
-    MOST_LOGPROBS,
     NO_TOKEN,
     Controlled,
     Controls,
@@ -173,12 +172,16 @@ def logprobs_of(
     """
     controls = sampling.controls
     assert controls is not None
-    is_own = controls.processed[:, None, None]
+    is_own = controls.processed
 
     def some() -> Logprobs:
-        own, of_target = (take_nodes(x, path, axis=1) for x in (changed, raw))
-        drawn_from = sampling_lib.if_any(is_own[:, 0, 0], lambda: sampling_lib.warp(own, sampling), lambda: own)
-        return told_of(jnp.where(is_own, drawn_from, of_target), emitted)
+        of_target = take_nodes(raw, path, axis=1)
+
+        def chosen() -> Array:
+            drawn_from = sampling_lib.warp(take_nodes(changed, path, axis=1), sampling)
+            return jnp.where(is_own[:, None, None], drawn_from, of_target)
+
+        return told_of(sampling_lib.if_any(is_own, chosen, lambda: of_target), emitted)
 
     none = none_told(len(emitted), emitted.shape[1], raw.shape[-1])
     return sampling_lib.if_any(controls.num_logprobs >= 0, some, lambda: none)
@@ -193,7 +196,6 @@ def remembered(
     places = start[:, None] + jnp.arange(emitted.shape[1])
 
     def written(old: Array, new: Array) -> Array:
-        is_here = is_new.reshape(*is_new.shape, *[1] * (new.ndim - 2))
-        return old.at[rows, jnp.where(is_new, places, old.shape[1])].set(jnp.where(is_here, new, 0), mode="drop")
+        return old.at[rows, jnp.where(is_new, places, old.shape[1])].set(new, mode="drop")
 
     return Controlled(counts, jax.tree.map(written, known.logprobs, found))
