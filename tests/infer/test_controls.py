@@ -306,7 +306,6 @@ def test_log_probabilities_are_those_of_the_target(told):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
 def test_rows_ask_for_different_log_probabilities():
     """And get them from calls, streams and sessions, in whatever pieces; nothing asked, nothing told."""
     params, rows = pair("small_lm", "8x4x2"), batch("rows", ("none", "all"))

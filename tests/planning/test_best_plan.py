@@ -65,6 +65,12 @@ def test_the_deepest_good_tree_is_taken_if_it_promises_enough(rows, gains, depth
     assert found.is_adaptive == (found.tree is not None)
 
 
+@pytest.mark.parametrize("wide", [1.48, 1.495])
+def test_of_equally_deep_good_trees_the_fastest_is_taken(wide):
+    tree = plan.best_plan(Predicted((1.3, 1.5, 1.49), wide), 1, 512, False).tree
+    assert (tree.depth, tree.width > 1) == (3, wide > 1.49)
+
+
 def test_a_race_decides_where_the_model_promises_little(monkeypatch, tmp_path):
     monkeypatch.setenv("HSD_RACE", str(tmp_path))
     monkeypatch.setattr(plan.CostModel, "of", lambda params: Predicted((1.03, 1.0, 1.0)))
