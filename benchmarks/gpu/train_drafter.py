@@ -48,7 +48,7 @@ from hsd_jax.train.response_prompts import Prompt
 from hsd_jax.train.run import train
 from hsd_jax.train.tasks import JUDGED
 
-SHARES = {"questions": 0.09, "answers": 0.3, "second questions": 0.03, "second answers": 0.1, "training": 0.46}
+SHARES = {"questions": 0.08, "answers": 0.27, "second questions": 0.03, "second answers": 0.08, "training": 0.54}
 """Shares of the time that is left when the target is loaded and its programs are compiled. The rest is for the end."""
 LEAST_MINUTES, MOST_MINUTES = 1.0, 1440.0
 ROWS, MOST_ROWS = {"cpu": 16}, 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ def started_from(fresh: Weights, trained: Weights, draft_to_target: jax.Array | 
     """The weights of a trained drafter where name and shape are equal, and fresh weights elsewhere.
 
     Rows of the injector's bias follow their tokens. A token that is not in the trained drafter's vocabulary gets zeros.
+    A layer of the trunk that the trained drafter lacks adds nothing at first, so the first states are the trained ones.
     """
     if "injector" in trained and "injector" in fresh:
         tokens = jnp.arange(len(trained["injector"]["previous"])) if draft_to_target is None else draft_to_target
@@ -39,7 +41,11 @@ def started_from(fresh: Weights, trained: Weights, draft_to_target: jax.Array | 
     found = _by_name(learned)
     wanted = _by_name(fresh)
     kept = {name for name, leaf in wanted.items() if name in found and found[name].shape == leaf.shape}
-    leaves = [found[name] if name in kept else leaf for name, leaf in wanted.items()]
+    silent = {name for name in wanted if name not in found and re.search(r"'layer_\d+'.*'(o|down)'\]\['kernel'", name)}
+    leaves = [
+        found[name] if name in kept else jnp.zeros_like(leaf) if name in silent else leaf
+        for name, leaf in wanted.items()
+    ]
     return Started(
         jax.tree.unflatten(jax.tree.structure(fresh), leaves),
         fresh=[name for name in wanted if name not in kept],

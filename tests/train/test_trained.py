@@ -12,7 +12,7 @@ from support import training
 
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models.target import forward_sequence, init_target
-from hsd_jax.models.trunk import trunk_features
+from hsd_jax.models.trunk import trunk_features, trunk_pass
 from hsd_jax.train import drafter
 from hsd_jax.train.trained import begun_with_target, started_from
 
@@ -69,6 +69,18 @@ def test_a_trunk_of_other_sizes_begins_with_what_fits():
     for name in "qkv":
         jax.tree.map(np.testing.assert_array_equal, layer["attn"][name], target["layer_1"]["attn"][name])
     jax.tree.map(np.testing.assert_array_equal, layer["mlp"], fresh["trunk"]["layer_0"]["mlp"])
+
+
+def test_a_deeper_trunk_begins_as_the_trained_one():
+    config = drafter.drafter_config(training.MODEL, training.TARGET)
+    deeper = dataclasses.replace(config, num_layers=3)
+    trained = training.random_weights(init_drafter, config, 1)
+    weights = started_from(training.random_weights(init_drafter, deeper, 2), trained, None).weights
+    states, positions = jax.random.normal(jax.random.key(3), (1, 4, config.hidden_size)), jnp.arange(4)[None]
+    rest = states, states, positions, jnp.ones((1, 4, 4), bool), None
+    before, after = (trunk_pass(w, c, *rest)[0] for w, c in ((trained, config), (weights, deeper)))
+    np.testing.assert_array_equal(after, before)
+    assert all(jnp.any(x) for x in jax.tree.leaves(weights["trunk"]["layer_1"]["attn"]["q"]))  # it can still learn
 
 
 @pytest.mark.parametrize(
