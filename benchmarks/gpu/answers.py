@@ -288,7 +288,7 @@ def questions(
 
 def answers(stage: Stage, writer: Writer, words: Words, seed: int, prompts: Sequence[Prompt], most: int) -> None:
     """Lets the target answer prompts, in the lines and the random order of `hsd generate-data`."""
-    config = GenerateConfig(ANSWER_TOKENS, TEMPERATURES, batch=writer.rows, seed=seed)
+    config = GenerateConfig(ANSWER_TOKENS, temperatures=TEMPERATURES, batch=writer.rows, seed=seed)
     plan = make_plan(prompts, config)
 
     def lines(batch: Sequence[ResponseJob], written: Written) -> tuple[list[str], dict[str, int]]:
