@@ -22,6 +22,7 @@ import train_drafter
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.models.checkpoint import DEMO
+from hsd_jax.train.response_prompts import Prompt
 
 REPO = pack.REPO
 
@@ -121,6 +122,27 @@ def test_questions_are_sorted_out(tmp_path):
     path.write_text(whole + whole[:9])  # the rest of a killed run
     answers.Stage("questions", counts, path, 0.0, lambda: None)
     assert path.read_text() == whole and counts.size == path.stat().st_size
+
+
+def test_answers_are_half_greedy_and_without_loops(tmp_path):
+    class Scripted:
+        rows, temperatures = 4, []
+
+        def begins(self, stop_at):
+            return True
+
+        def write(self, prompts, temperatures, seeds, max_new_tokens, stop_at):
+            self.temperatures += temperatures
+            texts = [np.array([*map(ord, "ab" * 20 if t == 0 else "An answer")]) for t in temperatures]
+            return answers.Written(texts, [False] * len(texts))
+
+    writer, counts = Scripted(), answers.Counts()
+    stage = answers.Stage("answers", counts, tmp_path / "a.jsonl", 0.0, lambda: None)
+    prompts = [Prompt((65, 66 + i), "A" + chr(66 + i), str(i)) for i in range(40)]
+    answers.answers(stage, writer, answers.Words(Letters(), None, chatml), 0, prompts, 40)
+    assert 0.3 < np.mean(np.array(writer.temperatures) == 0) < 0.7 and set(writer.temperatures) == {0.0, 0.8, 1.0}
+    kept = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert {line["response"] for line in kept} == {"An answer"} and counts.dropped["loops"] + len(kept) == 40
 
 
 def test_pieces_are_joined(tmp_path):
