@@ -37,7 +37,7 @@ LARGE = 2**20
 """Files from this size on are held back."""
 NEEDED = ("hsd_jax/", "benchmarks/", "pyproject.toml", ".gitignore")
 """What else is held back: all files with another beginning."""
-FOLDER, AWAY, JOURNAL = ".gpu", "held-back", "held-back.json"
+FOLDER, AWAY, JOURNAL, QUESTIONS = ".gpu", "held-back", "held-back.json", "questions.jsonl"
 THERE = "/tmp/gpu"
 """The payload's folder on the GPU machine."""
 PYTHON, PLATFORMS = "3.12", [f"manylinux_2_{n}_x86_64" for n in (28, 27, 26, 24, 17)] + ["manylinux2014_x86_64"]
@@ -127,8 +127,8 @@ def pack(parts: Sequence[tuple[Path, str]], to: Path) -> Path:
     return to
 
 
-def commands(sizes: tuple[int, int], digest: str, options: str, minutes: float) -> tuple[str, str]:
-    """The commands of both transfers, each run in the checkout on the GPU machine."""
+def commands(sizes: tuple[int, int], digest: str, options: str, minutes: float) -> tuple[str, str, str]:
+    """The commands of the transfers, each run in the checkout on the GPU machine."""
     first = f"mkdir -p {THERE} && cp {FOLDER}/part-1 {THERE}/part-1 && ls -l {THERE} && nvidia-smi -L"
     second = (
         f"cat {THERE}/part-1 {FOLDER}/part-2 > {THERE}/payload.tar.gz"
@@ -140,7 +140,12 @@ def commands(sizes: tuple[int, int], digest: str, options: str, minutes: float) 
         f" && python3 benchmarks/gpu/train_drafter.py --minutes {minutes:g} --out $OUT --work {THERE}/work{options}"
         " 2>&1 | tee $OUT/log.txt"
     )
-    return first, second
+    third = (
+        f"test -d {THERE}/work/run/drafter && export PYTHONPATH=$PWD:{THERE}/site HSD_CACHE={THERE}/programs"
+        f" && python3 benchmarks/gpu/measure.py --drafter {THERE}/work/run/drafter"
+        f" --questions {FOLDER}/{QUESTIONS} --out $OUT --seconds 195 2>&1 | tee $OUT/log.txt"
+    )
+    return first, second, third
 
 
 @contextlib.contextmanager
@@ -214,6 +219,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--start", type=Path, metavar="DIR", help="a drafter to start from; carried")
     add("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="files of prompts; carried")
+    add("--questions", type=Path, metavar="FILE", help="questions that measure.py asks in a third transfer")
     add("--minutes", type=float, default=9.0, metavar="M", help="of train_drafter.py (default: 9)")
     add("--options", default="", metavar="TEXT", help="further options of train_drafter.py")
     add("--wait", type=float, default=30.0, metavar="M", help="minutes after which files come back (default: 30)")
@@ -221,9 +227,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def prepare(args: argparse.Namespace) -> tuple[list[str], tuple[str, str]]:
-    """Checks everything, then writes the payload. Returns the files to hold back, and the commands."""
-    for path in [*args.prompts, *([args.start] if args.start else [])]:
+def prepare(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str]]]:
+    """Checks everything, then writes the payload.
+
+    Returns the files to hold back, and what each transfer carries with its command.
+    """
+    for path in [*args.prompts, *filter(None, (args.start, args.questions))]:
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or folder")
     names = [path.name for path in args.prompts]
@@ -249,12 +258,15 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], tuple[str, str]]:
     content = payload.read_bytes()
     (folder / "part-1").write_bytes(content[:first])
     (folder / "part-2").write_bytes(content[first:])
+    if args.questions:
+        shutil.copyfile(args.questions, folder / QUESTIONS)
     options = "" if args.start is None else f" --start {THERE}/start"
     options += f" --prompts {' '.join(f'{THERE}/prompts/{name}' for name in names)}" if names else ""
     options += f" {args.options}" if args.options else ""
     found = commands((first, second), hashlib.sha256(content).hexdigest(), options, args.minutes)
     say(f"checkout {(LIMIT - SLACK - room) / 2**20:.1f} MiB; parts {first / 2**20:.1f} and {second / 2**20:.1f} MiB")
-    return held, found
+    carried = [f"{FOLDER}/part-1", f"{FOLDER}/part-2", *([f"{FOLDER}/{QUESTIONS}"] if args.questions else [])]
+    return held, list(zip(carried, found, strict=False))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,8 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if travels > LIMIT:
                 raise ValueError(f"a transfer would take {travels / 2**20:.1f} MiB; are new files in the checkout?")
             say(f"held back until this program ends: {len(held)} files")
-            for number, command in enumerate(found, 1):
-                say(f"\ntransfer {number}, carry {FOLDER}/part-{number}:\n{command}")
+            for number, (carried, command) in enumerate(found, 1):
+                say(f"\ntransfer {number}, carry {carried}:\n{command}")
             say(f"\nEnter, or {args.wait:g} minutes, ends this program")
             wait(60 * args.wait)
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
