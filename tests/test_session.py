@@ -209,7 +209,8 @@ CONTROLS = {"repetition_penalty": 1.5, "min_p": 0.01}
 
 @pytest.mark.parametrize(("name", "slots", "more"), [("plain", 1, {}), ("plain", 3, {}), ("beam", 8, CONTROLS)])
 def test_samples_of_requests_are_the_rows_of_copies_and_read_once(monkeypatch, name, slots, more):
-    """In either order, with a wrong request between. With fewer slots than samples a prompt is read more often."""
+    """In either order, with a wrong request between. From an iterator that meets few free slots a prompt is read more
+    often."""
     params, how = params_of(name)
     asked, wanted = [{"prompt": [1], "n": 0}], {}
     for index in (0, 2):
@@ -222,9 +223,11 @@ def test_samples_of_requests_are_the_rows_of_copies_and_read_once(monkeypatch, n
     read, unread = [], Session._unread
     monkeypatch.setattr(Session, "_unread", lambda *args: read.append(1) or unread(*args))
     with Session(params, slots=slots, **how) as session:
-        as_ended = list(session.generate(asked, on_error="yield"))
-        assert len(read) == {1: 6, 8: 2}.get(slots, len(read))
+        as_ended = list(session.generate(iter(asked), on_error="yield"))
+        assert len(read) == {1: 6, 3: 2, 8: 1}[slots]
+        read.clear()
         in_order = list(session.generate(asked, ordered=True, on_error="yield"))
+        assert len(read) == 1
     order = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (2, 2)]
     assert [(one.index, one.sample) for one in in_order] == order
     assert sorted((one.index, one.sample) for one in as_ended) == order
@@ -341,15 +344,14 @@ def test_a_request_may_take_its_time_and_is_taken_piece_by_piece(plain):
 
 
 def test_drafts_are_made_while_few_rows_are_busy():
-    """As the plans of batches say, here for one row alone: in the round beside which the other's prompt is read, and
-    when one has ended."""
+    """As the plans of batches say, here for one row alone: when the other has ended."""
     params, opened = params_of("beam")
     with Session(params, slots=2, adaptive=True, tree=opened["tree"]) as session:
         costs = dataclasses.replace(session.setup.costs, drafts=jnp.asarray([1, 1, 0], jnp.int8))
         session.setup = dataclasses.replace(session.setup, costs=costs)
         handles = [session.admit([3, 4 + i], num, eos=()) for i, num in enumerate([12, 40])]
         (first, one), (second, other) = (finish(session, handle) for handle in handles)
-        assert one.stats.num_drafted == 1
+        assert one.stats.num_drafted == 0
         assert 0 < other.stats.num_drafted < other.stats.num_target_passes
         assert [first, second] == [text_of(params, [3, 4], 12), text_of(params, [3, 5], 40)]
 
@@ -464,10 +466,10 @@ def test_a_device_that_raises_closes_the_session_and_frees_its_memory(plain, mon
     with pytest.raises(RuntimeError, match="the device is gone"):
         session.step()
     assert session.rows is None
-    for handle, num in ((runs, 3), (waits, 2)):
+    for handle in (runs, waits):
         taken = session.take(handle)
         assert taken.finish_reason == "failed" and "RuntimeError: the device is gone" in taken.error
-        assert len(taken.tokens) <= num
+        assert len(taken.tokens) <= 3
     with pytest.raises(ValueError, match="closed"):
         session.step()
     del buffers

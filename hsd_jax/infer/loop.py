@@ -201,15 +201,24 @@ Rows = tuple[DecodeState, SamplingParams, Limits]
 """Everything that a row of a running decode consists of."""
 
 
-def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
-    """Puts the first row of `new`, whose prompt has been read, into `slot`. The other rows do not change."""
-    is_live = ~rows[0].done & (jnp.arange(len(rows[0].done)) != slot)
+def insert(rows: Rows, new: Rows, slots: Int[Array, "M"]) -> Rows:
+    """Puts the rows of `new`, whose prompts have been read, each into its slot, or nowhere if that is -1.
+
+    The other rows do not change.
+    """
     rows, new = ((state, without_exclusions(sampling), limits) for state, sampling, limits in (rows, new))
-    state, sampling, limits = row_lib.copied(rows, slot, new)
-    if state.control is not None:
-        here = jnp.arange(len(is_live)) == slot
-        state = dataclasses.replace(state, control=adapt.after_admission(state.control, is_live, here))
-    return state, sampling, limits
+    order = jnp.argsort(slots < 0)  # stable
+
+    def one(index: Array, rows: Rows) -> Rows:
+        slot = slots[order[index]]
+        here = jnp.arange(len(rows[0].done)) == slot
+        is_live = ~rows[0].done & ~here
+        state, sampling, limits = row_lib.copied(rows, slot, new, order[index])
+        if state.control is not None:
+            state = dataclasses.replace(state, control=adapt.after_admission(state.control, is_live, here))
+        return state, sampling, limits
+
+    return lax.fori_loop(0, jnp.sum(slots >= 0), one, rows)
 
 
 def drafter_after(

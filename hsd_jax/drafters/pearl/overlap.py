@@ -169,10 +169,10 @@ class Overlapped(Decoder):
         state = self.here.prefill(target, tokens, length, keys, limits, num_chunks, before, capacity=capacity)
         return _joined(state, own)
 
-    def insert(self, into: Rows, new: Rows, slot: Any) -> Rows:
+    def insert(self, into: Rows, new: Rows, slots: Any) -> Rows:
         (here, own), (new_here, new_own) = _apart(into[0]), _apart(new[0])
-        own = self._insert_ahead(own, slot, new_own)
-        state, sampling, limits = self.here.insert((here, *into[1:]), (new_here, *new[1:]), slot)
+        own = self._insert_ahead(own, slots[0], new_own)
+        state, sampling, limits = self.here.insert((here, *into[1:]), (new_here, *new[1:]), slots)
         return _joined(state, own), sampling, limits
 
     def clear(self, state: DecodeState, slot: Any) -> DecodeState:
