@@ -77,7 +77,7 @@ STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 MOST_SLOTS = 4096
 PATIENCE, PATIENCE_OF_CALLS = 2, 16
 """How long a row with stop strings may go on after one: rounds of a session or stream, and tokens of `decode`."""
-TOGETHER = 4
+MOST_TOGETHER = 8
 """The largest number of prompts that a session reads together."""
 DEFAULT = Speculation()
 
@@ -277,6 +277,11 @@ class Session:
         """Wall time so far, compilations included. `prefill_seconds` covers prompts that are read together, as in
         `decode`. `decode_seconds` covers calls of the loop, and the chunks of prompts that are read during them."""
         self._num_rows, self._largest = num_rows, largest_capacity(setup.lookahead, self.max_len)
+        # Further rows of a pass cost nothing only where kernels skip them, and change nothing only where products have
+        # the same bits for any number of rows.
+        reads_several = setup.is_exact and params.mesh is None and not setup.is_apart
+        self._together = min(2 ** max((slots // 2).bit_length() - 1, 0), MOST_TOGETHER if reads_several else 1)
+        """The number of prompts that are read together: a power of two, at most half the slots."""
         self._lock, self._closed, self._handles = threading.Lock(), "", itertools.count()
         self._open: dict[int, _Request] = {}
         """By handle, until their ends are taken."""
@@ -387,8 +392,8 @@ class Session:
     def step(self, rounds: int | None = None) -> None:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
 
-        Up to 4 prompts are read together if they fit into a chunk, or if there is no `rounds`, so that nobody waits for
-        tokens between two rounds. It returns as soon as a row ends, and at once if the session has no row and no
+        Up to 8 prompts are read together, with `rounds` only if they fit into a chunk of one: someone may wait for the
+        tokens of every round. It returns as soon as a row ends, and at once if the session has no row and no
         waiting prompt. After an error of the device the session is closed, and every open handle gives "failed".
         """
         take(Count | None, rounds, "rounds")
@@ -398,7 +403,7 @@ class Session:
                 while self._reading is not None and not self._reading.num_left and None in self._at:
                     if self._insert():
                         return
-                if self._reading is None and self._waiting and (None in self._at or len(self._waiting) >= TOGETHER):
+                if self._reading is None and self._waiting and (None in self._at or len(self._waiting) >= self._together):
                     self._begin_reading(is_bounded=rounds is not None)
                 num, is_reading = self.num_running, self._reading is not None and self._reading.num_left > 0
                 if num:
@@ -481,7 +486,7 @@ class Session:
         if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
             raise ValueError(f"requests={shown(requests)}: expected a list of prompts")
         take(Annotated[str, OneOf(("raise", "yield"))], on_error, "on_error")
-        ahead = TOGETHER if isinstance(requests, Sequence) else 0
+        ahead = self._together if isinstance(requests, Sequence) else 0
         answers = self._answers(self._read_requests(requests, on_error), ahead)
         return _in_order(answers, take(Flag, ordered, "ordered"))
 
@@ -550,30 +555,24 @@ class Session:
     # --- the steps: read prompts, insert their rows, run rounds, collect the tokens, end rows -------------------------
 
     def _begin_reading(self, is_bounded: bool) -> None:
-        """Chooses the waiting prompts that are read next. `is_bounded`: a pass may take no longer than one of a prompt.
-
-        Further rows of a pass are free of cost only where kernels skip them, and of influence only where products have
-        the same bits for any number of rows.
-        """
-        setup, mesh, found = self.setup, self.params.mesh, list[_Request]()
-        most = TOGETHER if setup.is_exact and mesh is None and not setup.is_apart else 1
-        capacities = functools.partial(first_capacity, lookahead=setup.lookahead, max_len=self.max_len)
-        left, capacity = setup.decoder.chunk if is_bounded else UNBOUNDED, 0
+        """Chooses the waiting prompts that are read next. `is_bounded`: a pass takes no longer than one of a prompt."""
+        found, capacity, left = list[_Request](), 0, self.setup.decoder.chunk if is_bounded else UNBOUNDED
+        capacities = functools.partial(first_capacity, lookahead=self.setup.lookahead, max_len=self.max_len)
         for request in self._waiting:
             length = len(request.row.tokens)
             if any(request.row.tokens is one.row.tokens for one in found):
                 continue
             left, capacity = left - (length - 1), max(capacity, capacities(length, length))
             # Long prompts are read alone: their caches are large, and one program is enough.
-            if found and (len(found) == most or left < 0 or capacity > capacities(1, 1)):
+            if found and (len(found) == self._together or left < 0 or capacity > capacities(1, 1)):
                 break
             found.append(request)
         if needs_controls(request.row for request in found):
             self._allow_controls()
-        num = TOGETHER if len(found) > 1 else sharding_lib.rows_multiple(mesh)  # further rows fill a mesh
+        several, alone = self._together, sharding_lib.rows_multiple(self.params.mesh)  # further rows fill a mesh
         longest = max(len(request.row.tokens) for request in found)
-        self._reading = read = self._unread(found, num, capacities(longest, longest))
-        read.state = _begun(self.setup, read.given, read.capacity)
+        read = self._unread(found, several if len(found) > 1 else alone, capacities(longest, longest))
+        read.state, self._reading = _begun(self.setup, read.given, read.capacity), read
 
     def _read_chunk(self) -> None:
         """Queues the next chunk of the prompts on the device and does not wait for it."""
