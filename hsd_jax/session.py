@@ -195,6 +195,8 @@ class _Reading:
     capacity: int
     num_left: int
     """The number of chunks that have not been read yet."""
+    width: int | None = None
+    """The number of tokens of a prompt that a chunk has. None: the largest."""
     state: DecodeState | None = None
 
 
@@ -392,8 +394,8 @@ class Session:
     def step(self, rounds: int | None = None) -> None:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
 
-        Up to 8 prompts are read together, with `rounds` only if they fit into a chunk of one: someone may wait for the
-        tokens of every round. It returns as soon as a row ends, and at once if the session has no row and no
+        Up to 8 prompts are read together, and with `rounds` in shorter chunks: someone may wait for the tokens of every
+        round. It returns as soon as a row ends, and at once if the session has no row and no
         waiting prompt. After an error of the device the session is closed, and every open handle gives "failed".
         """
         take(Count | None, rounds, "rounds")
@@ -403,7 +405,7 @@ class Session:
                 while self._reading is not None and not self._reading.num_left and None in self._at:
                     if self._insert():
                         return
-                if self._reading is None and self._waiting and (None in self._at or len(self._waiting) >= self._together):
+                if self._reading is None and len(self._waiting) >= (1 if None in self._at else self._together):
                     self._begin_reading(is_bounded=rounds is not None)
                 num, is_reading = self.num_running, self._reading is not None and self._reading.num_left > 0
                 if num:
@@ -555,23 +557,29 @@ class Session:
     # --- the steps: read prompts, insert their rows, run rounds, collect the tokens, end rows -------------------------
 
     def _begin_reading(self, is_bounded: bool) -> None:
-        """Chooses the waiting prompts that are read next. `is_bounded`: a pass takes no longer than one of a prompt."""
-        found, capacity, left = list[_Request](), 0, self.setup.decoder.chunk if is_bounded else UNBOUNDED
+        """Chooses the waiting prompts that are read next.
+
+        `is_bounded`: a pass reads no more tokens of several prompts than of one, if it then takes fewer passes.
+        """
+        found, chunk, width = list[_Request](), self.setup.decoder.chunk, None
         capacities = functools.partial(first_capacity, lookahead=self.setup.lookahead, max_len=self.max_len)
         for request in self._waiting:
-            length = len(request.row.tokens)
             if any(request.row.tokens is one.row.tokens for one in found):
                 continue
-            left, capacity = left - (length - 1), max(capacity, capacities(length, length))
+            longest = max(len(one.row.tokens) for one in [*found, request])
             # Long prompts are read alone: their caches are large, and one program is enough.
-            if found and (len(found) == self._together or left < 0 or capacity > capacities(1, 1)):
+            if found and (len(found) == self._together or capacities(longest, longest) > capacities(1, 1)):
                 break
             found.append(request)
+        if is_bounded and len(found) > 1:
+            width, lengths = chunk // self._together, [len(one.row.tokens) for one in found]
+            if _num_chunks(lengths, width) >= sum(_num_chunks([length], chunk) for length in lengths):
+                found, width = found[:1], None
         if needs_controls(request.row for request in found):
             self._allow_controls()
         several, alone = self._together, sharding_lib.rows_multiple(self.params.mesh)  # further rows fill a mesh
         longest = max(len(request.row.tokens) for request in found)
-        read = self._unread(found, several if len(found) > 1 else alone, capacities(longest, longest))
+        read = self._unread(found, several if len(found) > 1 else alone, capacities(longest, longest), width=width)
         read.state, self._reading = _begun(self.setup, read.given, read.capacity), read
 
     def _read_chunk(self) -> None:
@@ -795,12 +803,19 @@ class Session:
     def _given(self, rows: Sequence[Row], num_rows: int, num_places: int, is_all: bool = False) -> Given:
         return given_of(rows, num_rows, num_places, self.params.mesh, is_all, self.setup.decoder.controlled_vocab)
 
-    def _unread(self, requests: Iterable[_Request], num_rows: int, capacity: int, is_all: bool = False) -> _Reading:
-        """The prompts of requests, of which nothing was read. One chunk is left even if all have a single token."""
+    def _unread(
+        self,
+        requests: Iterable[_Request],
+        num_rows: int,
+        capacity: int,
+        is_all: bool = False,
+        width: int | None = None,
+    ) -> _Reading:
+        """The prompts of requests, of which nothing was read."""
         requests = list(requests)
         rows = [request.row for request in requests]
-        num_chunks = max(-(-(max(len(row.tokens) for row in rows) - 1) // self.setup.decoder.chunk), 1)
-        return _Reading(requests, self._given(rows, num_rows, capacity, is_all), capacity, num_chunks)
+        num = _num_chunks([len(row.tokens) for row in rows], width or self.setup.decoder.chunk)
+        return _Reading(requests, self._given(rows, num_rows, capacity, is_all), capacity, num, width)
 
     def _allow_controls(self) -> None:
         """Goes on with programs that allow `Controls`, if they do not yet. No prompt may be half read."""
@@ -921,10 +936,15 @@ def _begun(setup: Setup, given: Given, capacity: int) -> DecodeState:
     return setup.decoder.begin(*given[:4], setup.costs, capacity=capacity)
 
 
+def _num_chunks(lengths: Iterable[int], width: int) -> int:
+    """The number of chunks of the longest prompt, at least one. Its last token is not read."""
+    return max(-(-(max(lengths) - 1) // width), 1)
+
+
 def _read(setup: Setup, reading: _Reading, num: int) -> None:
     """Queues the next `num` chunks."""
     args = *reading.given[:4], np.int32(num), reading.state, setup.costs
-    reading.state = setup.decoder.prefill(setup.held, *args, capacity=reading.capacity)
+    reading.state = setup.decoder.prefill(setup.held, *args, capacity=reading.capacity, width=reading.width)
     reading.num_left -= num
 
 

@@ -221,7 +221,7 @@ def test_samples_of_requests_are_the_rows_of_copies_and_read_once(monkeypatch, n
         asked.insert(index, {"prompt": prompt, "n": 3, **settings})
     assert len(set(map(tuple, wanted.values()))) == 6
     read, unread = [], Session._unread
-    monkeypatch.setattr(Session, "_unread", lambda *args: read.append(1) or unread(*args))
+    monkeypatch.setattr(Session, "_unread", lambda *args, **more: read.append(1) or unread(*args, **more))
     with Session(params, slots=slots, **how) as session:
         as_ended = list(session.generate(iter(asked), on_error="yield"))
         assert len(read) == {1: 6, 3: 2, 8: 1}[slots]
@@ -514,10 +514,10 @@ def num_compiled(session: Session) -> int:
     return sum(f._cache_size() for f in (decoder.begin, decoder.prefill, decoder.insert, decoder.clear, decoder.loop))
 
 
-def test_many_requests_compile_nine_programs_and_none_after_the_first_of_each_kind(plain, fresh_programs):
+def test_many_requests_compile_ten_programs_and_none_after_the_first_of_each_kind(plain, fresh_programs):
     """Empty slots, the loop, a slot that is cleared; for a prompt that is read alone and for several: the state before
-    they are read, a chunk, rows that come in."""
-    expected = 9
+    they are read, a chunk, rows that come in. The chunk for several has one of two sizes."""
+    expected = 10
     with Session(plain, slots=SLOTS) as session:
         play(session, requests(24))
         assert num_compiled(session) == expected
@@ -613,17 +613,20 @@ def test_rows_of_a_group_that_come_in_from_a_wrong_place_are_found(monkeypatch, 
 
 
 @pytest.mark.skipif(not native.available(), reason="chunks of the kernels are shorter")
-def test_a_step_of_few_rounds_reads_together_what_fits_into_a_chunk(monkeypatch, plain):
-    """Someone may wait for the tokens of each round. A prompt that is cancelled on the way leaves the others."""
-    prompts = [[1, 2, 3], [4] * 41, [5] * 41, [5, 6], [6, 5], [7] * 70]
+def test_a_step_of_few_rounds_reads_together_what_takes_fewer_passes(monkeypatch, plain):
+    """Of as many tokens: someone may wait for those of each round. A prompt that is cancelled on the way leaves the
+    others."""
+    prompts = [[1, 2, 3], [4] * 33, [5] * 18, [5, 6], [6, 5], [7] * 70, [8] * 60]
     with Session(plain, slots=8) as session:
         seen = passes_of(monkeypatch, session)
-        handles = [session.admit(prompt, 20, eos=()) for prompt in prompts]
+        handles = [session.admit(prompts[0], 20, eos=())]
         session.step(1)
-        session.cancel(handles[2])
+        handles += [session.admit(prompt, 20, eos=()) for prompt in prompts[1:]]
+        session.step(1)
+        session.cancel(handles[2])  # read with three others, in passes of 16 tokens of each
         for _ in range(30):
             session.step(1)
-        assert seen == [2, 3, 1, 1]
+        assert seen == [1, 4, 4, 1, 1, 1]
         ends = [session.take(handle) for handle in handles]
     for i, (prompt, taken) in enumerate(zip(prompts, ends, strict=True)):
         assert taken.tokens.tolist() == ([] if i == 2 else text_of(plain, prompt, 20))

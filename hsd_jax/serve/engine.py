@@ -364,7 +364,7 @@ class Engine:
         row = row_of(self.params, [0] * length, asked, session.max_len)
         rows = [row if are_equal else dataclasses.replace(row, tokens=list(row.tokens)) for _ in range(num)]
         handles = [session.admit_row(row) for row in rows]
-        session.step()
+        session.step(None if are_equal else new)  # as few rounds read in chunks of another size
         for handle in handles:
             session.cancel(handle)
             session.take(handle)
