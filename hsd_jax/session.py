@@ -591,6 +591,7 @@ class Session:
         """Puts rows whose prompts have been read into free slots. Returns whether one of them has ended already."""
         read, decoder = self._reading, self.setup.decoder
         assert read is not None and read.state is not None
+        known = read.state
         waiting = {id(request.row.tokens): request for request in reversed(self._waiting)}  # the first of each prompt
         following = [waiting.get(id(one.row.tokens)) for one in read.requests]
         slots = np.full(len(read.given.length), -1, np.int32)
@@ -601,8 +602,8 @@ class Session:
         requests = [old if new is None else new for old, new in zip(read.requests, following, strict=True)]
         if requests != read.requests:  # further samples of the prompts
             own = self._given([one.row for one in requests], len(slots), read.capacity)
-            state = dataclasses.replace(read.state, keys=own.keys)
-            read = dataclasses.replace(read, requests=requests, given=own, state=state)
+            known = dataclasses.replace(known, keys=own.keys)
+            read = dataclasses.replace(read, requests=requests, given=own, state=known)
         rows = [one.row for one in requests]
         lengths = [(len(one.row.tokens), one.row.longest) for one in come]
         capacity = max(first_capacity(*pair, self.setup.lookahead, self.max_len) for pair in lengths)
@@ -614,7 +615,7 @@ class Session:
         if (places := prediction_places(rows)) > self._prediction_places:
             self._prediction_places = places
             state = self._told(state, [])
-        new = self._told(read.state, rows), read.given.sampling, new_limits
+        new = self._told(known, rows), read.given.sampling, new_limits
         self.rows = decoder.insert((state, sampling, limits), new, slots)
         self._reading = None if self.setup.is_apart else read
         self._forget_read()
