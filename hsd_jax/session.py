@@ -1,8 +1,8 @@
 """A session: a fixed number of slots, and rows that come and go while the compiled loop runs.
 
 `decode` and `stream` open a session for one batch. `hsd generate-data` and evaluation use sessions for many requests.
-The host repeats four steps. It puts a row whose prompt has been read into its slot. It calls the loop. It queues a
-chunk of a waiting prompt, which the device reads into a separate state. It fetches the new tokens. Only the last step
+The host repeats four steps. It puts rows whose prompts have been read into free slots. It calls the loop. It queues a
+chunk of waiting prompts, which the device reads into a separate state. It fetches the new tokens. Only the last step
 waits for the device. In a single process it waits only for the rounds: the device reads the chunk while the host
 returns answers and admits requests.
 """
@@ -77,6 +77,8 @@ STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 MOST_SLOTS = 4096
 PATIENCE, PATIENCE_OF_CALLS = 2, 16
 """How long a row with stop strings may go on after one: rounds of a session or stream, and tokens of `decode`."""
+MOST_TOGETHER = 8
+"""The largest number of prompts that a session reads together."""
 DEFAULT = Speculation()
 
 
@@ -156,10 +158,11 @@ class _Request:
     """The host's record of a request, from `admit` until its end is taken."""
 
     row: Row
-    slot: int
     detokenizer: IncrementalDecoder | None
     length: int
     """The number of its tokens that the host has fetched, prompt included."""
+    slot: int = -1
+    """-1 while it waits."""
     search: StopSearch | None = None
     """Holds the new tokens and their text if the request has stop strings."""
     new: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -184,12 +187,16 @@ class _Request:
 
 @dataclasses.dataclass
 class _Reading:
-    """Prompts that are being read into a separate state, whose rows are those of `given`."""
+    """Prompts that are read into a separate state, whose rows are those of `given`. Then they wait for free slots."""
 
+    requests: Sequence[_Request]
+    """Those of the first rows of `given`. Each of their prompts may have further requests: samples share a prompt."""
     given: Given
     capacity: int
     num_left: int
     """The number of chunks that have not been read yet."""
+    width: int | None = None
+    """The number of tokens of a prompt that a chunk has. None: the largest."""
     state: DecodeState | None = None
 
 
@@ -272,14 +279,20 @@ class Session:
         """Wall time so far, compilations included. `prefill_seconds` covers prompts that are read together, as in
         `decode`. `decode_seconds` covers calls of the loop, and the chunks of prompts that are read during them."""
         self._num_rows, self._largest = num_rows, largest_capacity(setup.lookahead, self.max_len)
+        # Further rows of a pass cost nothing only where kernels skip them, and change nothing only where products have
+        # the same bits for any number of rows.
+        reads_several = setup.is_exact and params.mesh is None and not setup.is_apart
+        self._together = min(2 ** max((slots // 2).bit_length() - 1, 0), MOST_TOGETHER if reads_several else 1)
+        """The number of prompts that are read together: a power of two, at most half the slots."""
         self._lock, self._closed, self._handles = threading.Lock(), "", itertools.count()
         self._open: dict[int, _Request] = {}
         """By handle, until their ends are taken."""
         self._at: list[_Request | None] = [None] * slots
         """By slot. A slot is free once its row was cancelled or its end was taken."""
         self._waiting: deque[_Request] = deque()
+        """Those that have no slot yet."""
         self._reading: _Reading | None = None
-        """The prompt of the first request of `_waiting`."""
+        """Prompts of requests of `_waiting`."""
         self._running: list[_Request] = []
         """Those whose rows are in the state: their prompts have been read, and they have not ended."""
         self._scored: tuple[Any, Any] = None, ()
@@ -299,14 +312,14 @@ class Session:
 
     @property
     def num_free(self) -> int:
-        """The number of free slots."""
-        return sum(request is None for request in self._at)
+        """The number of free slots for which no request waits."""
+        return max(self._at.count(None) - len(self._waiting), 0)
 
     @property
     def most_bytes(self) -> int:
         """The size of the state on each device with the largest caches that `max_len` allows, in bytes.
 
-        While a prompt is read the session needs one more row, and while caches grow it needs one more layer.
+        While prompts are read the session needs a row more for each, and while caches grow it needs one more layer.
         """
         given, mesh = self._given([], self._num_rows, 1), self.params.mesh
         shapes = jax.eval_shape(functools.partial(_begun, self.setup, capacity=self._largest), given)
@@ -343,24 +356,32 @@ class Session:
         with self._alone():
             return self._admit(row)
 
-    def _admit(self, row: Row) -> int:
-        if not self.num_free:
+    def _admit(self, row: Row, is_ahead: bool = False) -> int:
+        if not self.num_free and not is_ahead:
             raise ValueError(f"no slot is free: all {self.slots} hold a row that runs or was not taken")
         if self.params.mesh is not None:
             check_same("the request", repr(row))
         return self._queue(row)
 
     def _queue(self, row: Row) -> int:
-        """Gives a row the first free slot, where it waits for its prompt to be read. Returns its handle."""
+        """Lets a row wait for its prompt to be read and for a slot. Returns its handle."""
         tokenizer, handle = self.params.tokenizer, next(self._handles)
         how = row.tokens, row.asked.skip_special_tokens
         detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, *how)
-        request = _Request(row, self._at.index(None), detokenizer, len(row.tokens))
+        request = _Request(row, detokenizer, len(row.tokens))
         if row.asked.stop and detokenizer is not None:
             request.search = StopSearch(detokenizer, row.asked.stop, row.asked.include_stop, row.asked.min_tokens)
-        self._at[request.slot] = self._open[handle] = request
+        self._open[handle] = request
         self._waiting.append(request)
         return handle
+
+    def _enter(self, request: _Request) -> int:
+        """Gives a waiting request the first free slot."""
+        self._waiting.remove(request)
+        self._running.append(request)
+        request.slot = self._at.index(None)
+        self._at[request.slot] = request
+        return request.slot
 
     def reserve(self) -> None:
         """Makes the caches as large as `max_len` allows before the first row. All rounds then run one program."""
@@ -373,17 +394,20 @@ class Session:
     def step(self, rounds: int | None = None) -> None:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
 
-        It returns as soon as a row ends, and at once if the session has no row and no waiting prompt. After an error of
-        the device the session is closed, and every open handle gives "failed".
+        Up to 8 prompts are read together, and with `rounds` in shorter chunks: someone may wait for the tokens of every
+        round. It returns as soon as a row ends, and at once if the session has no row and no
+        waiting prompt. After an error of the device the session is closed, and every open handle gives "failed".
         """
         take(Count | None, rounds, "rounds")
         left, has_ended = UNBOUNDED if rounds is None else rounds, False
         with self._alone(), self._closes_on_error():
             while not has_ended and left > 0:
-                while self._reading is not None and not self._reading.num_left:
+                while self._reading is not None and not self._reading.num_left and None in self._at:
                     if self._insert():
                         return
-                num, is_reading = self.num_running, bool(self._waiting)
+                if self._reading is None and len(self._waiting) >= (1 if None in self._at else self._together):
+                    self._begin_reading(is_bounded=rounds is not None)
+                num, is_reading = self.num_running, self._reading is not None and self._reading.num_left > 0
                 if num:
                     now = 1 if is_reading else left
                     has_ended = self.run(now, num, is_reading)
@@ -426,8 +450,8 @@ class Session:
                         self._leave([request])
                         self._clear(request.slot)
                     else:
-                        self._reading = None if request is self._waiting[0] else self._reading
                         self._waiting.remove(request)
+                        self._forget_read()
                     request.finish_reason = CANCELLED
             self._free(request)
 
@@ -447,8 +471,8 @@ class Session:
 
         Args:
           requests: prompts, or mappings with "prompt", the other arguments of `admit`, and `n`: sample i is row i of
-            `decode([prompt] * n, seed=seed)`, and those that find slots at the same time are read once. From an
-            iterator, a request is read only when a slot is free.
+            `decode([prompt] * n, seed=seed)`, and those that find slots at the same time are read once. Prompts of a
+            list are read while no slot is free. From an iterator, a request is taken only when a slot is free.
           ordered: True yields answers in the order of the requests and holds back those that end early. False yields
             them as rows end.
           on_error: what a wrong request does. "raise": no further request is read, the answers to all requests before
@@ -464,7 +488,8 @@ class Session:
         if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
             raise ValueError(f"requests={shown(requests)}: expected a list of prompts")
         take(Annotated[str, OneOf(("raise", "yield"))], on_error, "on_error")
-        answers = self._answers(self._read_requests(requests, on_error))
+        ahead = self._together if isinstance(requests, Sequence) else 0
+        answers = self._answers(self._read_requests(requests, on_error), ahead)
         return _in_order(answers, take(Flag, ordered, "ordered"))
 
     def _read_requests(self, requests: Iterable[Any], on_error: str) -> Iterator[tuple[int, int, Row | ValueError]]:
@@ -483,13 +508,16 @@ class Session:
                 yield index, sample, dataclasses.replace(row, fold=sample)
 
     def _answers(
-        self, source: Iterator[tuple[int, int, Row | ValueError]]
+        self, source: Iterator[tuple[int, int, Row | ValueError]], ahead: int
     ) -> Generator[tuple[int, Generated], None, None]:
-        """Answers as rows end, with their places in the source, whose error is raised when all before it have ended."""
+        """Answers as rows end, with their places in the source, whose error is raised when all before it have ended.
+
+        `ahead` rows may wait while no slot is free.
+        """
         mine, failure, places = dict[int, tuple[int, int, int]](), None, itertools.count()
         try:
             while True:
-                while self.num_free or not mine:  # if others hold all slots, `_admit` raises the error
+                while not mine or self._at.count(None) + ahead > len(self._waiting):
                     try:
                         following = next(source, None)
                     except Exception as error:  # its own or the caller's; after it the source has nothing more
@@ -500,7 +528,8 @@ class Session:
                     place = next(places)
                     if isinstance(row, Row):
                         with self._alone():
-                            mine[self._admit(row)] = place, index, sample
+                            # If others hold all slots, this raises the error.
+                            mine[self._admit(row, is_ahead=bool(mine))] = place, index, sample
                     else:
                         text = None if self.params.tokenizer is None else ""
                         yield place, Generated(np.zeros(0, np.int32), text, FAILED, error=str(row), index=index)
@@ -525,44 +554,82 @@ class Session:
         with self._lock:  # waits for a step of another thread: else a second error would hide the first
             self._close()
 
-    # --- the steps: read a prompt, insert its row, run rounds, collect the tokens, end rows --------------------------
+    # --- the steps: read prompts, insert their rows, run rounds, collect the tokens, end rows -------------------------
+
+    def _begin_reading(self, is_bounded: bool) -> None:
+        """Chooses the waiting prompts that are read next.
+
+        `is_bounded`: a pass reads no more tokens of several prompts than of one, if it then takes fewer passes.
+        """
+        found, chunk, width = list[_Request](), self.setup.decoder.chunk, None
+        capacities = functools.partial(first_capacity, lookahead=self.setup.lookahead, max_len=self.max_len)
+        for request in self._waiting:
+            if any(request.row.tokens is one.row.tokens for one in found):
+                continue
+            longest = max(len(one.row.tokens) for one in [*found, request])
+            # Long prompts are read alone: their caches are large, and one program is enough.
+            if found and (len(found) == self._together or capacities(longest, longest) > capacities(1, 1)):
+                break
+            found.append(request)
+        if is_bounded and len(found) > 1:
+            width, lengths = chunk // self._together, [len(one.row.tokens) for one in found]
+            if _num_chunks(lengths, width) >= sum(_num_chunks([length], chunk) for length in lengths):
+                found, width = found[:1], None
+        if needs_controls(request.row for request in found):
+            self._allow_controls()
+        several, alone = self._together, sharding_lib.rows_multiple(self.params.mesh)  # further rows fill a mesh
+        longest = max(len(request.row.tokens) for request in found)
+        read = self._unread(found, several if len(found) > 1 else alone, capacities(longest, longest), width=width)
+        read.state, self._reading = _begun(self.setup, read.given, read.capacity), read
 
     def _read_chunk(self) -> None:
-        """Queues the next chunk of a prompt on the device and does not wait for it."""
-        if self._reading is None:
-            row, num = self._waiting[0].row, sharding_lib.rows_multiple(self.params.mesh)  # further rows fill a mesh
-            if needs_controls([row]):
-                self._allow_controls()
-            length = len(row.tokens)
-            capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
-            self._reading = self._unread([row], num, capacity)
+        """Queues the next chunk of the prompts on the device and does not wait for it."""
+        assert self._reading is not None
         _read(self.setup, self._reading, 1)
 
     def _insert(self) -> bool:
-        """Puts the row whose prompt has been read into its slot. Returns whether the row has ended already."""
-        read, self._reading, request = self._reading, None, self._waiting.popleft()
+        """Puts rows whose prompts have been read into free slots. Returns whether one of them has ended already."""
+        read, decoder = self._reading, self.setup.decoder
         assert read is not None and read.state is not None
-        row, decoder = request.row, self.setup.decoder
-        capacity = first_capacity(len(row.tokens), row.longest, self.setup.lookahead, self.max_len)
+        known = read.state
+        waiting = {id(request.row.tokens): request for request in reversed(self._waiting)}  # the first of each prompt
+        following = [waiting.get(id(one.row.tokens)) for one in read.requests]
+        slots = np.full(len(read.given.length), -1, np.int32)
+        come = [one for one in following if one is not None][: self._at.count(None)]
+        for place, request in enumerate(following):
+            if request in come:
+                slots[place] = self._enter(request)
+        requests = [old if new is None else new for old, new in zip(read.requests, following, strict=True)]
+        if requests != read.requests:  # further samples of the prompts
+            own = self._given([one.row for one in requests], len(slots), read.capacity)
+            known = dataclasses.replace(known, keys=own.keys)
+            read = dataclasses.replace(read, requests=requests, given=own, state=known)
+        rows = [one.row for one in requests]
+        lengths = [(len(one.row.tokens), one.row.longest) for one in come]
+        capacity = max(first_capacity(*pair, self.setup.lookahead, self.max_len) for pair in lengths)
         state, sampling, limits = self.rows or self._empty(max(capacity, read.capacity))
         if state.cache.capacity < capacity:
             state = decoder.grow(state, capacity)
         num_ends = max(limits.eos.shape[1], read.given.limits.eos.shape[1])
         limits, new_limits = (_with_ends(x, num_ends) for x in (limits, read.given.limits))
-        if (places := prediction_places([row])) > self._prediction_places:
+        if (places := prediction_places(rows)) > self._prediction_places:
             self._prediction_places = places
             state = self._told(state, [])
-        new = self._told(read.state, [row]), read.given.sampling, new_limits
-        self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
-        self._running.append(request)
-        if self._waiting and self._waiting[0].row.tokens is row.tokens and not self.setup.is_apart:  # the next sample
-            own = self._given([self._waiting[0].row], len(read.given.length), read.capacity)
-            self._reading = dataclasses.replace(read, given=own, state=dataclasses.replace(read.state, keys=own.keys))
-        if row.asked.max_new_tokens > 0:
-            return False
-        has_ended = self._collect()
-        self._clear(request.slot)  # its caches may hold NaN: no token was drawn that would show it
+        new = self._told(known, rows), read.given.sampling, new_limits
+        self.rows = decoder.insert((state, sampling, limits), new, slots)
+        self._reading = None if self.setup.is_apart else read
+        self._forget_read()
+        empty = [one for one in come if one.row.asked.max_new_tokens == 0]
+        has_ended = bool(empty) and self._collect()
+        for request in empty:
+            self._clear(request.slot)  # its caches may hold NaN: no token was drawn that would show it
         return has_ended
+
+    def _forget_read(self) -> None:
+        """Drops the prompts that are read if no waiting request has one of them."""
+        wanted = {id(request.row.tokens) for request in self._waiting}
+        if self._reading is not None and not any(id(one.row.tokens) in wanted for one in self._reading.requests):
+            self._reading = None
 
     def _told(self, state: DecodeState, rows: Sequence[Row]) -> DecodeState:
         """The state with the predictions of its first rows, or with more places for those that it has."""
@@ -580,11 +647,12 @@ class Session:
         if len(rows) > 1 and all(row.tokens is rows[0].tokens for row in rows) and not self.setup.is_apart:
             self.rows = self._copies(rows, capacity)
         else:
-            reading = self._unread(rows, self._num_rows, capacity, is_all=True)
+            reading = self._unread(self._waiting, self._num_rows, capacity, is_all=True)
             self.rows = _read_all(self.setup, reading), reading.given.sampling, reading.given.limits
         self._prediction_places = prediction_places(rows)
         self.rows = self._told(self.rows[0], rows), *self.rows[1:]
-        self._running, self._waiting = list(self._waiting), deque()
+        for request in list(self._waiting):
+            self._enter(request)
         if any(row.asked.max_new_tokens == 0 for row in rows):
             self._collect()
         jax.block_until_ready(self.rows[0].length)
@@ -593,13 +661,13 @@ class Session:
     def _copies(self, rows: Sequence[Row], capacity: int) -> Rows:
         """The state of rows of one prompt, which is read once. Only their keys differ."""
         num, decoder = sharding_lib.rows_multiple(self.params.mesh), self.setup.decoder
-        reading, found = self._unread(rows[:1], num, capacity), self._empty(capacity)
+        reading, found = self._unread([self._waiting[0]], num, capacity), self._empty(capacity)
         read, given = _read_all(self.setup, reading), self._given(rows, self._num_rows, capacity, is_all=True)
         found = found[0], found[1], _with_ends(found[2], given.limits.eos.shape[1])
         for slot, row in enumerate(rows):
             own = self._given([row], num, capacity)
             new = dataclasses.replace(read, keys=own.keys), own.sampling, own.limits
-            found = decoder.insert(found, new, np.int32(slot))
+            found = decoder.insert(found, new, np.array([slot, *[-1] * (num - 1)], np.int32))
         return found[0], given.sampling, given.limits
 
     def run(self, rounds: int, least_live: int = 1, reads: bool = False) -> bool:
@@ -736,10 +804,19 @@ class Session:
     def _given(self, rows: Sequence[Row], num_rows: int, num_places: int, is_all: bool = False) -> Given:
         return given_of(rows, num_rows, num_places, self.params.mesh, is_all, self.setup.decoder.controlled_vocab)
 
-    def _unread(self, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False) -> _Reading:
-        """The prompts of rows, of which nothing was read. One chunk is left even if a prompt has a single token."""
-        num_chunks = max(-(-(max(len(row.tokens) for row in rows) - 1) // self.setup.decoder.chunk), 1)
-        return _Reading(self._given(rows, num_rows, capacity, is_all), capacity, num_chunks)
+    def _unread(
+        self,
+        requests: Iterable[_Request],
+        num_rows: int,
+        capacity: int,
+        is_all: bool = False,
+        width: int | None = None,
+    ) -> _Reading:
+        """The prompts of requests, of which nothing was read."""
+        requests = list(requests)
+        rows = [request.row for request in requests]
+        num = _num_chunks([len(row.tokens) for row in rows], width or self.setup.decoder.chunk)
+        return _Reading(requests, self._given(rows, num_rows, capacity, is_all), capacity, num, width)
 
     def _allow_controls(self) -> None:
         """Goes on with programs that allow `Controls`, if they do not yet. No prompt may be half read."""
@@ -860,10 +937,15 @@ def _begun(setup: Setup, given: Given, capacity: int) -> DecodeState:
     return setup.decoder.begin(*given[:4], setup.costs, capacity=capacity)
 
 
+def _num_chunks(lengths: Iterable[int], width: int) -> int:
+    """The number of chunks of the longest prompt, at least one. Its last token is not read."""
+    return max(-(-(max(lengths) - 1) // width), 1)
+
+
 def _read(setup: Setup, reading: _Reading, num: int) -> None:
     """Queues the next `num` chunks."""
     args = *reading.given[:4], np.int32(num), reading.state, setup.costs
-    reading.state = setup.decoder.prefill(setup.held, *args, capacity=reading.capacity)
+    reading.state = setup.decoder.prefill(setup.held, *args, capacity=reading.capacity, width=reading.width)
     reading.num_left -= num
 
 

@@ -120,7 +120,7 @@ def make_begin(
 def make_prefill(
     config: ModelConfig, drafter: Drafter, chunk: int, cache_dtype=jnp.float32, has_controls: bool = False
 ) -> Callable:
-    """Makes `prefill(models, tokens, length, keys, limits, num_chunks, state, costs, capacity=)`.
+    """Makes `prefill(models, tokens, length, keys, limits, num_chunks, state, costs, capacity=, width=)`.
 
     `tokens` [B, P] are the padded prompts, `length` [B] their lengths. Prompts are read in chunks against the cache.
     The memory is therefore linear in P, and the time depends on the longest prompt and not on P. A call reads
@@ -128,7 +128,7 @@ def make_prefill(
     of a prompt is not written to the cache, because it is the root of the first round. Nothing is sampled here, and the
     invariant cached positions = committed tokens - 1 holds from the start.
 
-    `chunk` is the largest number of tokens per row that a pass reads.
+    `chunk` is the largest number of tokens per row that a pass reads. `width`: fewer of them, for this call.
     """
     begin = make_begin(config, drafter, cache_dtype, has_controls)
 
@@ -143,8 +143,9 @@ def make_prefill(
         costs: Costs | None = None,
         *,
         capacity: int,
+        width: int | None = None,
     ) -> DecodeState:
-        num, size = tokens.shape[1], min(tokens.shape[1], chunk)
+        num, size = tokens.shape[1], min(tokens.shape[1], chunk if width is None else width)
         assert num % size == 0, "caches have a multiple of CHUNK slots"
         next_tokens = jnp.roll(tokens, -1, 1)
 
@@ -201,15 +202,24 @@ Rows = tuple[DecodeState, SamplingParams, Limits]
 """Everything that a row of a running decode consists of."""
 
 
-def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
-    """Puts the first row of `new`, whose prompt has been read, into `slot`. The other rows do not change."""
-    is_live = ~rows[0].done & (jnp.arange(len(rows[0].done)) != slot)
+def insert(rows: Rows, new: Rows, slots: Int[Array, "M"]) -> Rows:
+    """Puts the rows of `new`, whose prompts have been read, each into its slot, or nowhere if that is -1.
+
+    The other rows do not change.
+    """
     rows, new = ((state, without_exclusions(sampling), limits) for state, sampling, limits in (rows, new))
-    state, sampling, limits = row_lib.copied(rows, slot, new)
-    if state.control is not None:
-        here = jnp.arange(len(is_live)) == slot
-        state = dataclasses.replace(state, control=adapt.after_admission(state.control, is_live, here))
-    return state, sampling, limits
+    order = jnp.argsort(slots < 0)  # stable
+
+    def one(index: Array, rows: Rows) -> Rows:
+        slot = slots[order[index]]
+        here = jnp.arange(len(rows[0].done)) == slot
+        is_live = ~rows[0].done & ~here
+        state, sampling, limits = row_lib.copied(rows, slot, new, order[index])
+        if state.control is not None:
+            state = dataclasses.replace(state, control=adapt.after_admission(state.control, is_live, here))
+        return state, sampling, limits
+
+    return lax.fori_loop(0, jnp.sum(slots >= 0), one, rows)
 
 
 def drafter_after(
@@ -322,7 +332,7 @@ class Decoder:
         self.chunk = CHUNK if self._program.isa == native.OFF else CHUNK_OF_KERNELS
         self.begin = self.compile(make_begin(config, drafter, cache_dtype, has_controls), static_argnames="capacity")
         prefill = make_prefill(config, drafter, self.chunk, cache_dtype, has_controls)
-        self.prefill = self.compile(prefill, static_argnames="capacity", donate_argnames="state")
+        self.prefill = self.compile(prefill, static_argnames=("capacity", "width"), donate_argnames="state")
         self.score = self.compile(make_score(config, self.chunk, cache_dtype), static_argnames="capacity")
         self.insert = self.compile(insert, donate_argnums=0)
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)

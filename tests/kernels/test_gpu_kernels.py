@@ -319,7 +319,7 @@ def test_a_row_that_enters_a_greedy_program_for_a_gpu_keeps_its_settings():
     begin = loop.make_begin(toy.target_config(), loop.NO_DRAFTER)
     state = begin(one[:, None], one, sampling.row_keys([(0, 0)]), limits, capacity=16)
     _, found, _ = loop.insert(
-        (state, jax.device_put(first), limits), (state, jax.device_put(new), limits), jnp.array(0)
+        (state, jax.device_put(first), limits), (state, jax.device_put(new), limits), jnp.array([0])
     )
     assert (found.all_greedy, found.unfiltered, found.top_k.tolist()) == (False, False, [3])
 

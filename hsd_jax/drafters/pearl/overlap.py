@@ -160,19 +160,19 @@ class Overlapped(Decoder):
         base = self.read_ahead(*first, np.int32(0), None, capacity=capacity)
         return _joined(self.here.begin(tokens, length, keys, limits, capacity=capacity), base)
 
-    def prefill(self, models, tokens, length, keys, limits, num_chunks=UNBOUNDED, state=None, costs=None, *, capacity):
+    def prefill(self, models, tokens, length, keys, limits, num_chunks=UNBOUNDED, state=None, costs=None, **sizes):
         """Both models read the prompts, each on its own devices."""
         small, target = ({name: models[name]} for name in ("drafter", "target"))
         before, own = (None, None) if state is None else _apart(state)
         across = self._across((tokens, length))
-        own = self.read_ahead(small, *across, np.int32(num_chunks), own, capacity=capacity)
-        state = self.here.prefill(target, tokens, length, keys, limits, num_chunks, before, capacity=capacity)
+        own = self.read_ahead(small, *across, np.int32(num_chunks), own, capacity=sizes["capacity"])
+        state = self.here.prefill(target, tokens, length, keys, limits, num_chunks, before, **sizes)
         return _joined(state, own)
 
-    def insert(self, into: Rows, new: Rows, slot: Any) -> Rows:
+    def insert(self, into: Rows, new: Rows, slots: Any) -> Rows:
         (here, own), (new_here, new_own) = _apart(into[0]), _apart(new[0])
-        own = self._insert_ahead(own, slot, new_own)
-        state, sampling, limits = self.here.insert((here, *into[1:]), (new_here, *new[1:]), slot)
+        own = self._insert_ahead(own, slots[0], new_own)
+        state, sampling, limits = self.here.insert((here, *into[1:]), (new_here, *new[1:]), slots)
         return _joined(state, own), sampling, limits
 
     def clear(self, state: DecodeState, slot: Any) -> DecodeState:
