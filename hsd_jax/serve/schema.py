@@ -227,7 +227,8 @@ def _settings_of(asked: Any, params: Params) -> dict[str, Any]:
         raise Refused(400, f"{name}: log-probabilities of the prompt are refused with stream", name)
     if asked.prediction is not None:
         given["prediction"] = _content_of(asked.prediction)
-    usual = {"temperature": 1.0, "seed": None, "max_new_tokens": None if is_chat else 16}
+    # Drawn here: the library would ask all processes of a run.
+    usual = {"temperature": 1.0, "seed": secrets.randbelow(2**32), "max_new_tokens": None if is_chat else 16}
     own = with_defaults(params, {"defaults": "checkpoint"})
     own.pop("defaults")
     return usual | own | given | {"logprobs": wanted}

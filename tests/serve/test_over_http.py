@@ -9,6 +9,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,19 +29,25 @@ KEY = "a key"
 
 
 class Process:
-    """A server of the bundled pair."""
+    """A server of the bundled pair. `url` is its address as soon as it listens."""
 
-    def __init__(self, *options: str):
+    def __init__(self, *options: str, **env: str):
         command = [sys.executable, "-m", "hsd_jax.cli.main", "serve", "--demo", "--port", "0", "--max-len", "200"]
-        env = os.environ | {"HSD_API_KEY": KEY, "JAX_DEFAULT_MATMUL_PRECISION": "highest", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen([*command, *options], env=env, stderr=subprocess.PIPE, text=True)
+        env = {"HSD_API_KEY": KEY, "JAX_DEFAULT_MATMUL_PRECISION": "highest", "PYTHONUNBUFFERED": "1"} | env
+        self.process = subprocess.Popen([*command, *options], env=os.environ | env, stderr=subprocess.PIPE, text=True)
         self.lines: queue.Queue[str] = queue.Queue()
         self.said: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        while not (found := re.match(r"ready at (\S+)/v1", self.lines.get(timeout=600))):
+
+    def says(self, pattern: str) -> str:
+        """The first group of the pattern in a line that it says."""
+        while not (found := re.match(pattern, self.lines.get(timeout=600))):
             pass
-        self.url = found[1]
+        return found[1]
+
+    def is_ready(self) -> None:
+        self.url = self.says(r"ready at (\S+)/v1")
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -70,6 +77,7 @@ class Process:
 def started(*options: str):
     server = Process(*options)
     try:
+        server.is_ready()
         yield server
     finally:
         server.close()
@@ -129,34 +137,36 @@ def ask_all(client, other, openai, params) -> None:
         other.models.list()
 
 
+async def play(url: str, asked: list[serving.Asked], clients: int) -> None:
+    """Sends requests of all kinds. Their texts and times are in `asked` then."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(base_url=url, headers=headers(), timeout=300, limits=limits) as client:
+
+        async def ask(one: serving.Asked) -> None:
+            if one.leaves_after == 0:  # before the answer begins
+                with contextlib.suppress(httpx.ReadTimeout):
+                    await client.post("/v1/completions", content=one.content, timeout=httpx.Timeout(300, read=0.05))
+                return
+            async with client.stream("POST", "/v1/completions", content=one.content) as answer:
+                one.status, chunks = answer.status_code, []
+                async for chunk in answer.aiter_raw():
+                    one.times.append(time.perf_counter())
+                    chunks.append(chunk)
+                    if len(chunks) == one.leaves_after:
+                        return
+                    await asyncio.sleep(one.pause)
+            one.read(chunks)
+
+        await serving.play(asked, clients, ask)
+
+
 def test_many_clients(server, params, fully_optimized, capsys):
     """64 clients, 600 requests: nothing lost or mixed, no memory lost, all slots free at the end."""
     wanted, asked = serving.alone(params), serving.mixed(600, seed=0)
 
-    async def play(some: list[serving.Asked]) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        async with httpx.AsyncClient(base_url=server.url, headers=headers(), timeout=300, limits=limits) as client:
-
-            async def ask(one: serving.Asked) -> None:
-                if one.leaves_after == 0:  # before the answer begins
-                    with contextlib.suppress(httpx.ReadTimeout):
-                        await client.post("/v1/completions", content=one.content, timeout=httpx.Timeout(300, read=0.05))
-                    return
-                async with client.stream("POST", "/v1/completions", content=one.content) as answer:
-                    one.status, chunks = answer.status_code, []
-                    async for chunk in answer.aiter_raw():
-                        one.times.append(time.perf_counter())
-                        chunks.append(chunk)
-                        if len(chunks) == one.leaves_after:
-                            return
-                        await asyncio.sleep(one.pause)
-                one.read(chunks)
-
-            await serving.play(some, 64, ask)
-
     sizes, start = [], time.perf_counter()
     for some in (asked[:200], asked[200:]):
-        asyncio.run(play(some))
+        asyncio.run(play(server.url, some, 64))
         sizes.append(server.resident)
     seconds = time.perf_counter() - start
     serving.check(asked, wanted)
@@ -240,3 +250,28 @@ def test_after_kill_it_starts_again():
     with started("--slots", "2", "--port", port) as server:
         assert server.url.endswith(port)
         assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_two_processes_serve_as_one(params):
+    """Process 0 answers, and the other does the same with its half of the slots. Each gets SIGTERM under load."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        run = {"HSD_COORDINATOR": f"127.0.0.1:{one.getsockname()[1]}", "HSD_NUM_PROCESSES": "2"}
+    run |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    options = "--mesh", "data=2", "--precision", "exact", "--slots", "4", "--max-body", "100000"
+    with contextlib.closing(Process(*options, **run, HSD_PROCESS_ID="1")) as other:
+        with contextlib.closing(Process(*options, **run, HSD_PROCESS_ID="0")) as server:
+            server.is_ready()
+            asked = serving.mixed(40, seed=2)
+            asyncio.run(play(server.url, asked, 8))
+            serving.check(asked, serving.alone(params))
+            body = serving.BODIES[0] | {"max_tokens": 150, "ignore_eos": True, "n": 3, "prompt_logprobs": 1}
+            found: list = []
+            ask = threading.Thread(
+                target=lambda: found.append(httpx.post(f"{server.url}/v1/completions", json=body, headers=headers()))
+            )
+            ask.start()
+            time.sleep(0.5)
+            other.process.send_signal(signal.SIGTERM)
+            assert server.end() == 0 and other.process.wait(60) == 0, server.said + other.said
+            ask.join()
+        assert [len(answer.json()["choices"]) for answer in found] == [3]
