@@ -40,7 +40,7 @@ RENAMED = {
 SETTINGS = dict(zip(SAME, SAME, strict=True)) | RENAMED
 """The setting of the library for each field that is one."""
 OF_CHAT = "max_completion_tokens", "tools", "chat_template_kwargs"
-LABELS = "user", "metadata", "safety_identifier", "prompt_cache_key"
+LABELS = "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"
 """Fields that change no answer with OpenAI, either. They are not stored."""
 _TEMPLATE = "chat templates come from the checkpoint alone"
 _GRAMMAR = "the text is not constrained by a grammar"
@@ -60,6 +60,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "nothing is searched"),
     "reasoning_effort": ((), "give chat_template_kwargs, if the template has a variable for it"),
     "verbosity": ((), "the model has no such setting"),
+    "moderation": ((), "nothing is moderated"),
     "store": ((False,), "nothing is stored"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "priority": ((0,), "requests are served in the order in which they come"),

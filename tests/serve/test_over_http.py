@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
+import json
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +29,7 @@ httpx = pytest.importorskip("httpx")
 pytestmark = pytest.mark.slow
 TALK = [{"role": "user", "content": "I need a taxi to the museum."}]
 KEY = "a key"
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 
 class Process:
@@ -107,6 +111,11 @@ def test_the_client_of_openai(server, params, fully_optimized):
 
 
 def ask_all(client, other, openai, params) -> None:
+    from hsd_jax.serve import schema
+
+    for create, kind in (client.chat.completions.create, schema.Chat), (client.completions.create, schema.Completion):
+        theirs = {name for name in inspect.signature(create).parameters if not name.startswith("extra_")}
+        assert theirs - {"timeout"} <= set(kind.model_fields)
     assert [model.id for model in client.models.list()] == ["demo"]
     alone = hsd_jax.decode(params, TALK, 24, temperature=0.8, seed=[3], n=2, speculate=False)
     asked = {"model": "demo", "messages": TALK, "max_completion_tokens": 24, "temperature": 0.8, "seed": 3, "n": 2}
@@ -158,6 +167,91 @@ async def play(url: str, asked: list[serving.Asked], clients: int) -> None:
             one.read(chunks)
 
         await serving.play(asked, clients, ask)
+
+
+def curl(url: str, *options: str, key: str = KEY, body: bytes | dict | None = None) -> tuple[int, str, str]:
+    """What curl gets: the status, the headers and the body."""
+    command = ["curl", "-sS", "-i", "-N", "-m", "120", "-H", "Expect:", "-H", f"Authorization: Bearer {key}"]
+    if body is not None:
+        command += ["-H", "Content-Type: application/json", "--data-binary", "@-"]
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    found = subprocess.run([*command, *options, url], input=body, capture_output=True, check=True).stdout.decode()
+    head, _, rest = found.partition("\r\n\r\n")
+    return int(head.split(" ", 2)[1]), head.lower(), rest
+
+
+def error_of(answer: tuple[int, str, str]) -> tuple[int, str | None, str | None]:
+    """The status, code and parameter of an error in OpenAI's shape."""
+    status, head, body = answer
+    error = json.loads(body)["error"]
+    assert sorted(error) == ["code", "message", "param", "type"] and error["message"]
+    assert "content-type: application/json" in head
+    kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+    assert error["type"] == (kinds | {504: "server_error"}).get(status, "invalid_request_error")
+    return status, error["code"], error["param"]
+
+
+@needs_curl
+def test_curl(server, params, fully_optimized):
+    chat, text = f"{server.url}/v1/chat/completions", f"{server.url}/v1/completions"
+    body = {"messages": TALK, "max_completion_tokens": 24, "temperature": 0.8, "seed": 3}
+    wanted = hsd_jax.decode(params, TALK, 24, temperature=0.8, seed=3, speculate=False).text[0]
+    status, head, whole = curl(chat, body=body)
+    assert (status, json.loads(whole)["choices"][0]["message"]["content"]) == (200, wanted)
+    status, head, sent = curl(chat, body=body | {"stream": True})
+    assert status == 200 and "content-type: text/event-stream" in head
+    *lines, last = sent.removesuffix("\n\n").split("\n\n")
+    assert last == "data: [DONE]" and all(line.startswith("data: {") for line in lines)
+    said = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert "".join(one["delta"]["content"] for one in said) == wanted
+    assert [one["finish_reason"] for one in said[:-1]] == [None] * (len(said) - 1) and said[-1]["finish_reason"]
+    assert curl(f"{server.url}/v1/models", key=KEY)[0] == curl(f"{server.url}/", key="")[0] == 200
+
+    for error, answer in (
+        ((400, None, "temperature"), curl(chat, body=body | {"temperature": -1})),
+        ((400, "unknown_field", "wrong"), curl(chat, body=body | {"wrong": 1, "stream": True})),
+        ((400, "unsupported_field", "guided_json"), curl(text, body={"prompt": "x", "guided_json": {}})),
+        ((400, "missing", "messages"), curl(chat, body={})),
+        ((400, "invalid_json", None), curl(chat, body=b"{")),
+        ((400, "context_length_exceeded", "prompt"), curl(text, body={"prompt": "word " * 300})),
+        ((401, "invalid_api_key", None), curl(chat, body=body, key="other")),
+        ((404, None, None), curl(f"{server.url}/v1/nothing")),
+        ((404, "model_not_found", "model"), curl(chat, body=body | {"model": "other"})),
+        ((405, None, None), curl(chat)),
+        ((413, "body_too_large", None), curl(text, body={"prompt": "x" * 200_000})),
+        ((413, "body_too_large", None), curl(text, "-H", "Transfer-Encoding: chunked", body=b"x" * 200_000)),
+        ((415, None, None), curl(text, "-d", "prompt=x")),
+    ):
+        assert error_of(answer) == error, answer
+
+
+@needs_curl
+def test_curl_of_a_server_that_starts_and_one_that_is_full():
+    """Of 16 answers one is written at a time, and there is no time for all."""
+    options = "--slots", "1", "--max-waiting", "1", "--max-seconds", "0.5", "--plain-slots", "0"
+    with contextlib.closing(Process(*options)) as server:
+        url = server.says(r"compiling; (\S+)/health")
+        body = {"prompt": "Hello!", "ignore_eos": True, "max_tokens": 190, "n": 16}
+        while (found := subprocess.run(["curl", "-s", f"{url}/health"], capture_output=True)).returncode:
+            time.sleep(0.1)  # it does not listen yet
+        assert json.loads(found.stdout) == {"status": "starting"}
+        answer = curl(f"{url}/v1/completions", body=body)
+        assert error_of(answer) == (503, "not_ready", None) and "retry-after: 5" in answer[1]
+        server.is_ready()
+        late: list = []
+        ask = threading.Thread(target=lambda: late.append(curl(f"{url}/v1/completions", body=body)))
+        ask.start()
+        while "num_requests_waiting{model_name=\"demo\"} 15.0" not in curl(f"{url}/metrics")[2]:
+            pass
+        answer = curl(f"{url}/v1/completions", body=body)
+        assert error_of(answer) == (429, "queue_full", None) and re.search(r"retry-after: [1-9]", answer[1])
+        ask.join()
+        assert error_of(late[0]) == (504, "timeout", None)
+        events = curl(f"{url}/v1/completions", body=body | {"stream": True})[2].split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert events[-2:] == ["data: [DONE]", ""]
+        answer = curl(f"{url}/v1/completions", body=body | {"speculate": False, "n": 1})
+        assert error_of(answer) == (400, None, "speculate")
 
 
 def test_many_clients(server, params, fully_optimized, capsys):
@@ -256,7 +350,7 @@ def test_two_processes_serve_as_one(params):
     """Process 0 answers, and the other does the same with its half of the slots. Each gets SIGTERM under load."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         run = {"HSD_COORDINATOR": f"127.0.0.1:{one.getsockname()[1]}", "HSD_NUM_PROCESSES": "2"}
-    run |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    run |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     options = "--mesh", "data=2", "--precision", "exact", "--slots", "4", "--max-body", "100000"
     with contextlib.closing(Process(*options, **run, HSD_PROCESS_ID="1")) as other:
         with contextlib.closing(Process(*options, **run, HSD_PROCESS_ID="0")) as server:
