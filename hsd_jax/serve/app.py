@@ -89,10 +89,14 @@ class _Server:
             # A page of another origin may send other types without asking.
             raise Refused(415, "the content type must be application/json")
         most, body = self.limits.body_bytes, bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise Refused(413, f"the body has more than {most} bytes", code="body_too_large")
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise Refused(413, f"the body has more than {most} bytes", code="body_too_large")
+        except TimeoutError:
+            raise Refused(408, "the body did not come in time", code="timeout") from None
         asked = schema.read(kind, bytes(body))
         if asked.model not in (None, self.model):
             raise Refused(404, f"model: this server has {self.model}", "model", "model_not_found")

@@ -4,7 +4,7 @@ All calls of a session, and so of the device, are made by this thread. It repeat
 are late, admit rows in the order in which they came, run rounds, hand out what they gave. Other threads add jobs and
 read what came of them. None of them waits for a device.
 
-If there are several processes, process 0 has the jobs. It tells the others what it does in each turn, and they `follow`.
+If there are several processes, process 0 has the jobs. It tells the others what it does in each turn; they `follow`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hsd_jax.setup import first_capacity
 
 STARTING, READY, DRAINING, BROKEN, CLOSED = "starting", "ready", "draining", "failed", "closed"
 """What an engine may be. Only while it is ready does it take jobs."""
-PIECE_SECONDS, FEWEST_ROUNDS = 0.05, 2
+PIECE_SECONDS, FEWEST_ROUNDS = 0.08, 2
 """The time of a call of the session, and its least rounds: so often text is handed out and cancelled rows are freed.
 Each call costs 2 to 6 ms more than its rounds."""
 BEAT_SECONDS = 5.0
@@ -349,7 +349,8 @@ class Engine:
                 failed[job] = taken
             elif num or taken.text or taken.finish_reason is not None:
                 job.pieces.append((seat.number, taken))
-                _wake(job)
+                if not job.is_whole or taken.finish_reason is not None:
+                    _wake(job)
         for job, taken in failed.items():
             self._end(job, Refused(500, f"the model failed: {taken.error}", code="model_failed"))
 

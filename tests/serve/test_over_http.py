@@ -17,6 +17,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,10 +35,11 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 
 
 class Process:
-    """A server of the bundled pair. `url` is its address as soon as it listens."""
+    """A server of the bundled pair, with `url` when it is ready. `before` is code that it runs first."""
 
-    def __init__(self, *options: str, **env: str):
-        command = [sys.executable, "-m", "hsd_jax.cli.main", "serve", "--demo", "--port", "0", "--max-len", "200"]
+    def __init__(self, *options: str, before: str = "", **env: str):
+        code = f"{before}\nimport sys\nfrom hsd_jax.cli.main import main\nsys.exit(main())"
+        command = [sys.executable, "-c", code, "serve", "--demo", "--port", "0", "--max-len", "200"]
         env = {"HSD_API_KEY": KEY, "JAX_DEFAULT_MATMUL_PRECISION": "highest", "PYTHONUNBUFFERED": "1"} | env
         self.process = subprocess.Popen([*command, *options], env=os.environ | env, stderr=subprocess.PIPE, text=True)
         self.lines: queue.Queue[str] = queue.Queue()
@@ -78,8 +81,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(*options: str):
-    server = Process(*options)
+def started(*options: str, before: str = ""):
+    server = Process(*options, before=before)
     try:
         server.is_ready()
         yield server
@@ -169,6 +172,20 @@ async def play(url: str, asked: list[serving.Asked], clients: int) -> None:
         await serving.play(asked, clients, ask)
 
 
+def num_rows(url: str) -> float:
+    """The number of rows that run or wait."""
+    return sum(
+        map(float, re.findall(r"\nvllm:num_requests_(?:running|waiting){.*} (\S+)", httpx.get(f"{url}/metrics").text))
+    )
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
 def curl(url: str, *options: str, key: str = KEY, body: bytes | dict | None = None) -> tuple[int, str, str]:
     """What curl gets: the status, the headers and the body."""
     command = ["curl", "-sS", "-i", "-N", "-m", "120", "-H", "Expect:", "-H", f"Authorization: Bearer {key}"]
@@ -241,8 +258,7 @@ def test_curl_of_a_server_that_starts_and_one_that_is_full():
         late: list = []
         ask = threading.Thread(target=lambda: late.append(curl(f"{url}/v1/completions", body=body)))
         ask.start()
-        while "num_requests_waiting{model_name=\"demo\"} 15.0" not in curl(f"{url}/metrics")[2]:
-            pass
+        wait_until(lambda: num_rows(url) > 1)
         answer = curl(f"{url}/v1/completions", body=body)
         assert error_of(answer) == (429, "queue_full", None) and re.search(r"retry-after: [1-9]", answer[1])
         ask.join()
@@ -252,6 +268,72 @@ def test_curl_of_a_server_that_starts_and_one_that_is_full():
         assert events[-2:] == ["data: [DONE]", ""]
         answer = curl(f"{url}/v1/completions", body=body | {"speculate": False, "n": 1})
         assert error_of(answer) == (400, None, "speculate")
+
+
+LOST = """
+import os
+from hsd_jax.session import Session
+
+plain = Session.step
+
+def step(session, rounds=None):
+    if os.path.exists({path!r}):
+        raise RuntimeError("the device is lost")
+    plain(session, rounds)
+
+Session.step = step
+"""
+
+
+@needs_curl
+def test_curl_of_a_server_whose_device_fails(tmp_path):
+    with started("--slots", "2", before=LOST.format(path=str(tmp_path / "lost"))) as server:
+        found, url = dict[bool, tuple[int, str, str]](), f"{server.url}/v1/completions"
+        body = {"prompt": "Hello!", "ignore_eos": True, "max_tokens": 190, "n": 16}
+
+        def ask(is_stream: bool) -> None:
+            found[is_stream] = curl(url, body=body | {"stream": is_stream})
+
+        asks = [threading.Thread(target=ask, args=(is_stream,)) for is_stream in (False, True)]
+        for one in asks:
+            one.start()
+        wait_until(lambda: num_rows(server.url) > 16)
+        (tmp_path / "lost").touch()
+        for one in asks:
+            one.join()
+        assert error_of(found[False]) == (500, "engine_failed", None)
+        events = found[True][2].split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "engine_failed"
+        assert events[-2:] == ["data: [DONE]", ""]
+        status, _, told = curl(f"{server.url}/health")
+        assert (status, json.loads(told)) == (503, {"status": "failed", "error": "RuntimeError: the device is lost"})
+        assert error_of(curl(url, body=body)) == (503, "not_ready", None)
+        assert server.end() == 1
+
+
+def test_clients_that_read_nothing():
+    """No slot waits for them, what they do not read is bounded, and their connections end."""
+    soon = "from hsd_jax.serve import server\nserver.STUCK_SECONDS = 2"
+    with started("--slots", "8", "--max-waiting", "1000", before=soon) as server, contextlib.ExitStack() as stack:
+        body = {"prompt": "Hello!", "ignore_eos": True, "max_tokens": 190, "n": 16, "logprobs": 20, "stream": True}
+        content, before = json.dumps(body).encode(), num_sockets(server)
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers().items())
+        for _ in range(6):
+            one = stack.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            how = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}Content-Length: {len(content)}\r\n\r\n"
+            one.sendall(how.encode() + content)
+        answer = httpx.post(f"{server.url}/v1/completions", json=serving.BODIES[0], headers=headers(), timeout=300)
+        assert answer.status_code == 200
+        wait_until(lambda: num_rows(server.url) == 0)
+        wait_until(lambda: num_sockets(server) == before)
+        assert server.end() == 0
+
+
+def num_sockets(server: Process) -> int:
+    names = [os.readlink(path) for path in Path(f"/proc/{server.process.pid}/fd").iterdir() if path.is_symlink()]
+    return sum(name.startswith("socket:") for name in names)
 
 
 def test_many_clients(server, params, fully_optimized, capsys):
@@ -266,14 +348,7 @@ def test_many_clients(server, params, fully_optimized, capsys):
     serving.check(asked, wanted)
     assert sizes[1] <= 1.05 * sizes[0], sizes
 
-    def free() -> bool:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-        return not any(line.startswith("vllm:num_requests_") and not line.endswith(" 0.0") for line in lines)
-
-    end = time.monotonic() + 30
-    while not free():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: num_rows(server.url) == 0)
     streams = [one.times for one in asked if one.is_stream and one.text]
     first, between = (
         [t[1] - t[0] for t in streams],
@@ -287,7 +362,7 @@ def test_many_clients(server, params, fully_optimized, capsys):
 
 def test_sigterm_finishes_what_runs_and_refuses_what_comes():
     with started("--slots", "2") as server:
-        body = {"prompt": "User: Hello!\nAssistant:", "ignore_eos": True, "max_tokens": 150, "temperature": 0}
+        body = {"prompt": "User: Hello!\nAssistant:", "ignore_eos": True, "max_tokens": 150, "n": 8}
         found: list = []
 
         def ask(is_stream: bool) -> None:
@@ -299,10 +374,12 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes():
         jobs = [threading.Thread(target=ask, args=(n % 2 == 0,)) for n in range(6)]
         for job in jobs:
             job.start()
-        while httpx.get(f"{server.url}/metrics").text.count("num_requests_running{") == 0:
-            pass
-        time.sleep(0.5)
-        assert server.end() == 0
+        wait_until(lambda: num_rows(server.url) > 10)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        with pytest.raises(httpx.ConnectError):  # while the others run
+            httpx.get(f"{server.url}/health")
+        assert len(found) < 6 and server.process.wait(60) == 0
         for job in jobs:
             job.join()
         assert [answer.status_code for answer in found] == [200] * 6
