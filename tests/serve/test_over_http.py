@@ -70,6 +70,7 @@ class Process:
         self.process.kill()
         self.process.wait()
         self._reader.join()
+        print("".join(self.said))  # for a test that fails
         assert self.process.stderr is not None
         self.process.stderr.close()
 
