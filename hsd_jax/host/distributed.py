@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import re
 import sys
 from typing import Any
@@ -151,15 +150,13 @@ def of_first(value: int) -> int:
     return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
-def told(value: Any) -> Any:
-    """The value of process 0, of any kind that can be pickled. All processes must call this."""
-    if jax.process_count() == 1:
-        return value
-    own = np.frombuffer(pickle.dumps(value), np.uint8)
-    room = np.zeros(1 << of_first(len(own)).bit_length(), np.uint8)  # few sizes, of which each has a program
+def told(message: bytes) -> bytes:
+    """The message of process 0. All processes must call this."""
+    size = of_first(len(message))
+    room = np.zeros(1 << size.bit_length(), np.uint8)  # few sizes, of which each has a program
     if jax.process_index() == 0:
-        room[: len(own)] = own
-    return pickle.loads(multihost_utils.broadcast_one_to_all(room).tobytes())
+        room[:size] = np.frombuffer(message, np.uint8)
+    return multihost_utils.broadcast_one_to_all(room)[:size].tobytes()
 
 
 def wait_for_all(name: str) -> None:

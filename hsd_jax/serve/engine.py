@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from pydantic import TypeAdapter
 
 from hsd_jax.host.distributed import fail, told
 from hsd_jax.inputs import Row, row_of
@@ -113,6 +114,26 @@ class _Seat:
     """When its last token came."""
 
 
+Plan = tuple[list[int], dict[int, Row], int]
+"""What a session does next: rows to be cancelled, new rows, and the number of rounds. Rows are named by numbers."""
+_PLANS = TypeAdapter(list[Plan])
+
+
+def _agreed(plans: list[Plan] | None) -> list[Plan] | None:
+    """The plans of process 0 for its lanes, in every process. None: it has closed."""
+    if jax.process_count() == 1:
+        return plans
+    if not (text := told(b"" if plans is None else _PLANS.dump_json(plans))):
+        return None
+    found = _PLANS.validate_json(text)
+    for _, rows, _ in found:  # samples of a prompt share its tokens, and so are read once
+        tokens: list[int] = []
+        for key, row in rows.items():
+            tokens = tokens if row.tokens == tokens else row.tokens
+            rows[key] = dataclasses.replace(row, tokens=tokens)
+    return found
+
+
 class _Lane:
     """A session, the rows in it, and those that wait for it."""
 
@@ -129,8 +150,8 @@ class _Lane:
         self._handles: dict[int, int] = {}
         """The session's handles of the rows, in every process."""
 
-    def plan(self, now: float) -> tuple[list[int], dict[int, Row], int]:
-        """What is to be done next: rows to be cancelled, new rows, and the number of rounds."""
+    def plan(self, now: float) -> Plan:
+        """What is to be done next."""
         leaving, rows = self.leaving, dict[int, Row]()
         while self.waiting and len(self.open) < self.session.slots:
             job, number = self.waiting.popleft()
@@ -220,7 +241,7 @@ class Engine:
         for sig in (signal.SIGINT, signal.SIGTERM):  # process 0 gets them too, and finishes what runs
             signal.signal(sig, signal.SIG_IGN)
         self._warm()
-        while (plans := told(None)) is not None:
+        while (plans := _agreed(None)) is not None:
             for lane, plan in zip(self._lanes, plans, strict=True):
                 lane.run(*plan)
         self.close()
@@ -297,7 +318,7 @@ class Engine:
                 self._changed.notify_all()
             while self._wait():
                 self._turn()
-            told(None)
+            _agreed(None)
             self._fail_all(Refused(503, "the server has stopped", code="stopped"))
         except BaseException as error:  # whatever happens here, nobody may wait for ever
             traceback.print_exc()
@@ -330,7 +351,8 @@ class Engine:
                 self._end(job, Refused(499, "the client has gone", code="cancelled"))
             elif now >= min(job.deadline, self._last_moment):
                 self._end(job, Refused(504, "the time limit of the server is over", code="timeout"))
-        for lane, plan in zip(self._lanes, told([lane.plan(now) for lane in self._lanes]), strict=True):
+        plans = _agreed([lane.plan(now) for lane in self._lanes]) or []
+        for lane, plan in zip(self._lanes, plans, strict=True):
             self._hand_out(lane, lane.run(*plan))
 
     def _hand_out(self, lane: _Lane, found: dict[int, Taken]) -> None:

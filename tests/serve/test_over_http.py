@@ -49,9 +49,10 @@ class Process:
 
     def says(self, pattern: str) -> str:
         """The first group of the pattern in a line that it says."""
-        while not (found := re.match(pattern, self.lines.get(timeout=600))):
-            pass
-        return found[1]
+        while line := self.lines.get(timeout=600):
+            if found := re.match(pattern, line):
+                return found[1]
+        raise AssertionError("".join(self.said))  # it has ended
 
     def is_ready(self) -> None:
         self.url = self.says(r"ready at (\S+)/v1")
@@ -61,6 +62,7 @@ class Process:
         for line in self.process.stderr:
             self.said.append(line)
             self.lines.put(line)
+        self.lines.put("")
 
     def end(self, sig: int = signal.SIGTERM, seconds: float = 60) -> int:
         self.process.send_signal(sig)
