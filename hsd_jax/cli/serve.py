@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hsd_jax.cli import options
+from hsd_jax.host.files import is_writer
 from hsd_jax.settings import SpeculationSettings
 from hsd_jax.validation import Positive, Whole
 
@@ -88,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
         metrics=Metrics(name),
         **settings,
     )
+    if not is_writer():
+        engine.follow()
+        return 0
     app = make_app(engine, name, key, Limits(args.max_body, args.max_n, args.max_seconds))
     return serve(app, engine, args.host, args.port, args.drain_seconds, options.say)
 

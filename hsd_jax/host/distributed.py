@@ -24,7 +24,7 @@ from hsd_jax.validation import MOST, Count, shown, take
 VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESSES", "process_id": "HSD_PROCESS_ID"}
 """The environment variable that replaces each argument of `initialize` that is not given."""
 
-COMMANDS = ("generate", "identity", "train")
+COMMANDS = ("generate", "identity", "serve", "train")
 """Commands of `hsd` that can run in several processes. What they do next depends on no clock but that of process 0."""
 
 HEARTBEAT_SECONDS = 20
@@ -148,6 +148,15 @@ def fetch(x: Any) -> np.ndarray:
 def of_first(value: int) -> int:
     """The value of process 0. All processes must call this."""
     return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def told(message: bytes) -> bytes:
+    """The message of process 0. All processes must call this."""
+    size = of_first(len(message))
+    room = np.zeros(1 << size.bit_length(), np.uint8)  # few sizes, of which each has a program
+    if jax.process_index() == 0:
+        room[:size] = np.frombuffer(message, np.uint8)
+    return multihost_utils.broadcast_one_to_all(room)[:size].tobytes()
 
 
 def wait_for_all(name: str) -> None:

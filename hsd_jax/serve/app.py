@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import hsd_jax
@@ -57,12 +57,12 @@ def make_app(engine: Engine, model: str = "hsd", key: str | None = None, limits:
     free = {"/health": server.health, "/version": server.version, "/metrics": server.metrics}
     routes = [Route(path, server.guarded(partial(*one[::-1])), methods=["POST"]) for path, one in posts.items()]
     routes += [Route(path, server.guarded(answer)) for path, answer in gets.items()]
-    routes += [Route(path, _async(answer)) for path, answer in free.items()]
-    described = _json(schema.openapi({path: kind for path, (kind, _) in posts.items()}, hsd_jax.__version__))
-    routes.append(Route("/openapi.json", _async(lambda request: described)))
+    routes += [Route(path, answer) for path, answer in free.items()]
+    described = JSONResponse(schema.openapi({path: kind for path, (kind, _) in posts.items()}, hsd_jax.__version__))
+    routes.append(Route("/openapi.json", described, methods=["GET"]))
     if PAGE.is_file():
         page = HTMLResponse(PAGE.read_bytes(), headers={"Cache-Control": "no-cache", "X-Frame-Options": "DENY"})
-        routes.append(Route("/", _async(lambda request: page)))
+        routes.append(Route("/", page, methods=["GET"]))
     handlers: Any = {Refused: _of_refused, HTTPException: _of_http, ClientDisconnect: _of_gone, Exception: _of_any}
     return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -89,10 +89,14 @@ class _Server:
             # A page of another origin may send other types without asking.
             raise Refused(415, "the content type must be application/json")
         most, body = self.limits.body_bytes, bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise Refused(413, f"the body has more than {most} bytes", code="body_too_large")
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise Refused(413, f"the body has more than {most} bytes", code="body_too_large")
+        except TimeoutError:
+            raise Refused(408, "the body did not come in time", code="timeout") from None
         asked = schema.read(kind, bytes(body))
         if asked.model not in (None, self.model):
             raise Refused(404, f"model: this server has {self.model}", "model", "model_not_found")
@@ -121,18 +125,18 @@ class _Server:
             self.engine.cancel(job)
         if job.failure is not None:
             raise job.failure
-        return _json(answer.whole(pieces))
+        return JSONResponse(answer.whole(pieces))
 
     async def tokenize(self, kind: Any, request: Request) -> Response:
         """The tokens of a text or a conversation."""
         asked = await self.read(kind, request)
         tokens = await run_in_threadpool(schema.tokens_of, asked, self.params)
-        return _json({"count": len(tokens), "max_model_len": self.engine.max_len, "tokens": tokens})
+        return JSONResponse({"count": len(tokens), "max_model_len": self.engine.max_len, "tokens": tokens})
 
     async def detokenize(self, kind: Any, request: Request) -> Response:
         """The text of tokens."""
         asked = await self.read(kind, request)
-        return _json({"prompt": schema.text_of(asked, self.params)})
+        return JSONResponse({"prompt": schema.text_of(asked, self.params)})
 
     async def models(self, request: Request) -> Response:
         """The model, as a list of one."""
@@ -141,18 +145,18 @@ class _Server:
         name = request.path_params.get("name")
         if name not in (None, self.model):
             raise Refused(404, f"model: this server has {self.model}", "model", "model_not_found")
-        return _json(one if name else {"object": "list", "data": [one]})
+        return JSONResponse(one if name else {"object": "list", "data": [one]})
 
-    def health(self, request: Request) -> Response:
+    async def health(self, request: Request) -> Response:
         """Whether requests are taken, and why not."""
         engine = self.engine
         found = {"status": engine.status} | ({"error": engine.error} if engine.error else {})
-        return _json(found, 200 if engine.status == READY else 503)
+        return JSONResponse(found, 200 if engine.status == READY else 503)
 
-    def version(self, request: Request) -> Response:
-        return _json({"version": hsd_jax.__version__})
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": hsd_jax.__version__})
 
-    def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         return Response(self.engine.metrics.shown(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
@@ -218,19 +222,6 @@ async def _unless_gone(work: Any, receive: Any) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _async(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that needs no thread."""
-
-    async def endpoint(request: Request) -> Response:
-        return answer(request)
-
-    return endpoint
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(value), status, headers, "application/json")
-
-
 def _error(refused: Refused) -> dict[str, Any]:
     """An error as OpenAI writes it."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(refused.status, "invalid_request_error")
@@ -244,11 +235,11 @@ async def _of_refused(request: Request, error: Refused) -> Response:
         headers["X-Should-Retry"] = "false"  # OpenAI's client would send what has failed twice more
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return _json(_error(error), error.status, headers)
+    return JSONResponse(_error(error), error.status, headers)
 
 
 async def _of_http(request: Request, error: HTTPException) -> Response:
-    return _json(_error(Refused(error.status_code, error.detail)), error.status_code, dict(error.headers or {}))
+    return JSONResponse(_error(Refused(error.status_code, error.detail)), error.status_code, dict(error.headers or {}))
 
 
 async def _of_gone(request: Request, error: Exception) -> Response:

@@ -3,6 +3,8 @@
 All calls of a session, and so of the device, are made by this thread. It repeats: end the jobs that were cancelled or
 are late, admit rows in the order in which they came, run rounds, hand out what they gave. Other threads add jobs and
 read what came of them. None of them waits for a device.
+
+If there are several processes, process 0 has the jobs. It tells the others what it does in each turn; they `follow`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import signal
 import threading
 import time
 import traceback
@@ -17,6 +20,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from pydantic import TypeAdapter
+
+from hsd_jax.host.distributed import fail, told
 from hsd_jax.inputs import Row, row_of
 from hsd_jax.pair import Params
 from hsd_jax.serve.metrics import Metrics
@@ -26,9 +33,11 @@ from hsd_jax.setup import first_capacity
 
 STARTING, READY, DRAINING, BROKEN, CLOSED = "starting", "ready", "draining", "failed", "closed"
 """What an engine may be. Only while it is ready does it take jobs."""
-PIECE_SECONDS, FEWEST_ROUNDS = 0.05, 2
+PIECE_SECONDS, FEWEST_ROUNDS = 0.08, 2
 """The time of a call of the session, and its least rounds: so often text is handed out and cancelled rows are freed.
 Each call costs 2 to 6 ms more than its rounds."""
+BEAT_SECONDS = 5.0
+"""The time after which process 0 says something to the others, of which none may wait for long."""
 WARM_TOKENS = 128
 """The length of the texts that are decoded before the engine is ready, while the session times its rounds."""
 
@@ -105,20 +114,58 @@ class _Seat:
     """When its last token came."""
 
 
+Plan = tuple[list[int], dict[int, Row], int]
+"""What a session does next: rows to be cancelled, new rows, and the number of rounds. Rows are named by numbers."""
+_PLANS = TypeAdapter(list[Plan])
+
+
+def _agreed(plans: list[Plan] | None) -> list[Plan] | None:
+    """The plans of process 0 for its lanes, in every process. None: it has closed."""
+    if jax.process_count() == 1:
+        return plans
+    if not (text := told(b"" if plans is None else _PLANS.dump_json(plans))):
+        return None
+    found = _PLANS.validate_json(text)
+    for _, rows, _ in found:  # samples of a prompt share its tokens, and so are read once
+        tokens: list[int] = []
+        for key, row in rows.items():
+            tokens = tokens if row.tokens == tokens else row.tokens
+            rows[key] = dataclasses.replace(row, tokens=tokens)
+    return found
+
+
 class _Lane:
     """A session, the rows in it, and those that wait for it."""
 
-    def __init__(self, session: Session):
-        self.session = session
+    def __init__(self, session: Session, metrics: Metrics):
+        self.session, self._metrics = session, metrics
         self.waiting: deque[tuple[Job, int]] = deque()
         """Jobs and numbers of their rows."""
         self.open: dict[int, _Seat] = {}
-        """By the session's handles."""
+        """By numbers that no other row of this lane had."""
+        self.leaving: list[int] = []
+        """Rows that are no longer open, and have to be cancelled."""
         self.round_seconds = PIECE_SECONDS
+        self._numbers = itertools.count()
+        self._handles: dict[int, int] = {}
+        """The session's handles of the rows, in every process."""
+
+    def plan(self, now: float) -> Plan:
+        """What is to be done next."""
+        leaving, rows = self.leaving, dict[int, Row]()
+        while self.waiting and len(self.open) < self.session.slots:
+            job, number = self.waiting.popleft()
+            if job.admitted is None:
+                job.admitted = now
+                self._metrics.queue_seconds.observe(now - job.came)
+            key, row = next(self._numbers), job.rows[number]
+            rows[key] = row
+            self.open[key] = _Seat(job, number, len(row.tokens), now)
+        self.leaving = []
+        return leaving, rows, self._num_rounds if self.open else 0
 
     @property
-    def num_rounds(self) -> int:
-        """The number of rounds of the next call."""
+    def _num_rounds(self) -> int:
         if any(seat.job.by_pass for seat in self.open.values()):
             return 1
         if self.session.num_running < len(self.open):  # between two rounds a chunk of a waiting prompt is read
@@ -126,12 +173,21 @@ class _Lane:
         seconds = PIECE_SECONDS * (2 if all(seat.job.is_whole for seat in self.open.values()) else 1)
         return max(int(seconds / self.round_seconds), FEWEST_ROUNDS)
 
-    def step(self) -> None:
-        """Runs rounds."""
-        num, running, start = self.num_rounds, self.session.num_running, time.monotonic()
-        self.session.step(num)
-        if self.session.num_running == running == len(self.open):  # else it ran fewer rounds, or read prompts
-            self.round_seconds = max((time.monotonic() - start) / num, 1e-6)
+    def run(self, leaving: list[int], rows: dict[int, Row], rounds: int) -> dict[int, Taken]:
+        """Does what was planned. Returns what the rows gave. All processes must call this."""
+        for key in leaving:
+            self.session.cancel(self._handles[key])
+            self.session.take(self._handles.pop(key))
+        for key, row in rows.items():
+            self._handles[key] = self.session.admit_row(row)
+        if rounds:
+            num, start = self.session.num_running, time.monotonic()
+            self.session.step(rounds)
+            if self.session.num_running == num == len(self._handles):  # else it ran fewer rounds, or read prompts
+                self.round_seconds = max((time.monotonic() - start) / rounds, 1e-6)
+        found = {key: self.session.take(handle) for key, handle in self._handles.items()}
+        self._handles = {key: self._handles[key] for key in found if found[key].finish_reason is None}
+        return found
 
 
 class Engine:
@@ -157,9 +213,10 @@ class Engine:
     ):
         self.params, self.max_waiting, self.metrics = params, max_waiting, metrics or Metrics("hsd")
         session = Session(params, slots, max_len, controls=True, **settings)
-        self._lanes = [_Lane(session)]
+        self._lanes = [_Lane(session, self.metrics)]
         if plain_slots and session.plan.tree is not None:
-            self._lanes.append(_Lane(Session(params, plain_slots, max_len, controls=True, speculate=False)))
+            plain = Session(params, plain_slots, max_len, controls=True, speculate=False)
+            self._lanes.append(_Lane(plain, self.metrics))
         self.max_len, self.slots, self.plan = session.max_len, slots, session.plan
         self.status, self.error = STARTING, ""
         """One of the names above, and why it has failed."""
@@ -169,6 +226,7 @@ class Engine:
         """The deadline of all jobs."""
         self._row_seconds = 1.0
         """A moving mean of the time from a row's slot to its end."""
+        self._is_one_of_several = jax.process_count() > 1
         self._thread = threading.Thread(target=self._run, name="hsd-engine", daemon=True)
         self.metrics.watch(self)
 
@@ -177,6 +235,16 @@ class Engine:
     def start(self) -> None:
         """Starts the thread, which compiles the programs and is then ready."""
         self._thread.start()
+
+    def follow(self) -> None:
+        """What the other processes do instead of `start`: what process 0 does, until it closes its engine."""
+        for sig in (signal.SIGINT, signal.SIGTERM):  # process 0 gets them too, and finishes what runs
+            signal.signal(sig, signal.SIG_IGN)
+        self._warm()
+        while (plans := _agreed(None)) is not None:
+            for lane, plan in zip(self._lanes, plans, strict=True):
+                lane.run(*plan)
+        self.close()
 
     def submit(self, job: Job) -> None:
         """Adds a job to the queue. Raises `Refused` if the queue is full or no jobs are taken."""
@@ -215,6 +283,8 @@ class Engine:
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
+        if self.status == BROKEN:
+            fail()  # other processes, if there are any, wait for this one for ever
         for lane in self._lanes:
             lane.session.close()
 
@@ -242,13 +312,13 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            for lane in self._lanes:
-                self._warm(lane.session)
+            self._warm()
             with self._changed:
                 self.status = READY if self.status == STARTING else self.status
                 self._changed.notify_all()
             while self._wait():
                 self._turn()
+            _agreed(None)
             self._fail_all(Refused(503, "the server has stopped", code="stopped"))
         except BaseException as error:  # whatever happens here, nobody may wait for ever
             traceback.print_exc()
@@ -266,7 +336,8 @@ class Engine:
     def _wait(self) -> bool:
         """Waits for work and takes new jobs. Returns whether the engine goes on."""
         with self._changed:
-            self._changed.wait_for(lambda: self.status == CLOSED or self._new or next(self._jobs(), None) is not None)
+            seconds = BEAT_SECONDS if self._is_one_of_several else None
+            self._changed.wait_for(lambda: self.status == CLOSED or self._has_work, seconds)
             for job in self._new:
                 lane = self._lanes[-1 if job.is_plain else 0]
                 lane.waiting.extend((job, number) for number in range(len(job.rows)))
@@ -280,36 +351,34 @@ class Engine:
                 self._end(job, Refused(499, "the client has gone", code="cancelled"))
             elif now >= min(job.deadline, self._last_moment):
                 self._end(job, Refused(504, "the time limit of the server is over", code="timeout"))
-        for lane in self._lanes:
-            while lane.waiting and lane.session.num_free:
-                job, number = lane.waiting.popleft()
-                row = job.rows[number]
-                lane.open[lane.session.admit_row(row)] = _Seat(job, number, len(row.tokens), now)
-                if job.admitted is None:
-                    job.admitted = now
-                    self.metrics.queue_seconds.observe(now - job.came)
-            if lane.open:
-                lane.step()
-                self._hand_out(lane)
+        plans = _agreed([lane.plan(now) for lane in self._lanes]) or []
+        for lane, plan in zip(self._lanes, plans, strict=True):
+            self._hand_out(lane, lane.run(*plan))
 
-    def _hand_out(self, lane: _Lane) -> None:
-        now = time.monotonic()
-        for handle, seat in list(lane.open.items()):
-            if handle not in lane.open:  # another row of its job has failed
-                continue
-            job, taken = seat.job, lane.session.take(handle)
-            if num := len(taken.tokens):
+    def _hand_out(self, lane: _Lane, found: dict[int, Taken]) -> None:
+        now, failed = time.monotonic(), dict[Job, Taken]()
+        for key, taken in found.items():
+            seat = lane.open[key]
+            job, row, num = seat.job, seat.job.rows[seat.number], len(taken.tokens)
+            if num:
                 self.metrics.count_tokens(num, None if seat.last is None else now - seat.last, now - job.came)
                 job.first, job.last, seat.last, seat.length = job.first or now, now, now, seat.length + num
             if taken.finish_reason is not None:
-                del lane.open[handle]
+                del lane.open[key]
                 self._row_seconds += 0.1 * (now - seat.since - self._row_seconds)
-                self.metrics.count_row(job.rows[seat.number], taken, now - job.came)
+                self.metrics.count_row(row, taken, now - job.came)
             if taken.finish_reason == FAILED:
-                self._end(job, Refused(500, f"the model failed: {taken.error}", code="model_failed"))
+                failed[job] = taken
             elif num or taken.text or taken.finish_reason is not None:
                 job.pieces.append((seat.number, taken))
-                _wake(job)
+                if not job.is_whole or taken.finish_reason is not None:
+                    _wake(job)
+        for job, taken in failed.items():
+            self._end(job, Refused(500, f"the model failed: {taken.error}", code="model_failed"))
+
+    @property
+    def _has_work(self) -> bool:
+        return next(self._jobs(), None) is not None or any(lane.leaving for lane in self._lanes)
 
     def _jobs(self) -> itertools.chain[Job]:
         """All jobs that are not over, some of them repeatedly."""
@@ -320,10 +389,8 @@ class Engine:
         """Frees what a job has, and tells its reader why."""
         for lane in self._lanes:
             lane.waiting = deque(pair for pair in lane.waiting if pair[0] is not job)
-            for handle in [handle for handle, seat in lane.open.items() if seat.job is job]:
-                del lane.open[handle]
-                lane.session.cancel(handle)
-                lane.session.take(handle)
+            lane.leaving += [key for key, seat in lane.open.items() if seat.job is job]
+            lane.open = {key: seat for key, seat in lane.open.items() if seat.job is not job}
         self.metrics.count_failure(failure.code)
         job.failure = failure
         _wake(job)
@@ -339,19 +406,20 @@ class Engine:
             lane.open.clear()
             lane.waiting.clear()
 
-    def _warm(self, session: Session) -> None:
-        """Compiles every program that a request may need, and lets the session time its rounds."""
-        session.reserve()
+    def _warm(self) -> None:
+        """Compiles every program that a request may need, and lets the sessions time their rounds."""
         ends, tokenizer = tuple(self.params.eos), self.params.tokenizer
         kinds = dict.fromkeys((ends, (*ends, *(() if tokenizer is None else tokenizer.line_ends))))
-        sizes = range(session.max_len - 1, 0, -1)
-        capacities = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in sizes}
-        for length, eos in itertools.product(capacities.values(), kinds):
-            self._decode(session, min(session.slots, 2), length, 2, eos)
-        for eos in kinds:
-            self._decode(session, session.slots, 1, 2, eos, are_equal=False)  # prompts that are read together
-        if session.setup.race is not None:
-            self._decode(session, session.slots, 1, WARM_TOKENS, ())
+        for session in [lane.session for lane in self._lanes]:
+            session.reserve()
+            sizes = range(session.max_len - 1, 0, -1)
+            capacities = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in sizes}
+            for length, eos in itertools.product(capacities.values(), kinds):
+                self._decode(session, min(session.slots, 2), length, 2, eos)
+            for eos in kinds:
+                self._decode(session, session.slots, 1, 2, eos, are_equal=False)  # prompts that are read together
+            if session.setup.race is not None:
+                self._decode(session, session.slots, 1, WARM_TOKENS, ())
 
     def _decode(
         self, session: Session, num: int, length: int, new: int, eos: tuple[int, ...], are_equal: bool = True

@@ -40,7 +40,7 @@ RENAMED = {
 SETTINGS = dict(zip(SAME, SAME, strict=True)) | RENAMED
 """The setting of the library for each field that is one."""
 OF_CHAT = "max_completion_tokens", "tools", "chat_template_kwargs"
-LABELS = "user", "metadata", "safety_identifier", "prompt_cache_key"
+LABELS = "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"
 """Fields that change no answer with OpenAI, either. They are not stored."""
 _TEMPLATE = "chat templates come from the checkpoint alone"
 _GRAMMAR = "the text is not constrained by a grammar"
@@ -60,6 +60,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "nothing is searched"),
     "reasoning_effort": ((), "give chat_template_kwargs, if the template has a variable for it"),
     "verbosity": ((), "the model has no such setting"),
+    "moderation": ((), "nothing is moderated"),
     "store": ((False,), "nothing is stored"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "priority": ((0,), "requests are served in the order in which they come"),
@@ -227,7 +228,8 @@ def _settings_of(asked: Any, params: Params) -> dict[str, Any]:
         raise Refused(400, f"{name}: log-probabilities of the prompt are refused with stream", name)
     if asked.prediction is not None:
         given["prediction"] = _content_of(asked.prediction)
-    usual = {"temperature": 1.0, "seed": None, "max_new_tokens": None if is_chat else 16}
+    # Drawn here: the library would ask all processes of a run.
+    usual = {"temperature": 1.0, "seed": secrets.randbelow(2**32), "max_new_tokens": None if is_chat else 16}
     own = with_defaults(params, {"defaults": "checkpoint"})
     own.pop("defaults")
     return usual | own | given | {"logprobs": wanted}

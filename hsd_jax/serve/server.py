@@ -11,6 +11,8 @@ import uvicorn
 
 from hsd_jax.serve.engine import BROKEN, Engine
 
+STUCK_SECONDS = 60
+"""The time after which a client that reads nothing of what was sent to it is taken for gone (on Linux)."""
 SPARE_SECONDS = 5
 """Time beyond that of the last requests, in which what they said last is sent."""
 
@@ -37,6 +39,8 @@ def serve(app: Any, engine: Engine, host: str, port: int, drain_seconds: float, 
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=1024) as listener:
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * STUCK_SECONDS)
         shown = f"[{host}]" if family == socket.AF_INET6 else host
         address = f"http://{shown}:{listener.getsockname()[1]}"
         most = int(drain_seconds) + SPARE_SECONDS

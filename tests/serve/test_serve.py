@@ -366,7 +366,7 @@ def test_a_deadline(engine, stream):
 
 def test_a_device_error_is_told_to_all(params):
     engine = Engine(params, slots=2, plain_slots=0)
-    engine._warm = lambda session: None
+    engine._warm = lambda: None
     session = engine._lanes[0].session
     can_go = threading.Event()
 
@@ -404,7 +404,7 @@ def test_a_device_error_is_told_to_all(params):
 
 def test_draining_ends_what_runs_and_refuses_what_comes(params):
     engine = Engine(params, slots=3)  # the programs are those of `engine`
-    engine._warm = lambda session: session.reserve()
+    engine._warm = lambda: None
     engine.start()
     assert engine.wait_ready(60)
     client, jobs = TestClient(make_app(engine)), [Job(rows_for(engine, n=n)) for n in (2, 3)]
@@ -424,7 +424,7 @@ def test_draining_ends_what_runs_and_refuses_what_comes(params):
 
 def test_draining_has_an_end(engine):
     other = Engine(engine.params, slots=3)
-    other._warm = lambda session: session.reserve()
+    other._warm = lambda: None
     other.start()
     assert other.wait_ready(60)
     job = Job(rows_for(engine))
