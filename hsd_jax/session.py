@@ -395,8 +395,8 @@ class Session:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
 
         Up to 8 prompts are read together, and with `rounds` in shorter chunks: someone may wait for the tokens of every
-        round. It returns as soon as a row ends, and at once if the session has no row and no
-        waiting prompt. After an error of the device the session is closed, and every open handle gives "failed".
+        round. It returns as soon as a row ends, and at once if the session has no row and no waiting prompt. After an
+        error of the device the session is closed, and every open handle gives "failed".
         """
         take(Count | None, rounds, "rounds")
         left, has_ended = UNBOUNDED if rounds is None else rounds, False

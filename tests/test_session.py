@@ -27,10 +27,12 @@ from hsd_jax.config import NO_REUSE
 from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer.loop import Decoder
+from hsd_jax.inputs import row_of
 from hsd_jax.kernels import native
 from hsd_jax.models import placement
 from hsd_jax.pair import Params
 from hsd_jax.session import Session
+from hsd_jax.settings import Sampling
 
 slow = pytest.mark.slow
 MAX_LEN, SLOTS = 96, 4
@@ -610,6 +612,19 @@ def test_rows_of_a_group_that_come_in_from_a_wrong_place_are_found(monkeypatch, 
     with Session(plain, slots=8) as session:
         found = list(session.generate(asked, ordered=True))
     assert [one.tokens.tolist() for one in found] != [text_of(plain, one["prompt"], 6) for one in asked]
+
+
+@pytest.mark.parametrize("limits", [(0, 6), (6, 0, 2)])
+def test_rows_that_share_a_prompt_have_limits_of_their_own(plain, limits):
+    tokens = [3, 4, 5]
+    rows = [
+        dataclasses.replace(row_of(plain, tokens, Sampling(max_new_tokens=num, eos=()), MAX_LEN), tokens=tokens)
+        for num in limits
+    ]
+    with Session(plain, slots=4) as session:
+        handles = [session.admit_row(row) for row in rows]
+        for handle, num in zip(handles, limits, strict=True):
+            assert finish(session, handle)[0] == text_of(plain, tokens, num)
 
 
 @pytest.mark.skipif(not native.available(), reason="chunks of the kernels are shorter")

@@ -205,8 +205,9 @@ Rows = tuple[DecodeState, SamplingParams, Limits]
 def insert(rows: Rows, new: Rows, slots: Int[Array, "M"]) -> Rows:
     """Puts the rows of `new`, whose prompts have been read, each into its slot, or nowhere if that is -1.
 
-    The other rows do not change.
+    The other rows do not change. What is known of a prompt may be that of another request: a row gets its own limit.
     """
+    new = dataclasses.replace(new[0], done=new[0].length >= new[2].max_length), *new[1:]
     rows, new = ((state, without_exclusions(sampling), limits) for state, sampling, limits in (rows, new))
     order = jnp.argsort(slots < 0)  # stable
 
