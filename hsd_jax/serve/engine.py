@@ -166,12 +166,12 @@ class _Lane:
 
     @property
     def _num_rounds(self) -> int:
-        if any(seat.job.by_pass for seat in self.open.values()):
-            return 1
+        is_whole = all(seat.job.is_whole for seat in self.open.values())
+        if any(seat.job.by_pass for seat in self.open.values()) or not (self.session.num_running or is_whole):
+            return 1  # someone reads each round, or the first text
         if self.session.num_running < len(self.open):  # between two rounds a chunk of a waiting prompt is read
             return FEWEST_ROUNDS
-        seconds = PIECE_SECONDS * (2 if all(seat.job.is_whole for seat in self.open.values()) else 1)
-        return max(int(seconds / self.round_seconds), FEWEST_ROUNDS)
+        return max(int(PIECE_SECONDS * (1 + is_whole) / self.round_seconds), FEWEST_ROUNDS)
 
     def run(self, leaving: list[int], rows: dict[int, Row], rounds: int) -> dict[int, Taken]:
         """Does what was planned. Returns what the rows gave. All processes must call this."""
@@ -338,7 +338,7 @@ class Engine:
         with self._changed:
             seconds = BEAT_SECONDS if self._is_one_of_several else None
             self._changed.wait_for(lambda: self.status == CLOSED or self._has_work, seconds)
-            for job in self._new:
+            for job in [job for job in self._new if not job.is_over]:  # it may have ended since it came
                 lane = self._lanes[-1 if job.is_plain else 0]
                 lane.waiting.extend((job, number) for number in range(len(job.rows)))
             self._new.clear()
