@@ -417,14 +417,15 @@ class Engine:
             for length, eos in itertools.product(capacities.values(), kinds):
                 self._decode(session, min(session.slots, 2), length, 2, eos)
             for eos in kinds:
-                self._decode(session, session.slots, 1, 2, eos, are_equal=False)  # prompts that are read together
+                # Prompts that are read together, and rows that are cancelled while they run.
+                self._decode(session, session.slots, 1, WARM_TOKENS, eos, are_equal=False)
             if session.setup.race is not None:
                 self._decode(session, session.slots, 1, WARM_TOKENS, ())
 
     def _decode(
         self, session: Session, num: int, length: int, new: int, eos: tuple[int, ...], are_equal: bool = True
     ) -> None:
-        """Decodes `num` prompts of this length, or samples of one, until one has ended."""
+        """Decodes `num` samples of a prompt of this length until one has ended, or as many prompts for a few rounds."""
         new = min(new, session.max_len - length)
         asked = Sampling(max_new_tokens=new, eos=eos, logprobs=0, prompt_logprobs=0)
         if session.setup.decoder.drafter.predict is not None:  # all predictions then have the same room
@@ -432,7 +433,7 @@ class Engine:
         row = row_of(self.params, [0] * length, asked, session.max_len)
         rows = [row if are_equal else dataclasses.replace(row, tokens=list(row.tokens)) for _ in range(num)]
         handles = [session.admit_row(row) for row in rows]
-        session.step(None if are_equal else new)  # as few rounds read in chunks of another size
+        session.step(None if are_equal else FEWEST_ROUNDS)  # these read in chunks of another size
         for handle in handles:
             session.cancel(handle)
             session.take(handle)

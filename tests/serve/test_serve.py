@@ -322,6 +322,17 @@ def test_a_client_that_goes_away_frees_its_slot(engine, stream, leaves_after):
         del lane.session.step
 
 
+def test_a_row_that_is_cancelled_compiles_nothing(engine):
+    """Each session has done it before the engine is ready."""
+    other, cleared = Engine(engine.params, slots=3), []  # the programs are those of `engine`
+    for place, lane in enumerate(other._lanes):
+        clear = lane.session._clear
+        lane.session._clear = lambda slot, place=place, clear=clear: (cleared.append(place), clear(slot))
+    other._warm()
+    assert set(cleared) == {0, 1}
+    other.close()
+
+
 def test_a_full_queue_refuses(params):
     engine = Engine(params, slots=2, plain_slots=0, max_waiting=2)
     engine.status = READY  # without its thread, nothing ever gets a slot
