@@ -648,6 +648,24 @@ def test_a_step_of_few_rounds_reads_together_what_takes_fewer_passes(monkeypatch
         assert taken.finish_reason == ("cancelled" if i == 2 else "length")
 
 
+@pytest.mark.skipif(not native.available(), reason="chunks of the kernels are shorter")
+def test_a_long_prompt_does_not_hold_a_step_of_few_rounds(plain):
+    """Whoever asked for it may have gone."""
+    params, prompt = with_room(plain, 300), [7] * 200
+    with Session(params, slots=2) as session:
+        handle = session.admit(prompt, 5, eos=())
+        for left in (3, 2):
+            session.step(1)
+            assert session._reading.num_left == left and not session.num_running
+        session.cancel(handle)
+        assert session._reading is None
+        handle = session.admit(prompt, 5, eos=())
+        session.step(3)
+        assert not session.num_running
+        session.step(1)
+        assert session.take(handle).tokens.tolist() == text_of(params, prompt, 5)[:1]
+
+
 def test_caches_that_are_reserved_have_one_size(plain):
     params = with_room(plain, 2000)
     with Session(params, slots=2, max_len=1500) as session:
