@@ -231,6 +231,9 @@ class Session:
       controls: whether the programs allow settings that change logits or tell log-probabilities. False: they are
         compiled once more when the first request has such a setting.
       logits_processor: as `decode(logits_processor=)`, for all rows.
+      lone: whether a row that runs alone moves into a state of one row. Its rounds then take no longer than those of
+        `decode`; those of a state with many idle slots do. It needs programs of its own, compiled when they are first
+        needed. It does nothing on a mesh, and where the bits of a row depend on the number of rows.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.
@@ -244,10 +247,12 @@ class Session:
         max_len: int | None = None,
         controls: bool = False,
         logits_processor: Processor | None = None,
+        lone: bool = False,
         **settings: Unpack[SpeculationSettings],
     ):
         take(int, slots, "slots", ge=1, le=MOST_SLOTS)
         take(Flag, controls, "controls")
+        take(Flag, lone, "lone")
         take(int | None, max_len, "max_len", ge=1, le=params.max_len)
         speculation = Speculation(**settings)
         multiple = sharding_lib.rows_multiple(params.mesh)
@@ -263,6 +268,7 @@ class Session:
         known = known, setup.plan, setup.race is None, setup.decoder.controlled_vocab
         check_same("models and settings of the session", repr(known))
         self._begin(params, setup, num_rows, slots, max_len)
+        self._has_lone = lone and self._is_free
         check_free(
             params.mesh,
             self.most_bytes,
@@ -278,11 +284,15 @@ class Session:
         self.prefill_seconds = self.decode_seconds = 0.0
         """Wall time so far, compilations included. `prefill_seconds` covers prompts that are read together, as in
         `decode`. `decode_seconds` covers calls of the loop, and the chunks of prompts that are read during them."""
-        self._num_rows, self._largest = num_rows, largest_capacity(setup.lookahead, self.max_len)
+        self._most_rows, self._largest = num_rows, largest_capacity(setup.lookahead, self.max_len)
+        self._num_rows = num_rows
+        """The number of rows of the state: one while a lone row runs, if `_has_lone`."""
         # Further rows of a pass cost nothing only where kernels skip them, and change nothing only where products have
         # the same bits for any number of rows.
-        reads_several = setup.is_exact and params.mesh is None and not setup.is_apart
-        self._together = min(2 ** max((slots // 2).bit_length() - 1, 0), MOST_TOGETHER if reads_several else 1)
+        self._is_free = setup.is_exact and params.mesh is None and not setup.is_apart
+        """Whether programs of any number of rows may run a row."""
+        self._has_lone = False
+        self._together = min(2 ** max((slots // 2).bit_length() - 1, 0), MOST_TOGETHER if self._is_free else 1)
         """The number of prompts that are read together: a power of two, at most half the slots."""
         self._lock, self._closed, self._handles = threading.Lock(), "", itertools.count()
         self._open: dict[int, _Request] = {}
@@ -321,11 +331,11 @@ class Session:
 
         While prompts are read the session needs a row more for each, and while caches grow it needs one more layer.
         """
-        given, mesh = self._given([], self._num_rows, 1), self.params.mesh
+        given, mesh = self._given([], self._most_rows, 1), self.params.mesh
         shapes = jax.eval_shape(functools.partial(_begun, self.setup, capacity=self._largest), given)
         sizes = [(x.shape, x.dtype.itemsize) for x in jax.tree.leaves(shapes)]
         if mesh is not None:
-            shardings = jax.tree.leaves(sharding_lib.row_shardings(mesh, shapes, self._num_rows))
+            shardings = jax.tree.leaves(sharding_lib.row_shardings(mesh, shapes, self._most_rows))
             sizes = [(at.shard_shape(shape), size) for at, (shape, size) in zip(shardings, sizes, strict=True)]
         return sum(math.prod(shape) * size for shape, size in sizes)
 
@@ -376,12 +386,16 @@ class Session:
         return handle
 
     def _enter(self, request: _Request) -> int:
-        """Gives a waiting request the first free slot."""
+        """Gives a waiting request the first free slot. Returns its place in the state."""
         self._waiting.remove(request)
         self._running.append(request)
         request.slot = self._at.index(None)
         self._at[request.slot] = request
-        return request.slot
+        return self._place(request)
+
+    def _place(self, request: _Request) -> int:
+        """The row of the state that a running request has."""
+        return 0 if self._num_rows == 1 else request.slot
 
     def reserve(self) -> None:
         """Makes the caches as large as `max_len` allows before the first row. All rounds then run one program."""
@@ -410,6 +424,8 @@ class Session:
                     self._begin_reading(is_bounded=rounds is not None)
                 num, is_reading = self.num_running, self._reading is not None and self._reading.num_left > 0
                 if num:
+                    if num == 1 and not self._waiting and self._has_lone:
+                        self._move(1)
                     now = 1 if is_reading else left
                     has_ended = self.run(now, num, is_reading)
                     left -= now if left < UNBOUNDED else 0
@@ -452,7 +468,7 @@ class Session:
                 with self._closes_on_error():
                     if request in self._running:
                         self._leave([request])
-                        self._clear(request.slot)
+                        self._clear(self._place(request))
                     else:
                         self._waiting.remove(request)
                         self._forget_read()
@@ -601,6 +617,8 @@ class Session:
         following = [waiting.get(id(one.row.tokens)) for one in read.requests]
         slots = np.full(len(read.given.length), -1, np.int32)
         come = [one for one in following if one is not None][: self._at.count(None)]
+        if len(slots) > 1 or self.num_running + len(come) > 1:
+            self._move(self._most_rows)
         for place, request in enumerate(following):
             if request in come:
                 slots[place] = self._enter(request)
@@ -627,8 +645,19 @@ class Session:
         empty = [one for one in come if one.row.asked.max_new_tokens == 0]
         has_ended = bool(empty) and self._collect()
         for request in empty:
-            self._clear(request.slot)  # its caches may hold NaN: no token was drawn that would show it
+            self._clear(self._place(request))  # its caches may hold NaN: no token was drawn that would show it
         return has_ended
+
+    def _move(self, num_rows: int) -> None:
+        """Moves the rows that run into a state of so many rows."""
+        if self.rows is None or num_rows == self._num_rows:
+            return
+        old, before, places = self.rows, [self._place(one) for one in self._running], np.full(self._num_rows, -1)
+        self._num_rows = num_rows
+        state, sampling, limits = self._empty(old[0].cache.capacity)
+        new = self._told(state, []), sampling, _with_ends(limits, old[2].eos.shape[1])
+        places[before] = [self._place(one) for one in self._running]
+        self.rows = self.setup.decoder.insert(new, old, places.astype(np.int32), are_new=False)
 
     def _forget_read(self) -> None:
         """Drops the prompts that are read if no waiting request has one of them."""
@@ -685,7 +714,8 @@ class Session:
         start, has_ended = time.perf_counter(), False
         with self._closes_on_error():
             most = self._most_rounds(rounds)
-            if self.setup.race is not None and self._running and not reads and most == UNBOUNDED:
+            is_timed = self._running and not reads and self._num_rows == self._most_rows
+            if self.setup.race is not None and is_timed and most == UNBOUNDED:
                 raced, has_ended = self._race(self.setup.race, rounds)
                 rounds -= raced if rounds < UNBOUNDED else 0
             while rounds > 0 and self.num_running >= least_live and not (has_ended and rounds < UNBOUNDED):
@@ -738,16 +768,17 @@ class Session:
         state, tokens, told, ended = self.rows[0], None, None, []
         length, done = fetch(state.length), fetch(state.done)
         for request in self._running:
-            last, is_done, new = int(length[request.slot]), bool(done[request.slot]), np.zeros(0, np.int32)
+            place = self._place(request)
+            last, is_done, new = int(length[place]), bool(done[place]), np.zeros(0, np.int32)
             if last > request.length:
                 tokens = fetch(state.tokens) if tokens is None else tokens
-                new = np.array(tokens[request.slot, request.length : last])  # a copy: `tokens` is donated
+                new = np.array(tokens[place, request.length : last])  # a copy: `tokens` is donated
                 request.new.append(new)
                 if request.row.asked.logprobs is not None:
                     assert state.controlled is not None, "`_allow_controls` was called"
                     told = jax.tree.map(fetch, state.controlled.logprobs) if told is None else told
                     num, here = max(num_logprobs(request.row.asked.logprobs)[0], 0), slice(request.length, last)
-                    chosen, *best = (np.array(x[request.slot, here]) for x in (told.chosen, told.tokens, told.values))
+                    chosen, *best = (np.array(x[place, here]) for x in (told.chosen, told.tokens, told.values))
                     request.told.append(TokenLogprobs(chosen, *(x[:, :num] for x in best)))
                 request.length = last
             if request.search is not None:
@@ -758,7 +789,7 @@ class Session:
         for request in ended:
             if request.search is not None and request.search.found is not None:
                 request.finish_reason, request.stop_reason = STOP, request.search.found
-                self._clear(request.slot)
+                self._clear(self._place(request))
                 continue
             last = int(request.new[-1][-1]) if request.new else None
             request.stop_reason = last if last in request.row.asked.eos else None
@@ -768,14 +799,14 @@ class Session:
                 request.stats = dataclasses.replace(request.stats, num_tokens=request.stats.num_tokens - 1)
                 request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
                 request.finish_reason = FAILED
-                self._clear(request.slot)
+                self._clear(self._place(request))
         return bool(ended)
 
     def _leave(self, requests: Sequence[_Request]) -> None:
         """Takes requests out of those that run, with their statistics."""
         if requests:
             assert self.rows is not None
-            found = _stats_of(self.setup, self.rows[0], [request.slot for request in requests])
+            found = _stats_of(self.setup, self.rows[0], [self._place(request) for request in requests])
             for request, stats in zip(requests, found, strict=True):
                 asked = request.row.asked
                 request.stats = dataclasses.replace(stats, seed=asked.seed, defaults=asked.defaults)
@@ -895,7 +926,7 @@ class _Laps:
         self.session, self.is_exact = session, session.setup.is_exact
         self.kept = None if self.is_exact else session.rows
         """The rows of which each lap has a copy."""
-        self.num_running, self.slot = session.num_running, session._running[0].slot
+        self.num_running, self.slot = session.num_running, session._place(session._running[0])
         assert session.setup.costs is not None
         self.plainly, self.drafting = (with_drafts(session.setup.costs, always) for always in (False, True))
         self.has_ended, self.before = False, self.look()

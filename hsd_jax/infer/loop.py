@@ -202,12 +202,14 @@ Rows = tuple[DecodeState, SamplingParams, Limits]
 """Everything that a row of a running decode consists of."""
 
 
-def insert(rows: Rows, new: Rows, slots: Int[Array, "M"]) -> Rows:
+def insert(rows: Rows, new: Rows, slots: Int[Array, "M"], are_new: bool = True) -> Rows:
     """Puts the rows of `new`, whose prompts have been read, each into its slot, or nowhere if that is -1.
 
-    The other rows do not change. What is known of a prompt may be that of another request: a row gets its own limit.
+    The other rows do not change. `are_new`: they have not run before. What is known of their prompts may be that of
+    other requests: each gets its own limit.
     """
-    new = dataclasses.replace(new[0], done=new[0].length >= new[2].max_length), *new[1:]
+    if are_new:
+        new = dataclasses.replace(new[0], done=new[0].length >= new[2].max_length), *new[1:]
     rows, new = ((state, without_exclusions(sampling), limits) for state, sampling, limits in (rows, new))
     order = jnp.argsort(slots < 0)  # stable
 
@@ -216,7 +218,7 @@ def insert(rows: Rows, new: Rows, slots: Int[Array, "M"]) -> Rows:
         here = jnp.arange(len(rows[0].done)) == slot
         is_live = ~rows[0].done & ~here
         state, sampling, limits = row_lib.copied(rows, slot, new, order[index])
-        if state.control is not None:
+        if are_new and state.control is not None:
             state = dataclasses.replace(state, control=adapt.after_admission(state.control, is_live, here))
         return state, sampling, limits
 
@@ -335,7 +337,7 @@ class Decoder:
         prefill = make_prefill(config, drafter, self.chunk, cache_dtype, has_controls)
         self.prefill = self.compile(prefill, static_argnames=("capacity", "width"), donate_argnames="state")
         self.score = self.compile(make_score(config, self.chunk, cache_dtype), static_argnames="capacity")
-        self.insert = self.compile(insert, donate_argnums=0)
+        self.insert = self.compile(insert, donate_argnums=0, static_argnames="are_new")
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)
         self.loop = self.compile(make_loop(config, step, drafter, process), donate_argnums=6)
 

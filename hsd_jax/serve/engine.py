@@ -212,7 +212,7 @@ class Engine:
         **settings: Any,
     ):
         self.params, self.max_waiting, self.metrics = params, max_waiting, metrics or Metrics("hsd")
-        session = Session(params, slots, max_len, controls=True, **settings)
+        session = Session(params, slots, max_len, controls=True, lone=True, **settings)
         self._lanes = [_Lane(session, self.metrics)]
         if plain_slots and session.plan.tree is not None:
             plain = Session(params, plain_slots, max_len, controls=True, speculate=False)
@@ -415,7 +415,8 @@ class Engine:
             sizes = range(session.max_len - 1, 0, -1)
             capacities = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in sizes}
             for length, eos in itertools.product(capacities.values(), kinds):
-                self._decode(session, min(session.slots, 2), length, 2, eos)
+                for num in (1, 1, min(session.slots, 2)):  # a lone row moves, and another one comes after it
+                    self._decode(session, num, length, 2, eos)
             for eos in kinds:
                 # Prompts that are read together, and rows that are cancelled while they run.
                 self._decode(session, session.slots, 1, WARM_TOKENS, eos, are_equal=False)
