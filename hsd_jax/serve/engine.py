@@ -417,9 +417,9 @@ class Engine:
             for length, eos in itertools.product(capacities.values(), kinds):
                 for num in (1, 1, min(session.slots, 2)):  # a lone row moves, and another one comes after it
                     self._decode(session, num, length, 2, eos)
-            for eos in kinds:
-                # Prompts that are read together, and rows that are cancelled while they run.
-                self._decode(session, session.slots, 1, WARM_TOKENS, eos, are_equal=False)
+            for num, eos in itertools.product((session.slots, 1), kinds):
+                # Prompts that are read together, and rows that are cancelled while they run, a lone one too.
+                self._decode(session, num, 1, WARM_TOKENS, eos, are_equal=False)
             if session.setup.race is not None:
                 self._decode(session, session.slots, 1, WARM_TOKENS, ())
 

@@ -325,11 +325,12 @@ def test_a_client_that_goes_away_frees_its_slot(engine, stream, leaves_after):
 def test_a_row_that_is_cancelled_compiles_nothing(engine):
     """Each session has done it before the engine is ready."""
     other, cleared = Engine(engine.params, slots=3), []  # the programs are those of `engine`
-    for place, lane in enumerate(other._lanes):
-        clear = lane.session._clear
-        lane.session._clear = lambda slot, place=place, clear=clear: (cleared.append(place), clear(slot))
+    for lane in other._lanes:
+        session, clear = lane.session, lane.session._clear
+        session._clear = lambda slot, of=session, clear=clear: (cleared.append((of, of._num_rows)), clear(slot))
     other._warm()
-    assert set(cleared) == {0, 1}
+    sessions = [lane.session for lane in other._lanes]
+    assert set(cleared) == {(sessions[0], 3), (sessions[0], 1), (sessions[1], 1)}
     other.close()
 
 
