@@ -409,8 +409,9 @@ class Session:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
 
         Up to 8 prompts are read together, and with `rounds` in shorter chunks: someone may wait for the tokens of every
-        round. It returns as soon as a row ends, and at once if the session has no row and no
-        waiting prompt. After an error of the device the session is closed, and every open handle gives "failed".
+        round. Where no row runs, a chunk counts as a round, but for the last one of a prompt. It returns as soon as a
+        row ends, and at once if the session has no row and no waiting prompt. After an error of the device the session
+        is closed, and every open handle gives "failed".
         """
         take(Count | None, rounds, "rounds")
         left, has_ended = UNBOUNDED if rounds is None else rounds, False
@@ -429,7 +430,10 @@ class Session:
                     has_ended = self.run(now, num, is_reading)
                     left -= now if left < UNBOUNDED else 0
                 elif is_reading:
-                    self._read_chunk()
+                    read = self._read_chunk()
+                    if rounds is not None and read.num_left:
+                        jax.block_until_ready(read.state)  # else all chunks would be queued
+                        left -= 1
                 else:
                     return
 
@@ -598,10 +602,11 @@ class Session:
         read = self._unread(found, several if len(found) > 1 else alone, capacities(longest, longest), width=width)
         read.state, self._reading = _begun(self.setup, read.given, read.capacity), read
 
-    def _read_chunk(self) -> None:
+    def _read_chunk(self) -> _Reading:
         """Queues the next chunk of the prompts on the device and does not wait for it."""
         assert self._reading is not None
         _read(self.setup, self._reading, 1)
+        return self._reading
 
     def _insert(self) -> bool:
         """Puts rows whose prompts have been read into free slots. Returns whether one of them has ended already."""

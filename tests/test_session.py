@@ -27,10 +27,12 @@ from hsd_jax.config import NO_REUSE
 from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer.loop import Decoder
+from hsd_jax.inputs import row_of
 from hsd_jax.kernels import native
 from hsd_jax.models import placement
 from hsd_jax.pair import Params
 from hsd_jax.session import Session
+from hsd_jax.settings import Sampling
 
 slow = pytest.mark.slow
 MAX_LEN, SLOTS = 96, 4
@@ -612,6 +614,19 @@ def test_rows_of_a_group_that_come_in_from_a_wrong_place_are_found(monkeypatch, 
     assert [one.tokens.tolist() for one in found] != [text_of(plain, one["prompt"], 6) for one in asked]
 
 
+@pytest.mark.parametrize("limits", [(0, 6), (6, 0, 2)])
+def test_rows_that_share_a_prompt_have_limits_of_their_own(plain, limits):
+    tokens = [3, 4, 5]
+    rows = [
+        dataclasses.replace(row_of(plain, tokens, Sampling(max_new_tokens=num, eos=()), MAX_LEN), tokens=tokens)
+        for num in limits
+    ]
+    with Session(plain, slots=4) as session:
+        handles = [session.admit_row(row) for row in rows]
+        for handle, num in zip(handles, limits, strict=True):
+            assert finish(session, handle)[0] == text_of(plain, tokens, num)
+
+
 @pytest.mark.skipif(not native.available(), reason="chunks of the kernels are shorter")
 def test_a_step_of_few_rounds_reads_together_what_takes_fewer_passes(monkeypatch, plain):
     """Of as many tokens: someone may wait for those of each round. A prompt that is cancelled on the way leaves the
@@ -631,6 +646,24 @@ def test_a_step_of_few_rounds_reads_together_what_takes_fewer_passes(monkeypatch
     for i, (prompt, taken) in enumerate(zip(prompts, ends, strict=True)):
         assert taken.tokens.tolist() == ([] if i == 2 else text_of(plain, prompt, 20))
         assert taken.finish_reason == ("cancelled" if i == 2 else "length")
+
+
+@pytest.mark.skipif(not native.available(), reason="chunks of the kernels are shorter")
+def test_a_long_prompt_does_not_hold_a_step_of_few_rounds(plain):
+    """Whoever asked for it may have gone."""
+    params, prompt = with_room(plain, 300), [7] * 200
+    with Session(params, slots=2) as session:
+        handle = session.admit(prompt, 5, eos=())
+        for left in (3, 2):
+            session.step(1)
+            assert session._reading.num_left == left and not session.num_running
+        session.cancel(handle)
+        assert session._reading is None
+        handle = session.admit(prompt, 5, eos=())
+        session.step(3)
+        assert not session.num_running
+        session.step(1)
+        assert session.take(handle).tokens.tolist() == text_of(params, prompt, 5)[:1]
 
 
 @pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain", "beam", "pearl"}))

@@ -205,8 +205,11 @@ Rows = tuple[DecodeState, SamplingParams, Limits]
 def insert(rows: Rows, new: Rows, slots: Int[Array, "M"], are_new: bool = True) -> Rows:
     """Puts the rows of `new`, whose prompts have been read, each into its slot, or nowhere if that is -1.
 
-    The other rows do not change. `are_new`: they have not run before.
+    The other rows do not change. `are_new`: they have not run before. What is known of their prompts may be that of
+    other requests: each gets its own limit.
     """
+    if are_new:
+        new = dataclasses.replace(new[0], done=new[0].length >= new[2].max_length), *new[1:]
     rows, new = ((state, without_exclusions(sampling), limits) for state, sampling, limits in (rows, new))
     order = jnp.argsort(slots < 0)  # stable
 

@@ -166,12 +166,12 @@ class _Lane:
 
     @property
     def _num_rounds(self) -> int:
-        if any(seat.job.by_pass for seat in self.open.values()):
-            return 1
+        is_whole = all(seat.job.is_whole for seat in self.open.values())
+        if any(seat.job.by_pass for seat in self.open.values()) or not (self.session.num_running or is_whole):
+            return 1  # someone reads each round, or the first text
         if self.session.num_running < len(self.open):  # between two rounds a chunk of a waiting prompt is read
             return FEWEST_ROUNDS
-        seconds = PIECE_SECONDS * (2 if all(seat.job.is_whole for seat in self.open.values()) else 1)
-        return max(int(seconds / self.round_seconds), FEWEST_ROUNDS)
+        return max(int(PIECE_SECONDS * (1 + is_whole) / self.round_seconds), FEWEST_ROUNDS)
 
     def run(self, leaving: list[int], rows: dict[int, Row], rounds: int) -> dict[int, Taken]:
         """Does what was planned. Returns what the rows gave. All processes must call this."""
@@ -338,7 +338,7 @@ class Engine:
         with self._changed:
             seconds = BEAT_SECONDS if self._is_one_of_several else None
             self._changed.wait_for(lambda: self.status == CLOSED or self._has_work, seconds)
-            for job in self._new:
+            for job in [job for job in self._new if not job.is_over]:  # it may have ended since it came
                 lane = self._lanes[-1 if job.is_plain else 0]
                 lane.waiting.extend((job, number) for number in range(len(job.rows)))
             self._new.clear()
@@ -417,15 +417,16 @@ class Engine:
             for length, eos in itertools.product(capacities.values(), kinds):
                 for num in (1, 1, min(session.slots, 2)):  # a lone row moves, and another one comes after it
                     self._decode(session, num, length, 2, eos)
-            for eos in kinds:
-                self._decode(session, session.slots, 1, 2, eos, are_equal=False)  # prompts that are read together
+            for num, eos in itertools.product((session.slots, 1), kinds):
+                # Prompts that are read together, and rows that are cancelled while they run, a lone one too.
+                self._decode(session, num, 1, WARM_TOKENS, eos, are_equal=False)
             if session.setup.race is not None:
                 self._decode(session, session.slots, 1, WARM_TOKENS, ())
 
     def _decode(
         self, session: Session, num: int, length: int, new: int, eos: tuple[int, ...], are_equal: bool = True
     ) -> None:
-        """Decodes `num` prompts of this length, or samples of one, until one has ended."""
+        """Decodes `num` samples of a prompt of this length until one has ended, or as many prompts for a few rounds."""
         new = min(new, session.max_len - length)
         asked = Sampling(max_new_tokens=new, eos=eos, logprobs=0, prompt_logprobs=0)
         if session.setup.decoder.drafter.predict is not None:  # all predictions then have the same room
@@ -433,7 +434,7 @@ class Engine:
         row = row_of(self.params, [0] * length, asked, session.max_len)
         rows = [row if are_equal else dataclasses.replace(row, tokens=list(row.tokens)) for _ in range(num)]
         handles = [session.admit_row(row) for row in rows]
-        session.step(None if are_equal else new)  # as few rounds read in chunks of another size
+        session.step(None if are_equal else FEWEST_ROUNDS)  # these read in chunks of another size
         for handle in handles:
             session.cancel(handle)
             session.take(handle)

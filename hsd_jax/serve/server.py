@@ -39,6 +39,9 @@ def serve(app: Any, engine: Engine, host: str, port: int, drain_seconds: float, 
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=1024) as listener:
+        # What is sent goes out at once; connections have it from the listener. asyncio sets it only where the protocol
+        # of a socket is named, and then each event would wait for the client's word about the one before it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * STUCK_SECONDS)
         shown = f"[{host}]" if family == socket.AF_INET6 else host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from functools import partial
@@ -18,12 +19,15 @@ pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("httpx")
 
+import uvicorn
 from starlette.testclient import TestClient
 
 from hsd_jax.serve.app import make_app
 from hsd_jax.serve.engine import READY, Engine, Job, Refused
 from hsd_jax.serve.metrics import Metrics
 from hsd_jax.serve.schema import Limits
+from hsd_jax.serve.server import serve
+from hsd_jax.session import Session
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TALK = [{"role": "user", "content": "I need a taxi to the museum."}]
@@ -318,6 +322,18 @@ def test_a_client_that_goes_away_frees_its_slot(engine, stream, leaves_after):
         del lane.session.step
 
 
+def test_a_row_that_is_cancelled_compiles_nothing(engine):
+    """Each session has done it before the engine is ready."""
+    other, cleared = Engine(engine.params, slots=3), []  # the programs are those of `engine`
+    for lane in other._lanes:
+        session, clear = lane.session, lane.session._clear
+        session._clear = lambda slot, of=session, clear=clear: (cleared.append((of, of._num_rows)), clear(slot))
+    other._warm()
+    sessions = [lane.session for lane in other._lanes]
+    assert set(cleared) == {(sessions[0], 3), (sessions[0], 1), (sessions[1], 1)}
+    other.close()
+
+
 def test_a_full_queue_refuses(params):
     engine = Engine(params, slots=2, plain_slots=0, max_waiting=2)
     engine.status = READY  # without its thread, nothing ever gets a slot
@@ -343,6 +359,51 @@ def test_first_come_first_served(engine):
     wait_until(lambda: not engine.num_running and not engine.num_waiting)
     admitted = [job.admitted for job in jobs]
     assert admitted == sorted(admitted) and len(set(admitted)) > 2
+
+
+@pytest.mark.parametrize(("is_whole", "first"), [(False, [1]), (True, [2])])
+def test_the_first_text_comes_after_one_round(params, is_whole, first):
+    """Unless nobody reads it before the end, or others run, between whose rounds the prompt is read."""
+    engine, steps = Engine(params, slots=3, plain_slots=0), []
+    lane = engine._lanes[0]
+    lane.session.step = lambda rounds: (steps.append(rounds), Session.step(lane.session, rounds))
+    engine.status = READY
+    for num in (1, 2):
+        engine.submit(Job(rows_for(engine), is_whole=is_whole))
+        assert engine._wait()
+        engine._turn()
+        assert (lane.open[0].length > len(lane.open[0].job.rows[0].tokens)) and len(lane.open) == num
+    assert steps == [*first, 2]
+    engine.close()
+
+
+def test_a_job_that_ends_before_it_waits_is_counted_once(params):
+    engine = Engine(params, slots=2, plain_slots=0)
+    engine.status = READY
+    job = Job([object()])
+    engine.submit(job)  # after `_wait` of the turn that sees it cancelled
+    engine.cancel(job)
+    engine._turn()
+    assert job.failure is not None and engine._wait()
+    engine._turn()
+    labels = {"model_name": "hsd", "reason": "cancelled"}
+    assert engine.metrics.registry.get_sample_value("vllm:request_failures_total", labels) == 1
+    assert engine.num_waiting == 0
+    engine.close()
+
+
+def test_what_is_said_goes_out_at_once(params, monkeypatch):
+    """asyncio itself lets small pieces wait for the client's word about those before, up to 40 ms each."""
+    engine, found = Engine(params, slots=2, plain_slots=0), []
+    engine._warm = lambda: None
+
+    def run(self, sockets) -> None:
+        with socket.create_connection(sockets[0].getsockname()), sockets[0].accept()[0] as one:
+            found.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    assert serve(make_app(engine), engine, "127.0.0.1", 0, 1.0, lambda line: None) == 0
+    assert len(found) == 1 and found[0]
 
 
 def rows_for(engine, **body):
