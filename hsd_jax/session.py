@@ -161,8 +161,8 @@ class _Request:
     detokenizer: IncrementalDecoder | None
     length: int
     """The number of its tokens that the host has fetched, prompt included."""
-    slot: int = -1
-    """-1 while it waits."""
+    place: int = -1
+    """Its row of the state while it runs."""
     search: StopSearch | None = None
     """Holds the new tokens and their text if the request has stop strings."""
     new: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -231,9 +231,9 @@ class Session:
       controls: whether the programs allow settings that change logits or tell log-probabilities. False: they are
         compiled once more when the first request has such a setting.
       logits_processor: as `decode(logits_processor=)`, for all rows.
-      lone: whether a row that runs alone moves into a state of one row. Its rounds then take no longer than those of
-        `decode`; those of a state with many idle slots do. It needs programs of its own, compiled when they are first
-        needed. It does nothing on a mesh, and where the bits of a row depend on the number of rows.
+      packed: whether rows that run are packed into a state of as few rows as they need: 1, 4, 16, ... or all. Idle slots
+        then cost no time. Each size needs programs of its own, compiled when they are first needed. It does nothing on
+        a mesh, and where the bits of a row depend on the number of rows.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.
@@ -247,12 +247,12 @@ class Session:
         max_len: int | None = None,
         controls: bool = False,
         logits_processor: Processor | None = None,
-        lone: bool = False,
+        packed: bool = False,
         **settings: Unpack[SpeculationSettings],
     ):
         take(int, slots, "slots", ge=1, le=MOST_SLOTS)
         take(Flag, controls, "controls")
-        take(Flag, lone, "lone")
+        take(Flag, packed, "packed")
         take(int | None, max_len, "max_len", ge=1, le=params.max_len)
         speculation = Speculation(**settings)
         multiple = sharding_lib.rows_multiple(params.mesh)
@@ -268,10 +268,12 @@ class Session:
         known = known, setup.plan, setup.race is None, setup.decoder.controlled_vocab
         check_same("models and settings of the session", repr(known))
         self._begin(params, setup, num_rows, slots, max_len)
-        self._has_lone = lone and self._is_free
+        if packed and self._is_free:
+            self._sizes = (*itertools.takewhile(lambda n: n < num_rows, (4**i for i in itertools.count())), num_rows)
+        while_moving = self.most_bytes * self._sizes[-2] // num_rows if len(self._sizes) > 1 else 0
         check_free(
             params.mesh,
-            self.most_bytes,
+            self.most_bytes + while_moving,
             f"a session of {slots} slots of up to {self.max_len} tokens: its caches may take",
             "Open it with fewer slots or a smaller max_len",
         )
@@ -284,21 +286,21 @@ class Session:
         self.prefill_seconds = self.decode_seconds = 0.0
         """Wall time so far, compilations included. `prefill_seconds` covers prompts that are read together, as in
         `decode`. `decode_seconds` covers calls of the loop, and the chunks of prompts that are read during them."""
-        self._most_rows, self._largest = num_rows, largest_capacity(setup.lookahead, self.max_len)
-        self._num_rows = num_rows
-        """The number of rows of the state: one while a lone row runs, if `_has_lone`."""
+        self._num_rows, self._largest = num_rows, largest_capacity(setup.lookahead, self.max_len)
+        """The number of rows of the state, one of `_sizes`, and the slots of its largest caches."""
+        self._sizes = (num_rows,)
+        """Ascending."""
         # Further rows of a pass cost nothing only where kernels skip them, and change nothing only where products have
         # the same bits for any number of rows.
         self._is_free = setup.is_exact and params.mesh is None and not setup.is_apart
         """Whether programs of any number of rows may run a row."""
-        self._has_lone = False
         self._together = min(2 ** max((slots // 2).bit_length() - 1, 0), MOST_TOGETHER if self._is_free else 1)
         """The number of prompts that are read together: a power of two, at most half the slots."""
         self._lock, self._closed, self._handles = threading.Lock(), "", itertools.count()
         self._open: dict[int, _Request] = {}
         """By handle, until their ends are taken."""
-        self._at: list[_Request | None] = [None] * slots
-        """By slot. A slot is free once its row was cancelled or its end was taken."""
+        self._seated: set[_Request] = set()
+        """Those that have a slot, until they were cancelled or their ends were taken."""
         self._waiting: deque[_Request] = deque()
         """Those that have no slot yet."""
         self._reading: _Reading | None = None
@@ -323,19 +325,20 @@ class Session:
     @property
     def num_free(self) -> int:
         """The number of free slots for which no request waits."""
-        return max(self._at.count(None) - len(self._waiting), 0)
+        return max(self._num_empty - len(self._waiting), 0)
 
     @property
     def most_bytes(self) -> int:
         """The size of the state on each device with the largest caches that `max_len` allows, in bytes.
 
-        While prompts are read the session needs a row more for each, and while caches grow it needs one more layer.
+        While prompts are read the session needs a row more for each, and while caches grow it needs one more layer. If
+        rows are packed, it needs the state of the size before as well while they move.
         """
-        given, mesh = self._given([], self._most_rows, 1), self.params.mesh
+        given, mesh = self._given([], self._sizes[-1], 1), self.params.mesh
         shapes = jax.eval_shape(functools.partial(_begun, self.setup, capacity=self._largest), given)
         sizes = [(x.shape, x.dtype.itemsize) for x in jax.tree.leaves(shapes)]
         if mesh is not None:
-            shardings = jax.tree.leaves(sharding_lib.row_shardings(mesh, shapes, self._most_rows))
+            shardings = jax.tree.leaves(sharding_lib.row_shardings(mesh, shapes, self._sizes[-1]))
             sizes = [(at.shard_shape(shape), size) for at, (shape, size) in zip(shardings, sizes, strict=True)]
         return sum(math.prod(shape) * size for shape, size in sizes)
 
@@ -385,17 +388,19 @@ class Session:
         self._waiting.append(request)
         return handle
 
+    @property
+    def _num_empty(self) -> int:
+        """The number of slots without a request."""
+        return self.slots - len(self._seated)
+
     def _enter(self, request: _Request) -> int:
-        """Gives a waiting request the first free slot. Returns its place in the state."""
+        """Gives a waiting request a slot. Returns its place in the state."""
+        taken = {one.place for one in self._running}
+        request.place = next(place for place in itertools.count() if place not in taken)
         self._waiting.remove(request)
         self._running.append(request)
-        request.slot = self._at.index(None)
-        self._at[request.slot] = request
-        return self._place(request)
-
-    def _place(self, request: _Request) -> int:
-        """The row of the state that a running request has."""
-        return 0 if self._num_rows == 1 else request.slot
+        self._seated.add(request)
+        return request.place
 
     def reserve(self) -> None:
         """Makes the caches as large as `max_len` allows before the first row. All rounds then run one program."""
@@ -417,15 +422,15 @@ class Session:
         left, has_ended = UNBOUNDED if rounds is None else rounds, False
         with self._alone(), self._closes_on_error():
             while not has_ended and left > 0:
-                while self._reading is not None and not self._reading.num_left and None in self._at:
+                while self._reading is not None and not self._reading.num_left and self._num_empty:
                     if self._insert():
                         return
-                if self._reading is None and len(self._waiting) >= (1 if None in self._at else self._together):
+                if self._reading is None and len(self._waiting) >= (1 if self._num_empty else self._together):
                     self._begin_reading(is_bounded=rounds is not None)
                 num, is_reading = self.num_running, self._reading is not None and self._reading.num_left > 0
                 if num:
-                    if num == 1 and not self._waiting and self._has_lone:
-                        self._move(1)
+                    if not self._waiting:
+                        self._fit(num)
                     now = 1 if is_reading else left
                     has_ended = self.run(now, num, is_reading)
                     left -= now if left < UNBOUNDED else 0
@@ -456,7 +461,7 @@ class Session:
                 text = request.detokenizer.push(tokens, is_last=has_ended) if has_ended or len(tokens) else ""
             if has_ended:
                 del self._open[handle]
-                self._free(request)
+                self._seated.discard(request)
             why = request.finish_reason, request.stats, request.error, request.stop_reason
             return Taken(tokens, text, *why, request.take_logprobs(len(tokens)), of_prompt)
 
@@ -468,12 +473,12 @@ class Session:
                 with self._closes_on_error():
                     if request in self._running:
                         self._leave([request])
-                        self._clear(self._place(request))
+                        self._clear(request.place)
                     else:
                         self._waiting.remove(request)
                         self._forget_read()
                     request.finish_reason = CANCELLED
-            self._free(request)
+            self._seated.discard(request)
 
     def close(self) -> None:
         """Frees the caches and cancels the running rows. Their tokens can still be taken."""
@@ -537,7 +542,7 @@ class Session:
         mine, failure, places = dict[int, tuple[int, int, int]](), None, itertools.count()
         try:
             while True:
-                while not mine or self._at.count(None) + ahead > len(self._waiting):
+                while not mine or self._num_empty + ahead > len(self._waiting):
                     try:
                         following = next(source, None)
                     except Exception as error:  # its own or the caller's; after it the source has nothing more
@@ -616,9 +621,8 @@ class Session:
         waiting = {id(request.row.tokens): request for request in reversed(self._waiting)}  # the first of each prompt
         following = [waiting.get(id(one.row.tokens)) for one in read.requests]
         slots = np.full(len(read.given.length), -1, np.int32)
-        come = [one for one in following if one is not None][: self._at.count(None)]
-        if len(slots) > 1 or self.num_running + len(come) > 1:
-            self._move(self._most_rows)
+        come = [one for one in following if one is not None][: self._num_empty]
+        self._fit(max(self.num_running + len(come), self._num_rows))
         for place, request in enumerate(following):
             if request in come:
                 slots[place] = self._enter(request)
@@ -645,19 +649,21 @@ class Session:
         empty = [one for one in come if one.row.asked.max_new_tokens == 0]
         has_ended = bool(empty) and self._collect()
         for request in empty:
-            self._clear(self._place(request))  # its caches may hold NaN: no token was drawn that would show it
+            self._clear(request.place)  # its caches may hold NaN: no token was drawn that would show it
         return has_ended
 
-    def _move(self, num_rows: int) -> None:
-        """Moves the rows that run into a state of so many rows."""
+    def _fit(self, num: int) -> None:
+        """Moves the rows that run into the smallest state that has room for `num` rows."""
+        num_rows = next(size for size in self._sizes if size >= num)
         if self.rows is None or num_rows == self._num_rows:
             return
-        old, before, places = self.rows, [self._place(one) for one in self._running], np.full(self._num_rows, -1)
+        old, places = self.rows, np.full(self._num_rows, -1, np.int32)
         self._num_rows = num_rows
         state, sampling, limits = self._empty(old[0].cache.capacity)
         new = self._told(state, []), sampling, _with_ends(limits, old[2].eos.shape[1])
-        places[before] = [self._place(one) for one in self._running]
-        self.rows = self.setup.decoder.insert(new, old, places.astype(np.int32), are_new=False)
+        for place, request in enumerate(self._running):
+            places[request.place], request.place = place, place
+        self.rows = self.setup.decoder.insert(new, old, places, are_new=False)
 
     def _forget_read(self) -> None:
         """Drops the prompts that are read if no waiting request has one of them."""
@@ -714,7 +720,7 @@ class Session:
         start, has_ended = time.perf_counter(), False
         with self._closes_on_error():
             most = self._most_rounds(rounds)
-            is_timed = self._running and not reads and self._num_rows == self._most_rows
+            is_timed = self._running and not reads and self._num_rows == self._sizes[-1]
             if self.setup.race is not None and is_timed and most == UNBOUNDED:
                 raced, has_ended = self._race(self.setup.race, rounds)
                 rounds -= raced if rounds < UNBOUNDED else 0
@@ -768,7 +774,7 @@ class Session:
         state, tokens, told, ended = self.rows[0], None, None, []
         length, done = fetch(state.length), fetch(state.done)
         for request in self._running:
-            place = self._place(request)
+            place = request.place
             last, is_done, new = int(length[place]), bool(done[place]), np.zeros(0, np.int32)
             if last > request.length:
                 tokens = fetch(state.tokens) if tokens is None else tokens
@@ -789,7 +795,7 @@ class Session:
         for request in ended:
             if request.search is not None and request.search.found is not None:
                 request.finish_reason, request.stop_reason = STOP, request.search.found
-                self._clear(self._place(request))
+                self._clear(request.place)
                 continue
             last = int(request.new[-1][-1]) if request.new else None
             request.stop_reason = last if last in request.row.asked.eos else None
@@ -799,14 +805,14 @@ class Session:
                 request.stats = dataclasses.replace(request.stats, num_tokens=request.stats.num_tokens - 1)
                 request.error = f"NaN logits, or only -inf, after {request.length - 1} tokens, {num} of them the prompt"
                 request.finish_reason = FAILED
-                self._clear(self._place(request))
+                self._clear(request.place)
         return bool(ended)
 
     def _leave(self, requests: Sequence[_Request]) -> None:
         """Takes requests out of those that run, with their statistics."""
         if requests:
             assert self.rows is not None
-            found = _stats_of(self.setup, self.rows[0], [self._place(request) for request in requests])
+            found = _stats_of(self.setup, self.rows[0], [request.place for request in requests])
             for request, stats in zip(requests, found, strict=True):
                 asked = request.row.asked
                 request.stats = dataclasses.replace(stats, seed=asked.seed, defaults=asked.defaults)
@@ -816,10 +822,6 @@ class Session:
         assert self.rows is not None
         state, sampling, limits = self.rows
         self.rows = self.setup.decoder.clear(state, np.int32(slot)), sampling, limits
-
-    def _free(self, request: _Request) -> None:
-        if self._at[request.slot] is request:
-            self._at[request.slot] = None
 
     def _of_prompt(self, row: Row) -> TokenLogprobs | None:
         """Log-probabilities of the tokens of a row's prompt, if it asked for them."""
@@ -926,7 +928,7 @@ class _Laps:
         self.session, self.is_exact = session, session.setup.is_exact
         self.kept = None if self.is_exact else session.rows
         """The rows of which each lap has a copy."""
-        self.num_running, self.slot = session.num_running, session._place(session._running[0])
+        self.num_running, self.slot = session.num_running, session._running[0].place
         assert session.setup.costs is not None
         self.plainly, self.drafting = (with_drafts(session.setup.costs, always) for always in (False, True))
         self.has_ended, self.before = False, self.look()

@@ -212,7 +212,7 @@ class Engine:
         **settings: Any,
     ):
         self.params, self.max_waiting, self.metrics = params, max_waiting, metrics or Metrics("hsd")
-        session = Session(params, slots, max_len, controls=True, lone=True, **settings)
+        session = Session(params, slots, max_len, controls=True, packed=True, **settings)
         self._lanes = [_Lane(session, self.metrics)]
         if plain_slots and session.plan.tree is not None:
             plain = Session(params, plain_slots, max_len, controls=True, speculate=False)
