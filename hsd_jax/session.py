@@ -231,9 +231,9 @@ class Session:
       controls: whether the programs allow settings that change logits or tell log-probabilities. False: they are
         compiled once more when the first request has such a setting.
       logits_processor: as `decode(logits_processor=)`, for all rows.
-      packed: whether rows that run are packed into a state of as few rows as they need: 1, 4, 16, ... or all. Idle slots
-        then cost no time. Each size needs programs of its own, compiled when they are first needed. It does nothing on
-        a mesh, and where the bits of a row depend on the number of rows.
+      packed: whether rows that run are packed into a state of as few rows as they need: 1, 4, 16, ... or all. Idle
+        slots then cost little. Each size needs programs of its own, compiled when they are first needed. It does
+        nothing on a mesh, and where the bits of a row depend on the number of rows.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.
@@ -622,7 +622,8 @@ class Session:
         following = [waiting.get(id(one.row.tokens)) for one in read.requests]
         slots = np.full(len(read.given.length), -1, np.int32)
         come = [one for one in following if one is not None][: self._num_empty]
-        self._fit(max(self.num_running + len(come), self._num_rows))
+        least = self._num_rows if self._running else min(len(slots), 2)  # for several there is no program of one row
+        self._fit(max(self.num_running + len(come), least))
         for place, request in enumerate(following):
             if request in come:
                 slots[place] = self._enter(request)

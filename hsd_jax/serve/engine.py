@@ -415,29 +415,42 @@ class Engine:
             sizes = range(session.max_len - 1, 0, -1)
             capacities = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in sizes}
             for length, eos in itertools.product(capacities.values(), kinds):
-                for num in (1, 1, min(session.slots, 2)):  # a lone row moves, and another one comes after it
-                    self._decode(session, num, length, 2, eos)
-            for num, eos in itertools.product((session.slots, 1), kinds):
-                # Prompts that are read together, and rows that are cancelled while they run, a lone one too.
-                self._decode(session, num, 1, WARM_TOKENS, eos, are_equal=False)
+                self._decode(session, length, 2, eos)
+            for num, eos in itertools.product((1, 3), kinds):
+                self._come_and_go(session, num, eos)
             if session.setup.race is not None:
-                self._decode(session, session.slots, 1, WARM_TOKENS, ())
+                self._decode(session, 1, WARM_TOKENS, ())
 
-    def _decode(
-        self, session: Session, num: int, length: int, new: int, eos: tuple[int, ...], are_equal: bool = True
-    ) -> None:
-        """Decodes `num` samples of a prompt of this length until one has ended, or as many prompts for a few rounds."""
+    def _row(self, session: Session, length: int, new: int, eos: tuple[int, ...]) -> Row:
+        """A row of all that a request may ask for."""
         new = min(new, session.max_len - length)
         asked = Sampling(max_new_tokens=new, eos=eos, logprobs=0, prompt_logprobs=0)
         if session.setup.decoder.drafter.predict is not None:  # all predictions then have the same room
             asked = dataclasses.replace(asked, prediction=[0] * self.params.max_len)
-        row = row_of(self.params, [0] * length, asked, session.max_len)
-        rows = [row if are_equal else dataclasses.replace(row, tokens=list(row.tokens)) for _ in range(num)]
-        handles = [session.admit_row(row) for row in rows]
-        session.step(None if are_equal else FEWEST_ROUNDS)  # these read in chunks of another size
+        return row_of(self.params, [0] * length, asked, session.max_len)
+
+    def _decode(self, session: Session, length: int, new: int, eos: tuple[int, ...]) -> None:
+        """Decodes samples of a prompt until one has ended. They come into the session one after another."""
+        row = self._row(session, length, new, eos)
+        handles = [session.admit_row(row) for _ in range(session.slots)]
+        session.step()
         for handle in handles:
             session.cancel(handle)
             session.take(handle)
+
+    def _come_and_go(self, session: Session, num: int, eos: tuple[int, ...]) -> None:
+        """Lets prompts that are read together come to `num` rows that run, and go one after another."""
+        row = self._row(session, 1, WARM_TOKENS, eos)
+        rows = [dataclasses.replace(row, tokens=list(row.tokens)) for _ in range(session.slots)]
+        handles = [session.admit_row(one) for one in rows[:num]]
+        session.step(FEWEST_ROUNDS)
+        handles += [session.admit_row(one) for one in rows[num:]]
+        for _ in rows:
+            session.step(FEWEST_ROUNDS)
+        for handle in handles:
+            session.cancel(handle)
+            session.take(handle)
+            session.step(FEWEST_ROUNDS)
 
 
 def _wake(job: Job) -> None:

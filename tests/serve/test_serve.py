@@ -334,6 +334,31 @@ def test_a_row_that_is_cancelled_compiles_nothing(engine):
     other.close()
 
 
+def test_rows_that_come_and_go_compile_nothing(engine):
+    """Prompts of all lengths, one row and several, samples, rows that end and rows that are cancelled."""
+    other, rng = Engine(engine.params, slots=9), np.random.default_rng(0)
+    other._warm()
+    session, sizes = other._lanes[0].session, set()
+    decoder = session.setup.decoder
+    programs = decoder.begin, decoder.prefill, decoder.insert, decoder.clear, decoder.loop
+    before, fit, open_ = [one._cache_size() for one in programs], session._fit, []
+    session._fit = lambda num: (fit(num), sizes.add(session._num_rows))
+    for _ in range(90):
+        for _ in range(min(int(rng.integers(-3, 10)), session.num_free)):
+            length = int(rng.choice([1, 5, 70, session.max_len - 40]))
+            row = other._row(session, length, int(rng.integers(1, 40)), tuple(engine.params.eos))
+            open_.append(session.admit_row(row))
+        session.step(int(rng.integers(1, 4)))
+        for handle in list(open_):
+            if rng.random() < 0.1:
+                session.cancel(handle)
+            if session.take(handle).finish_reason is not None:
+                open_.remove(handle)
+    assert sizes == {1, 4, 9}
+    assert [one._cache_size() for one in programs] == before
+    other.close()
+
+
 def test_a_full_queue_refuses(params):
     engine = Engine(params, slots=2, plain_slots=0, max_waiting=2)
     engine.status = READY  # without its thread, nothing ever gets a slot
