@@ -171,7 +171,8 @@ class _Lane:
             return 1  # someone reads each round, or the first text
         if self.session.num_running < len(self.open):  # between two rounds a chunk of a waiting prompt is read
             return FEWEST_ROUNDS
-        return max(int(PIECE_SECONDS * (1 + is_whole) / self.round_seconds), FEWEST_ROUNDS)
+        is_full = self.session.num_free == 0  # else a request that comes now would wait for the end of a long call
+        return max(int(PIECE_SECONDS * (1 + (is_whole and is_full)) / self.round_seconds), FEWEST_ROUNDS)
 
     def run(self, leaving: list[int], rows: dict[int, Row], rounds: int) -> dict[int, Taken]:
         """Does what was planned. Returns what the rows gave. All processes must call this."""
