@@ -217,8 +217,8 @@ class Session:
                 print(answer.index, answer.text)
 
     Without a tree of `params` or of the call, one is chosen that should pay for greedy rows while all slots are busy.
-    If none does, decoding is plain; with the CPU kernels it is plain only while many rows are busy, and drafts are made
-    in a tree that should pay for a single row.
+    If none does, or if rows are `packed`, with the CPU kernels the tree is one that should pay for a single row, and
+    decoding is plain while many rows are busy and drafts do not pay. Elsewhere it is plain if none pays.
 
     Programs are compiled for the number of slots and the size of the caches. The caches begin at 512 slots per row and
     grow by a factor of four when longer rows come in. Predictions have 512 places per row, which grow
@@ -257,10 +257,10 @@ class Session:
         speculation = Speculation(**settings)
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
-        setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0, is_refilled=True)
         may_draft = speculation.speculate and speculation.adaptive in (None, True) and params.drafter is not None
-        if setup.plan.tree is None and may_draft and rates_here(params.mesh is None).skips_positions:
-            # Drafts may still pay while few slots are busy.
+        may_draft = may_draft and rates_here(params.mesh is None).skips_positions
+        setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0, is_refilled=True)
+        if may_draft and (packed or setup.plan.tree is None):  # drafts may still pay while few slots are busy
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0, is_refilled=True)
         if controls or logits_processor is not None:
             setup = setup.controlled(checked_processor(params, logits_processor))
