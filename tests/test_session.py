@@ -666,7 +666,7 @@ def test_a_long_prompt_does_not_hold_a_step_of_few_rounds(plain):
         assert session.take(handle).tokens.tolist() == text_of(params, prompt, 5)[:1]
 
 
-@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain", "beam", "pearl"}))
+@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain", "beam"}))
 def test_rows_are_packed_into_a_state_of_as_few_rows_as_they_need(monkeypatch, name):
     """Where programs of any number of rows give the same bits."""
     (params, how), asked, sizes = params_of(name), requests(24), set()

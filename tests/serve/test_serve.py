@@ -334,6 +334,7 @@ def test_a_row_that_is_cancelled_compiles_nothing(engine):
     other.close()
 
 
+@pytest.mark.slow
 def test_rows_that_come_and_go_compile_nothing(engine):
     """Prompts of all lengths, one row and several, samples, rows that end and rows that are cancelled."""
     other, rng = Engine(engine.params, slots=9), np.random.default_rng(0)
