@@ -84,7 +84,7 @@ def grow_tree(drafter, logits, root, noise, temperature):
     for level in range(DEPTH):
         perturbed = perturb(logits[level] + inject(drafter, tokens[frontier]), noise[level], temperature)
         logp, children = jax.lax.top_k(jax.nn.log_softmax(inverse_temperature * perturbed), WIDTH)
-        new_scores = (scores[frontier, None] + logp).ravel()
+        new_scores = (scores[frontier, None] + jnp.minimum(logp, 0)).ravel()  # rounded, a logp may be above 0
         parents = jnp.concatenate([parents, jnp.repeat(frontier, WIDTH)])
         frontier = len(tokens) + jax.lax.top_k(new_scores, WIDTH)[1]
         tokens, scores = jnp.concatenate([tokens, children.ravel()]), jnp.concatenate([scores, new_scores])
