@@ -5,8 +5,8 @@
 While the sections load and compile, no time is taken. When all are ready, or after `--patience`, they measure one after
 another. Every figure is a line of `--out`/SECTION.jsonl at once, so a run that is cut off keeps what it has. Sections:
 
-  rows-1, rows-8, rows-32: tokens/s of SmolLM2, plain and with a tree, at temperature 0 and 0.8, in turns.
-  texts: the greedy tokens of 64 prompts, plain and with the tree, 32 rows at once, to be compared elsewhere.
+  rows-1, rows-8, rows-32: tokens/s of SmolLM2, plain and with a tree, at temperature 0 and 0.8, in turns. The last one
+    also writes the greedy tokens of 64 prompts, plain and with the tree, to be compared elsewhere.
   transformers: `generate`, and with prompt lookup, on the prompts of rows-1.
   large: Llama-3-8B shapes with random weights: passes over 1, 8, 16 and 64 nodes, and the drafting of a chain.
 """
@@ -65,10 +65,6 @@ class Section:
         (self.args.work / f"{self.name}.done").touch()
 
 
-def questions(path: Path) -> list[str]:
-    return [json.loads(line)["turns"][0] for line in path.read_text().splitlines() if line.strip()]
-
-
 def smollm2(drafter: Path | str) -> Any:
     import hsd_jax
 
@@ -83,10 +79,11 @@ def _on_cpu() -> bool:
 
 def prompts_of(params: Any, path: Path) -> list[list[int]]:
     """The questions as the chat template asks them, those of at most 256 tokens."""
+    from hsd_jax.lab.bench.prompts import read_prompts
+
     words = params.tokenizer
-    texts = [words.render([{"role": "user", "content": text}], True) for text in questions(path)]
-    found = [words.raw.encode(text, add_special_tokens=False).ids for text in texts]
-    return [ids for ids in found if len(ids) <= 256]
+    found = read_prompts([path], lambda text: len(words.encode(text)), chat=words)
+    return [ids for ids in (prompt.tokens(words) for prompt in found) if len(ids) <= 256]
 
 
 def rows(section: Section, num: int) -> None:
@@ -120,14 +117,8 @@ def rows(section: Section, num: int) -> None:
                 written = sum(int(result.num_tokens.sum()) for _, result in parts)
                 speeds[arm] = written / sum(seconds for seconds, _ in parts)
                 if number == REPEATS:
-                    drafted = [result.stats for _, result in parts]
-                    tau = getattr(drafted[0], "tau", None)
-                    section.say(
-                        rows=num,
-                        temperature=temperature,
-                        arm=arm,
-                        tau=None if tau is None else [float(s.tau) for s in drafted],
-                    )
+                    tau = [float(result.stats.tau) for _, result in parts]
+                    section.say(rows=num, temperature=temperature, arm=arm, tau=tau)
             if number:  # the first one may compile
                 for arm in arms:
                     found[arm].append(speeds[arm])
