@@ -309,6 +309,8 @@ class Session:
         """Those whose rows are in the state: their prompts have been read, and they have not ended."""
         self._scored: tuple[Any, Any] = None, ()
         """The last prompt whose log-probabilities were told, and those: samples of a prompt share them."""
+        self._least_read = 0
+        """The least number of slots of the state into which prompts are read."""
         self._prediction_places = 0
         """Places per row in the state for predictions. 0: no row had one so far."""
 
@@ -409,6 +411,15 @@ class Session:
                 raise ValueError("reserve() must come before the first row: the caches exist already")
             with self._closes_on_error():
                 self.rows = self._empty(self._largest)
+
+    @contextlib.contextmanager
+    def reading_as_if(self, length: int) -> Iterator[None]:
+        """Prompts that are read meanwhile run the programs of prompts of this length, if they are shorter."""
+        self._least_read = first_capacity(length, length, self.setup.lookahead, self.max_len)
+        try:
+            yield
+        finally:
+            self._least_read = 0
 
     def step(self, rounds: int | None = None) -> None:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
@@ -587,13 +598,12 @@ class Session:
         `is_bounded`: a pass reads no more tokens of several prompts than of one, if it then takes fewer passes.
         """
         found, chunk, width = list[_Request](), self.setup.decoder.chunk, None
-        capacities = functools.partial(first_capacity, lookahead=self.setup.lookahead, max_len=self.max_len)
         for request in self._waiting:
             if any(request.row.tokens is one.row.tokens for one in found):
                 continue
             longest = max(len(one.row.tokens) for one in [*found, request])
             # Long prompts are read alone: their caches are large, and one program is enough.
-            if found and (len(found) == self._together or capacities(longest, longest) > capacities(1, 1)):
+            if found and (len(found) == self._together or self._to_read(longest) > self._to_read(1)):
                 break
             found.append(request)
         if is_bounded and len(found) > 1:
@@ -604,8 +614,12 @@ class Session:
             self._allow_controls()
         several, alone = self._together, sharding_lib.rows_multiple(self.params.mesh)  # further rows fill a mesh
         longest = max(len(request.row.tokens) for request in found)
-        read = self._unread(found, several if len(found) > 1 else alone, capacities(longest, longest), width=width)
+        read = self._unread(found, several if len(found) > 1 else alone, self._to_read(longest), width=width)
         read.state, self._reading = _begun(self.setup, read.given, read.capacity), read
+
+    def _to_read(self, length: int) -> int:
+        """The capacity of the state into which prompts of at most this length are read."""
+        return max(first_capacity(length, length, self.setup.lookahead, self.max_len), self._least_read)
 
     def _read_chunk(self) -> _Reading:
         """Queues the next chunk of the prompts on the device and does not wait for it."""
@@ -830,7 +844,7 @@ class Session:
         if num is None:
             return None
         if self._scored[0] is not row.tokens:
-            capacity = first_capacity(length, length, self.setup.lookahead, self.max_len)
+            capacity = self._to_read(length)
             given = self._given([row], sharding_lib.rows_multiple(self.params.mesh), capacity)
             told = self.setup.decoder.score(self.setup.held, given.tokens, given.length, capacity=capacity)
             found = [np.array(fetch(x)[0, :length]) for x in (told.chosen, told.tokens, told.values)]

@@ -302,6 +302,10 @@ class ControlledBy(NamedTuple):
     process: Processor | None = None
 
 
+COPIES = {"xla_backend_optimization_level": 2}
+"""How programs that copy rows are compiled on a CPU: LLVM's third level takes twice the time, and they run no faster."""
+
+
 class Decoder:
     """The compiled functions of one configuration. Everything static is fixed here, and everything else is traced.
 
@@ -337,7 +341,8 @@ class Decoder:
         prefill = make_prefill(config, drafter, self.chunk, cache_dtype, has_controls)
         self.prefill = self.compile(prefill, static_argnames=("capacity", "width"), donate_argnames="state")
         self.score = self.compile(make_score(config, self.chunk, cache_dtype), static_argnames="capacity")
-        self.insert = self.compile(insert, donate_argnums=0, static_argnames="are_new")
+        copies = {"compiler_options": COPIES} if self._program.platform == "cpu" else {}
+        self.insert = self.compile(insert, donate_argnums=0, static_argnames="are_new", **copies)
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)
         self.loop = self.compile(make_loop(config, step, drafter, process), donate_argnums=6)
 

@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from hsd_jax.kernels.program import OFF
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "gumbel"))
 HEADERS = tuple(FOLDER / f"{name}.h" for name in ("vectors", "amx", "integers", "tiles"))
-FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
+FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-fPIC")
 KERNELS = ("rows_matmul", "gated_mlp", "attend", "rms_norm", "rope", "gumbel", "first_best", "top_k", "gather")
 """The symbol of `rows_matmul` is HsdRowsMatmul, and so on."""
 
@@ -293,7 +294,13 @@ def _build(compiler: str, isa: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "native.so"
         flags = *FLAGS, *compiler_flags(isa), "-I", jax.ffi.include_dir()
-        _run([compiler, *flags, *map(str, SOURCES), "-o", str(built)])
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", at] for source, at in zip(SOURCES, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process of the compiler
+            list(pool.map(_run, commands))
+        _run([compiler, *FLAGS, "-shared", *objects, "-o", str(built)])
         with built.open("rb") as written:
             os.fsync(written.fileno())
         built.replace(library)

@@ -17,7 +17,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -411,28 +412,36 @@ class Engine:
         """Compiles every program that a request may need, and lets the sessions time their rounds."""
         ends, tokenizer = tuple(self.params.eos), self.params.tokenizer
         kinds = dict.fromkeys((ends, (*ends, *(() if tokenizer is None else tokenizer.line_ends))))
-        for session in [lane.session for lane in self._lanes]:
-            session.reserve()
-            sizes = range(session.max_len - 1, 0, -1)
-            capacities = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in sizes}
-            for length, eos in itertools.product(capacities.values(), kinds):
-                self._decode(session, length, 2, eos)
-            for num, eos in itertools.product((1, 3), kinds):
-                self._come_and_go(session, num, eos)
+        sessions = [lane.session for lane in self._lanes]
+        # Several processes must all compile in the same order.
+        with ThreadPoolExecutor(1 if self._is_one_of_several else len(sessions)) as pool:
+            list(pool.map(lambda session: self._compile(session, kinds), sessions))
+        for session in sessions:
             if session.setup.race is not None:
-                self._decode(session, 1, WARM_TOKENS, ())
+                self._decode(session, WARM_TOKENS, ())
 
-    def _row(self, session: Session, length: int, new: int, eos: tuple[int, ...]) -> Row:
+    def _compile(self, session: Session, kinds: Iterable[tuple[int, ...]]) -> None:
+        """Compiles the programs of a session for prompts of all lengths, and for end tokens of these kinds."""
+        session.reserve()
+        lengths = range(1, session.max_len)
+        of_each = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in lengths}
+        for length, eos in itertools.product(of_each.values(), kinds):
+            with session.reading_as_if(length):
+                self._decode(session, 2, eos)
+        for num, eos in itertools.product((1, 3), kinds):
+            self._come_and_go(session, num, eos)
+
+    def _row(self, session: Session, new: int, eos: tuple[int, ...]) -> Row:
         """A row of all that a request may ask for."""
-        new = min(new, session.max_len - length)
+        new = min(new, session.max_len - 1)
         asked = Sampling(max_new_tokens=new, eos=eos, logprobs=0, prompt_logprobs=0)
         if session.setup.decoder.drafter.predict is not None:  # all predictions then have the same room
             asked = dataclasses.replace(asked, prediction=[0] * self.params.max_len)
-        return row_of(self.params, [0] * length, asked, session.max_len)
+        return row_of(self.params, [0], asked, session.max_len)
 
-    def _decode(self, session: Session, length: int, new: int, eos: tuple[int, ...]) -> None:
+    def _decode(self, session: Session, new: int, eos: tuple[int, ...]) -> None:
         """Decodes samples of a prompt until one has ended. They come into the session one after another."""
-        row = self._row(session, length, new, eos)
+        row = self._row(session, new, eos)
         handles = [session.admit_row(row) for _ in range(session.slots)]
         session.step()
         for handle in handles:
@@ -441,7 +450,7 @@ class Engine:
 
     def _come_and_go(self, session: Session, num: int, eos: tuple[int, ...]) -> None:
         """Lets prompts that are read together come to `num` rows that run, and go one after another."""
-        row = self._row(session, 1, WARM_TOKENS, eos)
+        row = self._row(session, WARM_TOKENS, eos)
         rows = [dataclasses.replace(row, tokens=list(row.tokens)) for _ in range(session.slots)]
         handles = [session.admit_row(one) for one in rows[:num]]
         session.step(FEWEST_ROUNDS)

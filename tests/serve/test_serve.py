@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 import threading
@@ -341,14 +342,14 @@ def test_rows_that_come_and_go_compile_nothing(engine):
     other._warm()
     session, sizes = other._lanes[0].session, set()
     decoder = session.setup.decoder
-    programs = decoder.begin, decoder.prefill, decoder.insert, decoder.clear, decoder.loop
+    programs = decoder.begin, decoder.prefill, decoder.insert, decoder.clear, decoder.loop, decoder.score
     before, fit, open_ = [one._cache_size() for one in programs], session._fit, []
     session._fit = lambda num: (fit(num), sizes.add(session._num_rows))
     for _ in range(90):
         for _ in range(min(int(rng.integers(-3, 10)), session.num_free)):
             length = int(rng.choice([1, 5, 70, session.max_len - 40]))
-            row = other._row(session, length, int(rng.integers(1, 40)), tuple(engine.params.eos))
-            open_.append(session.admit_row(row))
+            row = other._row(session, int(rng.integers(1, 40)), tuple(engine.params.eos))
+            open_.append(session.admit_row(dataclasses.replace(row, tokens=[0] * length)))
         session.step(int(rng.integers(1, 4)))
         for handle in list(open_):
             if rng.random() < 0.1:
