@@ -66,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
     key = read_key(args.api_key_file)
     if key is None and not is_local(args.host):
         options.say(f"warning: anyone who reaches {args.host} can use this server; set {KEY_VARIABLE}")
-    import jax
-
     from hsd_jax.serve.app import make_app
     from hsd_jax.serve.engine import Engine
     from hsd_jax.serve.metrics import Metrics
@@ -77,10 +75,6 @@ def run(args: argparse.Namespace) -> int:
     args.target = getattr(args, "target", None) or options.default_target()
     options.say(f"loading {args.target}")
     params = options.load_params(args)
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        raise ValueError(
-            "several processes of CPUs: Gloo mixes up what they exchange; serve with one, or on GPUs or TPUs"
-        )
     name = args.name or str(args.target)
     max_len = None if hasattr(args, "max_len") else min(params.max_len, MOST_TOKENS)
     settings: dict[str, Any] = options.given(args, SpeculationSettings) | {

@@ -303,7 +303,7 @@ class ControlledBy(NamedTuple):
 
 
 COPIES = {"xla_backend_optimization_level": 2}
-"""How programs that copy rows are compiled on a CPU: LLVM's third level takes twice the time, and they run no faster."""
+"""How programs that copy rows are compiled on a CPU: LLVM's third level takes twice the time, for no more speed."""
 
 
 class Decoder:

@@ -300,7 +300,7 @@ def _build(compiler: str, isa: str, library: Path) -> None:
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process of the compiler
             list(pool.map(_run, commands))
-        _run([compiler, *FLAGS, "-shared", *objects, "-o", str(built)])
+        _run([compiler, *FLAGS, "-shared", *objects.values(), "-o", str(built)])
         with built.open("rb") as written:
             os.fsync(written.fileno())
         built.replace(library)
