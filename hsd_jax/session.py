@@ -414,12 +414,12 @@ class Session:
 
     @contextlib.contextmanager
     def reading_as_if(self, length: int) -> Iterator[None]:
-        """Prompts that are read meanwhile run the programs of prompts of this length, if they are shorter."""
-        self._least_read = first_capacity(length, length, self.setup.lookahead, self.max_len)
+        """Inside, prompts run the programs that prompts of this length run, so that these are compiled."""
+        before, self._least_read = self._least_read, self._to_read(length)
         try:
             yield
         finally:
-            self._least_read = 0
+            self._least_read = before
 
     def step(self, rounds: int | None = None) -> None:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     key = read_key(args.api_key_file)
     if key is None and not is_local(args.host):
         options.say(f"warning: anyone who reaches {args.host} can use this server; set {KEY_VARIABLE}")
+    import jax
+
     from hsd_jax.serve.app import make_app
     from hsd_jax.serve.engine import Engine
     from hsd_jax.serve.metrics import Metrics
@@ -75,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
     args.target = getattr(args, "target", None) or options.default_target()
     options.say(f"loading {args.target}")
     params = options.load_params(args)
+    # With several threads XLA starts exchanges of one program at the same time. Gloo knows them by their order alone.
+    is_one_thread = os.environ.get("NPROC") == "1" and jax.local_device_count() == 1
+    if jax.process_count() > 1 and jax.default_backend() == "cpu" and not is_one_thread:
+        raise ValueError("several processes of CPUs: expected NPROC=1 in the environment, and one device in each")
     name = args.name or str(args.target)
     max_len = None if hasattr(args, "max_len") else min(params.max_len, MOST_TOKENS)
     settings: dict[str, Any] = options.given(args, SpeculationSettings) | {

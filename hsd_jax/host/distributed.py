@@ -85,10 +85,9 @@ def fail() -> None:
 def _connect(given: dict[str, Any], timeout_seconds: int) -> None:
     # With this service jax would catch SIGTERM, and the process would not end.
     jax.config.update("jax_enable_preemption_service", False)
-    # XLA on a CPU starts exchanges that do not depend on each other at the same time, those of two programs and, with
-    # several threads, those of one. Gloo tells them apart by their order alone. NPROC is XLA's number of such threads.
+    # XLA on a CPU would run programs at the same time that do not depend on each other. Gloo tells what processes
+    # exchange apart by its order alone.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    os.environ.setdefault("NPROC", "1")
     times = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
     try:
         jax.distributed.initialize(*given.values(), **times)

@@ -341,8 +341,9 @@ class Decoder:
         prefill = make_prefill(config, drafter, self.chunk, cache_dtype, has_controls)
         self.prefill = self.compile(prefill, static_argnames=("capacity", "width"), donate_argnames="state")
         self.score = self.compile(make_score(config, self.chunk, cache_dtype), static_argnames="capacity")
-        copies = {"compiler_options": COPIES} if self._program.platform == "cpu" else {}
-        self.insert = self.compile(insert, donate_argnums=0, static_argnames="are_new", **copies)
+        is_optimized = self._program.platform == "cpu" and not jax.config.read("jax_disable_most_optimizations")
+        options = {"compiler_options": COPIES} if is_optimized else {}
+        self.insert = self.compile(insert, donate_argnums=0, static_argnames="are_new", **options)
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)
         self.loop = self.compile(make_loop(config, step, drafter, process), donate_argnums=6)
 

@@ -294,10 +294,8 @@ def _build(compiler: str, isa: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "native.so"
         flags = *FLAGS, *compiler_flags(isa), "-I", jax.ffi.include_dir()
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
-        commands = [
-            [compiler, *flags, "-c", str(source), "-o", at] for source, at in zip(SOURCES, objects, strict=True)
-        ]
+        objects = {source: f"{folder}/{source.stem}.o" for source in SOURCES}
+        commands = [[compiler, *flags, "-c", str(source), "-o", made] for source, made in objects.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process of the compiler
             list(pool.map(_run, commands))
         _run([compiler, *FLAGS, "-shared", *objects.values(), "-o", str(built)])

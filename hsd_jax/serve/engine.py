@@ -1,8 +1,8 @@
 """The engine: a thread that owns the sessions, and the jobs that come to it from other threads.
 
-All calls of a session, and so of the device, are made by this thread. It repeats: end the jobs that were cancelled or
-are late, admit rows in the order in which they came, run rounds, hand out what they gave. Other threads add jobs and
-read what came of them. None of them waits for a device.
+Once all programs are compiled, all calls of a session, and so of the device, are made by this thread. It repeats: end
+the jobs that were cancelled or are late, admit rows in the order in which they came, run rounds, hand out what they
+gave. Other threads add jobs and read what came of them. None of them waits for a device.
 
 If there are several processes, process 0 has the jobs. It tells the others what it does in each turn; they `follow`.
 """
@@ -18,7 +18,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -412,10 +411,25 @@ class Engine:
         """Compiles every program that a request may need, and lets the sessions time their rounds."""
         ends, tokenizer = tuple(self.params.eos), self.params.tokenizer
         kinds = dict.fromkeys((ends, (*ends, *(() if tokenizer is None else tokenizer.line_ends))))
-        sessions = [lane.session for lane in self._lanes]
-        # Several processes must all compile in the same order.
-        with ThreadPoolExecutor(1 if self._is_one_of_several else len(sessions)) as pool:
-            list(pool.map(lambda session: self._compile(session, kinds), sessions))
+        sessions, failures = [lane.session for lane in self._lanes], list[BaseException]()
+
+        def compile_beside(session: Session) -> None:
+            try:
+                self._compile(session, kinds)
+            except BaseException as error:
+                failures.append(error)
+
+        # On a mesh two threads could start their programs in another order on each device.
+        beside = sessions[1:] if self.params.mesh is None else []
+        threads = [threading.Thread(target=compile_beside, args=(session,), daemon=True) for session in beside]
+        for thread in threads:
+            thread.start()
+        for session in sessions[: len(sessions) - len(beside)]:
+            self._compile(session, kinds)
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
         for session in sessions:
             if session.setup.race is not None:
                 self._decode(session, WARM_TOKENS, ())
@@ -423,6 +437,7 @@ class Engine:
     def _compile(self, session: Session, kinds: Iterable[tuple[int, ...]]) -> None:
         """Compiles the programs of a session for prompts of all lengths, and for end tokens of these kinds."""
         session.reserve()
+        race, session.setup = session.setup.race, dataclasses.replace(session.setup, race=None)  # others compile beside
         lengths = range(1, session.max_len)
         of_each = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in lengths}
         for length, eos in itertools.product(of_each.values(), kinds):
@@ -430,14 +445,16 @@ class Engine:
                 self._decode(session, 2, eos)
         for num, eos in itertools.product((1, 3), kinds):
             self._come_and_go(session, num, eos)
+        session.setup = dataclasses.replace(session.setup, race=race)
 
     def _row(self, session: Session, new: int, eos: tuple[int, ...]) -> Row:
         """A row of all that a request may ask for."""
-        new = min(new, session.max_len - 1)
+        num = min(session.setup.decoder.chunk + 2, session.max_len)  # two chunks
+        new = min(new, session.max_len - num)
         asked = Sampling(max_new_tokens=new, eos=eos, logprobs=0, prompt_logprobs=0)
         if session.setup.decoder.drafter.predict is not None:  # all predictions then have the same room
             asked = dataclasses.replace(asked, prediction=[0] * self.params.max_len)
-        return row_of(self.params, [0], asked, session.max_len)
+        return row_of(self.params, [0] * num, asked, session.max_len)
 
     def _decode(self, session: Session, new: int, eos: tuple[int, ...]) -> None:
         """Decodes samples of a prompt until one has ended. They come into the session one after another."""

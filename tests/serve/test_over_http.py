@@ -430,7 +430,11 @@ def test_two_processes_serve_as_one(params):
     """Process 0 answers, and the other does the same with its half of the model. Each gets SIGTERM under load."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         run = {"HSD_COORDINATOR": f"127.0.0.1:{one.getsockname()[1]}", "HSD_NUM_PROCESSES": "2"}
-    run |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    run |= {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "NPROC": "1",
+    }
     options = "--mesh", "model=2", "--precision", "exact", "--slots", "4", "--max-body", "100000"
     with contextlib.closing(Process(*options, **run, HSD_PROCESS_ID="1")) as other:
         with contextlib.closing(Process(*options, **run, HSD_PROCESS_ID="0")) as server:
