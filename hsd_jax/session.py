@@ -77,6 +77,9 @@ STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 MOST_SLOTS = 4096
 PATIENCE, PATIENCE_OF_CALLS = 2, 16
 """How long a row with stop strings may go on after one: rounds of a session or stream, and tokens of `decode`."""
+PATIENCE_OF_PACKS = 1.0
+"""The seconds for which fewer rows must have sufficed before rows move into a smaller state. A move makes new caches:
+0.4 s for SmolLM2, 8 slots of 4096 tokens and float32."""
 MOST_TOGETHER = 8
 """The largest number of prompts that a session reads together."""
 DEFAULT = Speculation()
@@ -232,8 +235,9 @@ class Session:
         compiled once more when the first request has such a setting.
       logits_processor: as `decode(logits_processor=)`, for all rows.
       packed: whether rows that run are packed into a state of as few rows as they need: 1, 4, 16, ... or all. Idle
-        slots then cost little. Each size needs programs of its own, compiled when they are first needed. It does
-        nothing on a mesh, and where the bits of a row depend on the number of rows.
+        slots then cost little. They move into a smaller state when it has sufficed for a second. Each size needs
+        programs of its own, compiled when they are first needed. It does nothing on a mesh, and where the bits of a row
+        depend on the number of rows.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.
@@ -290,6 +294,8 @@ class Session:
         """The number of rows of the state, one of `_sizes`, and the slots of its largest caches."""
         self._sizes = (num_rows,)
         """Ascending."""
+        self._patience, self._needed = PATIENCE_OF_PACKS, -math.inf
+        """Seconds, and the `time.perf_counter()` at which so many rows were last needed."""
         # Further rows of a pass cost nothing only where kernels skip them, and change nothing only where products have
         # the same bits for any number of rows.
         self._is_free = setup.is_exact and params.mesh is None and not setup.is_apart
@@ -413,23 +419,31 @@ class Session:
                 self.rows = self._empty(self._largest)
 
     @contextlib.contextmanager
-    def reading_as_if(self, length: int) -> Iterator[None]:
-        """Inside, prompts run the programs that prompts of this length run, so that these are compiled."""
-        before, self._least_read = self._least_read, self._to_read(length)
+    def rehearsing(self, length: int = 1) -> Iterator[None]:
+        """Inside, all programs of prompts of this length run, so that they are compiled.
+
+        Shorter prompts run them, too, and rows move into smaller states at once.
+        """
+        before = self._least_read, self._patience
+        self._least_read, self._patience = self._to_read(length), 0.0
         try:
             yield
         finally:
-            self._least_read = before
+            self._least_read, self._patience = before
 
-    def step(self, rounds: int | None = None) -> None:
+    def step(self, rounds: int | None = None, is_urgent: bool | None = None) -> None:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
 
-        Up to 8 prompts are read together, and with `rounds` in shorter chunks: someone may wait for the tokens of every
-        round. Where no row runs, a chunk counts as a round, but for the last one of a prompt. It returns as soon as a
-        row ends, and at once if the session has no row and no waiting prompt. After an error of the device the session
-        is closed, and every open handle gives "failed".
+        Up to 8 prompts are read together. Where no row runs, a chunk counts as a round, but for the last one of a
+        prompt. It returns as soon as a row ends, and at once if the session has no row and no waiting prompt. After an
+        error of the device the session is closed, and every open handle gives "failed".
+
+        Args:
+          is_urgent: whether someone waits for the tokens of every round. Several prompts are then read in shorter
+            chunks. None: if `rounds` is given.
         """
         take(Count | None, rounds, "rounds")
+        take(Flag | None, is_urgent, "is_urgent")
         left, has_ended = UNBOUNDED if rounds is None else rounds, False
         with self._alone(), self._closes_on_error():
             while not has_ended and left > 0:
@@ -437,7 +451,7 @@ class Session:
                     if self._insert():
                         return
                 if self._reading is None and len(self._waiting) >= (1 if self._num_empty else self._together):
-                    self._begin_reading(is_bounded=rounds is not None)
+                    self._begin_reading(is_bounded=rounds is not None if is_urgent is None else is_urgent)
                 num, is_reading = self.num_running, self._reading is not None and self._reading.num_left > 0
                 if num:
                     if not self._waiting:
@@ -668,9 +682,12 @@ class Session:
         return has_ended
 
     def _fit(self, num: int) -> None:
-        """Moves the rows that run into the smallest state that has room for `num` rows."""
-        num_rows = next(size for size in self._sizes if size >= num)
-        if self.rows is None or num_rows == self._num_rows:
+        """Moves the rows that run into a state that has room for `num` rows, or into one that has had for some time."""
+        num_rows, now = next(size for size in self._sizes if size >= num), time.perf_counter()
+        if num_rows >= self._num_rows:
+            self._needed = now
+        is_soon = num_rows < self._num_rows and now < self._needed + self._patience
+        if self.rows is None or num_rows == self._num_rows or is_soon:
             return
         old, places = self.rows, np.full(self._num_rows, -1, np.int32)
         self._num_rows = num_rows

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -114,8 +115,9 @@ class _Seat:
     """When its last token came."""
 
 
-Plan = tuple[list[int], dict[int, Row], int]
-"""What a session does next: rows to be cancelled, new rows, and the number of rounds. Rows are named by numbers."""
+Plan = tuple[list[int], dict[int, Row], int, bool]
+"""What a session does next: rows to be cancelled, new rows, the number of rounds, and whether someone waits for the
+tokens of each. Rows are named by numbers."""
 _PLANS = TypeAdapter(list[Plan])
 
 
@@ -126,7 +128,7 @@ def _agreed(plans: list[Plan] | None) -> list[Plan] | None:
     if not (text := told(b"" if plans is None else _PLANS.dump_json(plans))):
         return None
     found = _PLANS.validate_json(text)
-    for _, rows, _ in found:  # samples of a prompt share its tokens, and so are read once
+    for _, rows, _, _ in found:  # samples of a prompt share its tokens, and so are read once
         tokens: list[int] = []
         for key, row in rows.items():
             tokens = tokens if row.tokens == tokens else row.tokens
@@ -162,11 +164,10 @@ class _Lane:
             rows[key] = row
             self.open[key] = _Seat(job, number, len(row.tokens), now)
         self.leaving = []
-        return leaving, rows, self._num_rounds if self.open else 0
-
-    @property
-    def _num_rounds(self) -> int:
         is_whole = all(seat.job.is_whole for seat in self.open.values())
+        return leaving, rows, self._num_rounds(is_whole) if self.open else 0, not is_whole
+
+    def _num_rounds(self, is_whole: bool) -> int:
         if any(seat.job.by_pass for seat in self.open.values()) or not (self.session.num_running or is_whole):
             return 1  # someone reads each round, or the first text
         if self.session.num_running < len(self.open):  # between two rounds a chunk of a waiting prompt is read
@@ -174,7 +175,7 @@ class _Lane:
         is_full = self.session.num_free == 0  # else a request that comes now would wait for the end of a long call
         return max(int(PIECE_SECONDS * (1 + (is_whole and is_full)) / self.round_seconds), FEWEST_ROUNDS)
 
-    def run(self, leaving: list[int], rows: dict[int, Row], rounds: int) -> dict[int, Taken]:
+    def run(self, leaving: list[int], rows: dict[int, Row], rounds: int, is_urgent: bool) -> dict[int, Taken]:
         """Does what was planned. Returns what the rows gave. All processes must call this."""
         for key in leaving:
             self.session.cancel(self._handles[key])
@@ -183,7 +184,7 @@ class _Lane:
             self._handles[key] = self.session.admit_row(row)
         if rounds:
             num, start = self.session.num_running, time.monotonic()
-            self.session.step(rounds)
+            self.session.step(rounds, is_urgent)
             if self.session.num_running == num == len(self._handles):  # else it ran fewer rounds, or read prompts
                 self.round_seconds = max((time.monotonic() - start) / rounds, 1e-6)
         found = {key: self.session.take(handle) for key, handle in self._handles.items()}
@@ -441,10 +442,11 @@ class Engine:
         lengths = range(1, session.max_len)
         of_each = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in lengths}
         for length, eos in itertools.product(of_each.values(), kinds):
-            with session.reading_as_if(length):
+            with session.rehearsing(length):
                 self._decode(session, 2, eos)
         for num, eos in itertools.product((1, 3), kinds):
-            self._come_and_go(session, num, eos)
+            with session.rehearsing():
+                self._come_and_go(session, num, eos)
         session.setup = dataclasses.replace(session.setup, race=race)
 
     def _row(self, session: Session, new: int, eos: tuple[int, ...]) -> Row:
@@ -470,14 +472,15 @@ class Engine:
         row = self._row(session, WARM_TOKENS, eos)
         rows = [dataclasses.replace(row, tokens=list(row.tokens)) for _ in range(session.slots)]
         handles = [session.admit_row(one) for one in rows[:num]]
-        session.step(FEWEST_ROUNDS)
+        step = partial(session.step, FEWEST_ROUNDS, is_urgent=num == 1)
+        step()
         handles += [session.admit_row(one) for one in rows[num:]]
         for _ in rows:
-            session.step(FEWEST_ROUNDS)
+            step()
         for handle in handles:
             session.cancel(handle)
             session.take(handle)
-            session.step(FEWEST_ROUNDS)
+            step()
 
 
 def _wake(job: Job) -> None:

@@ -279,7 +279,7 @@ from hsd_jax.session import Session
 
 plain = Session.step
 
-def step(session, rounds=None):
+def step(session, rounds=None, is_urgent=None):
     if os.path.exists({path!r}):
         raise RuntimeError("the device is lost")
     plain(session, rounds)

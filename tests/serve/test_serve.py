@@ -305,9 +305,9 @@ def test_a_client_that_goes_away_frees_its_slot(engine, stream, leaves_after):
     steps, lane = [], engine._lanes[0]
     plain = lane.session.step
 
-    def step(rounds: int) -> None:
+    def step(rounds: int, is_urgent: bool) -> None:
         steps.append(rounds)
-        plain(rounds)
+        plain(rounds, is_urgent)
 
     lane.session.step = step
     try:
@@ -345,12 +345,13 @@ def test_rows_that_come_and_go_compile_nothing(engine):
     programs = decoder.begin, decoder.prefill, decoder.insert, decoder.clear, decoder.loop, decoder.score
     before, fit, open_ = [one._cache_size() for one in programs], session._fit, []
     session._fit = lambda num: (fit(num), sizes.add(session._num_rows))
-    for _ in range(90):
-        for _ in range(min(int(rng.integers(-3, 10)), session.num_free)):
+    for turn in range(90):
+        session._patience = turn // 60
+        for _ in range(min(int(rng.choice([0, 0, 0, 0, 1, 3, 9])), session.num_free)):
             length = int(rng.choice([1, 5, 70, session.max_len - 40]))
             row = other._row(session, int(rng.integers(1, 40)), tuple(engine.params.eos))
             open_.append(session.admit_row(dataclasses.replace(row, tokens=[0] * length)))
-        session.step(int(rng.integers(1, 4)))
+        session.step(int(rng.integers(1, 4)), is_urgent=bool(rng.random() < 0.5))
         for handle in list(open_):
             if rng.random() < 0.1:
                 session.cancel(handle)
@@ -393,7 +394,7 @@ def test_the_first_text_comes_after_one_round(params, is_whole, first):
     """Unless nobody reads it before the end, or others run, between whose rounds the prompt is read."""
     engine, steps = Engine(params, slots=3, plain_slots=0), []
     lane = engine._lanes[0]
-    lane.session.step = lambda rounds: (steps.append(rounds), Session.step(lane.session, rounds))
+    lane.session.step = lambda rounds, urgent: (steps.append(rounds), Session.step(lane.session, rounds, urgent))
     engine.status = READY
     for num in (1, 2):
         engine.submit(Job(rows_for(engine), is_whole=is_whole))
@@ -458,7 +459,7 @@ def test_a_device_error_is_told_to_all(params):
     session = engine._lanes[0].session
     can_go = threading.Event()
 
-    def fail(rounds: int) -> None:
+    def fail(rounds: int, is_urgent: bool) -> None:
         can_go.wait(60)
         with session._closes_on_error():
             raise RuntimeError("the device is lost")
