@@ -672,11 +672,28 @@ def test_rows_are_packed_into_a_state_of_as_few_rows_as_they_need(monkeypatch, n
     (params, how), asked, sizes = params_of(name), requests(24), set()
     run = Session.run
     monkeypatch.setattr(Session, "run", lambda self, *a: sizes.add(len(self.rows[0].length)) or run(self, *a))
+    monkeypatch.setattr("hsd_jax.session.PATIENCE_OF_PACKS", 0.0)
     with Session(params, slots=8, packed=True, **how) as session:
         found = play(session, asked, seed=1)
         assert sizes <= {1, 4, 8}
         assert (len(sizes) > 1) == (session.setup.is_exact and not session.setup.is_apart)
     assert_as_alone(asked, found)
+
+
+def test_rows_stay_where_they_are_for_a_while(monkeypatch):
+    monkeypatch.setattr("hsd_jax.session.PATIENCE_OF_PACKS", 60.0)
+    params, how = params_of("plain")
+    with Session(params, slots=2, packed=True, **how) as session:
+        handles = [session.admit([3, i, 5], 40, eos=()) for i in (1, 2)]
+        session.step(2)
+        assert session.num_running == 2
+        session.cancel(handles[0])
+        session.step(1)
+        assert len(session.rows[0].length) == 2
+        session._needed -= 60.0
+        session.step(1)
+        assert len(session.rows[0].length) == 1
+        assert finish(session, handles[1])[0] == text_of(params, [3, 2, 5], 40)
 
 
 def test_a_row_that_moves_without_its_caches_is_found(monkeypatch, fresh_programs):
