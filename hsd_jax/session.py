@@ -294,8 +294,8 @@ class Session:
         """The number of rows of the state, one of `_sizes`, and the slots of its largest caches."""
         self._sizes = (num_rows,)
         """Ascending."""
-        self._patience, self._needed = PATIENCE_OF_PACKS, -math.inf
-        """Seconds, and the `time.perf_counter()` at which so many rows were last needed."""
+        self._needed = -math.inf
+        """The `time.perf_counter()` at which so many rows were last needed."""
         # Further rows of a pass cost nothing only where kernels skip them, and change nothing only where products have
         # the same bits for any number of rows.
         self._is_free = setup.is_exact and params.mesh is None and not setup.is_apart
@@ -315,8 +315,8 @@ class Session:
         """Those whose rows are in the state: their prompts have been read, and they have not ended."""
         self._scored: tuple[Any, Any] = None, ()
         """The last prompt whose log-probabilities were told, and those: samples of a prompt share them."""
-        self._least_read = 0
-        """The least number of slots of the state into which prompts are read."""
+        self._rehearsed = 0
+        """While programs are only compiled (`rehearsing`), the least slots of the state into which prompts are read."""
         self._prediction_places = 0
         """Places per row in the state for predictions. 0: no row had one so far."""
 
@@ -420,16 +420,15 @@ class Session:
 
     @contextlib.contextmanager
     def rehearsing(self, length: int = 1) -> Iterator[None]:
-        """Inside, all programs of prompts of this length run, so that they are compiled.
+        """Inside, rows run only so that programs are compiled: those of prompts of this length, or of longer ones.
 
-        Shorter prompts run them, too, and rows move into smaller states at once.
+        Rows move into smaller states at once. There is no race: others may compile beside.
         """
-        before = self._least_read, self._patience
-        self._least_read, self._patience = self._to_read(length), 0.0
+        self._rehearsed = self._to_read(length)
         try:
             yield
         finally:
-            self._least_read, self._patience = before
+            self._rehearsed = 0
 
     def step(self, rounds: int | None = None, is_urgent: bool | None = None) -> None:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
@@ -451,7 +450,7 @@ class Session:
                     if self._insert():
                         return
                 if self._reading is None and len(self._waiting) >= (1 if self._num_empty else self._together):
-                    self._begin_reading(is_bounded=rounds is not None if is_urgent is None else is_urgent)
+                    self._begin_reading(rounds is not None if is_urgent is None else is_urgent)
                 num, is_reading = self.num_running, self._reading is not None and self._reading.num_left > 0
                 if num:
                     if not self._waiting:
@@ -606,10 +605,10 @@ class Session:
 
     # --- the steps: read prompts, insert their rows, run rounds, collect the tokens, end rows -------------------------
 
-    def _begin_reading(self, is_bounded: bool) -> None:
+    def _begin_reading(self, is_urgent: bool) -> None:
         """Chooses the waiting prompts that are read next.
 
-        `is_bounded`: a pass reads no more tokens of several prompts than of one, if it then takes fewer passes.
+        `is_urgent`: a pass reads no more tokens of several prompts than of one, if it then takes fewer passes.
         """
         found, chunk, width = list[_Request](), self.setup.decoder.chunk, None
         for request in self._waiting:
@@ -620,7 +619,7 @@ class Session:
             if found and (len(found) == self._together or self._to_read(longest) > self._to_read(1)):
                 break
             found.append(request)
-        if is_bounded and len(found) > 1:
+        if is_urgent and len(found) > 1:
             width, lengths = chunk // self._together, [len(one.row.tokens) for one in found]
             if _num_chunks(lengths, width) >= sum(_num_chunks([length], chunk) for length in lengths):
                 found, width = found[:1], None
@@ -633,7 +632,7 @@ class Session:
 
     def _to_read(self, length: int) -> int:
         """The capacity of the state into which prompts of at most this length are read."""
-        return max(first_capacity(length, length, self.setup.lookahead, self.max_len), self._least_read)
+        return max(first_capacity(length, length, self.setup.lookahead, self.max_len), self._rehearsed)
 
     def _read_chunk(self) -> _Reading:
         """Queues the next chunk of the prompts on the device and does not wait for it."""
@@ -686,8 +685,8 @@ class Session:
         num_rows, now = next(size for size in self._sizes if size >= num), time.perf_counter()
         if num_rows >= self._num_rows:
             self._needed = now
-        is_soon = num_rows < self._num_rows and now < self._needed + self._patience
-        if self.rows is None or num_rows == self._num_rows or is_soon:
+        is_soon = now < self._needed + PATIENCE_OF_PACKS and not self._rehearsed
+        if self.rows is None or num_rows == self._num_rows or (num_rows < self._num_rows and is_soon):
             return
         old, places = self.rows, np.full(self._num_rows, -1, np.int32)
         self._num_rows = num_rows
@@ -753,7 +752,7 @@ class Session:
         with self._closes_on_error():
             most = self._most_rounds(rounds)
             is_timed = self._running and not reads and self._num_rows == self._sizes[-1]
-            if self.setup.race is not None and is_timed and most == UNBOUNDED:
+            if self.setup.race is not None and is_timed and most == UNBOUNDED and not self._rehearsed:
                 raced, has_ended = self._race(self.setup.race, rounds)
                 rounds -= raced if rounds < UNBOUNDED else 0
             while rounds > 0 and self.num_running >= least_live and not (has_ended and rounds < UNBOUNDED):

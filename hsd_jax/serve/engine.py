@@ -414,19 +414,17 @@ class Engine:
         kinds = dict.fromkeys((ends, (*ends, *(() if tokenizer is None else tokenizer.line_ends))))
         sessions, failures = [lane.session for lane in self._lanes], list[BaseException]()
 
-        def compile_beside(session: Session) -> None:
+        def compile_all(session: Session) -> None:
             try:
                 self._compile(session, kinds)
             except BaseException as error:
                 failures.append(error)
 
-        # On a mesh two threads could start their programs in another order on each device.
-        beside = sessions[1:] if self.params.mesh is None else []
-        threads = [threading.Thread(target=compile_beside, args=(session,), daemon=True) for session in beside]
+        threads = [threading.Thread(target=compile_all, args=(session,), daemon=True) for session in sessions]
         for thread in threads:
             thread.start()
-        for session in sessions[: len(sessions) - len(beside)]:
-            self._compile(session, kinds)
+            if self.params.mesh is not None:  # two threads could start their programs in another order on each device
+                thread.join()
         for thread in threads:
             thread.join()
         if failures:
@@ -438,7 +436,6 @@ class Engine:
     def _compile(self, session: Session, kinds: Iterable[tuple[int, ...]]) -> None:
         """Compiles the programs of a session for prompts of all lengths, and for end tokens of these kinds."""
         session.reserve()
-        race, session.setup = session.setup.race, dataclasses.replace(session.setup, race=None)  # others compile beside
         lengths = range(1, session.max_len)
         of_each = {first_capacity(n, n, session.setup.lookahead, session.max_len): n for n in lengths}
         for length, eos in itertools.product(of_each.values(), kinds):
@@ -447,11 +444,10 @@ class Engine:
         for num, eos in itertools.product((1, 3), kinds):
             with session.rehearsing():
                 self._come_and_go(session, num, eos)
-        session.setup = dataclasses.replace(session.setup, race=race)
 
     def _row(self, session: Session, new: int, eos: tuple[int, ...]) -> Row:
         """A row of all that a request may ask for."""
-        num = min(session.setup.decoder.chunk + 2, session.max_len)  # two chunks
+        num = max(min(session.setup.decoder.chunk + 2, session.max_len // 2), 1)  # two chunks, where they fit
         new = min(new, session.max_len - num)
         asked = Sampling(max_new_tokens=new, eos=eos, logprobs=0, prompt_logprobs=0)
         if session.setup.decoder.drafter.predict is not None:  # all predictions then have the same room

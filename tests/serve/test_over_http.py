@@ -426,6 +426,18 @@ def test_after_kill_it_starts_again():
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_two_processes_of_cpus_with_several_threads_are_refused():
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        run = {"HSD_COORDINATOR": f"127.0.0.1:{one.getsockname()[1]}", "HSD_NUM_PROCESSES": "2"}
+    run |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    with contextlib.ExitStack() as stack:
+        two = [Process("--mesh", "model=2", **run, HSD_PROCESS_ID=str(i)) for i in range(2)]
+        for process in two:
+            stack.enter_context(contextlib.closing(process))
+        assert any([process.process.wait(120) for process in two])
+    assert any("several processes of CPUs" in line for process in two for line in process.said)
+
+
 def test_two_processes_serve_as_one(params):
     """Process 0 answers, and the other does the same with its half of the model. Each gets SIGTERM under load."""
     with socket.create_server(("127.0.0.1", 0)) as one:

@@ -336,7 +336,7 @@ def test_a_row_that_is_cancelled_compiles_nothing(engine):
 
 
 @pytest.mark.slow
-def test_rows_that_come_and_go_compile_nothing(engine):
+def test_rows_that_come_and_go_compile_nothing(engine, monkeypatch):
     """Prompts of all lengths, one row and several, samples, rows that end and rows that are cancelled."""
     other, rng = Engine(engine.params, slots=9), np.random.default_rng(0)
     other._warm()
@@ -346,7 +346,7 @@ def test_rows_that_come_and_go_compile_nothing(engine):
     before, fit, open_ = [one._cache_size() for one in programs], session._fit, []
     session._fit = lambda num: (fit(num), sizes.add(session._num_rows))
     for turn in range(90):
-        session._patience = turn // 60
+        monkeypatch.setattr("hsd_jax.session.PATIENCE_OF_PACKS", turn // 60)
         for _ in range(min(int(rng.choice([0, 0, 0, 0, 1, 3, 9])), session.num_free)):
             length = int(rng.choice([1, 5, 70, session.max_len - 40]))
             row = other._row(session, int(rng.integers(1, 40)), tuple(engine.params.eos))
