@@ -336,9 +336,10 @@ def test_a_row_that_is_cancelled_compiles_nothing(engine):
 
 
 @pytest.mark.slow
-def test_rows_that_come_and_go_compile_nothing(engine, monkeypatch):
+def test_rows_that_come_and_go_compile_nothing(monkeypatch):
     """Prompts of all lengths, one row and several, samples, rows that end and rows that are cancelled."""
-    other, rng = Engine(engine.params, slots=9), np.random.default_rng(0)
+    params = hsd_jax.load("demo", max_len=900)  # prompts are read into states of two capacities
+    other, rng = Engine(params, slots=9), np.random.default_rng(0)
     other._warm()
     session, sizes = other._lanes[0].session, set()
     decoder = session.setup.decoder
@@ -349,7 +350,7 @@ def test_rows_that_come_and_go_compile_nothing(engine, monkeypatch):
         monkeypatch.setattr("hsd_jax.session.PATIENCE_OF_PACKS", turn // 60)
         for _ in range(min(int(rng.choice([0, 0, 0, 0, 1, 3, 9])), session.num_free)):
             length = int(rng.choice([1, 5, 70, session.max_len - 40]))
-            row = other._row(session, int(rng.integers(1, 40)), tuple(engine.params.eos))
+            row = other._row(session, int(rng.integers(1, 40)), tuple(params.eos))
             open_.append(session.admit_row(dataclasses.replace(row, tokens=[0] * length)))
         session.step(int(rng.integers(1, 4)), is_urgent=bool(rng.random() < 0.5))
         for handle in list(open_):
