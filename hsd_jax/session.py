@@ -48,6 +48,7 @@ from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.planning.race import Race
 from hsd_jax.planning.rates import rates_here
+from hsd_jax.prefixes import Block, Prefixes, resumed
 from hsd_jax.settings import (
     NEW_TOKENS,
     OF_TEXT,
@@ -69,7 +70,7 @@ from hsd_jax.setup import (
 )
 from hsd_jax.tokenizer import IncrementalDecoder, StopSearch
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, Costs, DecodeState, Drafts, Limits, Processor
-from hsd_jax.validation import Count, Flag, OneOf, shown, take, takes
+from hsd_jax.validation import Count, Flag, OneOf, Whole, shown, take, takes
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token or a stop string, its `max_new_tokens`, `cancel` or `close`, or an error
@@ -101,6 +102,9 @@ class RequestStats:
     drafter: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The drafter's own counts, by name. With predictions: `accepted_prediction_tokens`, tokens of the text that were
     predicted, and `rejected_prediction_tokens`, tokens that were drafted from a prediction and are not in the text."""
+    num_cached: int = 0
+    """The tokens of its prompt that were not read, because an earlier row began with them (`Session(prefix_tokens=)`).
+    """
     seed: int = 0
     """The seed of its draws, given or drawn."""
     defaults: dict[str, Any] | None = None
@@ -166,6 +170,7 @@ class _Request:
     """The number of its tokens that the host has fetched, prompt included."""
     place: int = -1
     """Its row of the state while it runs."""
+    num_cached: int = 0
     search: StopSearch | None = None
     """Holds the new tokens and their text if the request has stop strings."""
     new: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -201,6 +206,8 @@ class _Reading:
     width: int | None = None
     """The number of tokens of a prompt that a chunk has. None: the largest."""
     state: DecodeState | None = None
+    num_cached: int = 0
+    """The number of tokens that an earlier row has in common with the prompt, and that are not read again."""
 
 
 class Session:
@@ -238,6 +245,9 @@ class Session:
         slots then cost little. They move into a smaller state when it has sufficed for a second. Each size needs
         programs of its own, compiled when they are first needed. It does nothing on a mesh, and where the bits of a row
         depend on the number of rows.
+      prefix_tokens: room, in tokens, for the states of rows that have ended. A prompt that begins as one of them is
+        read from where it differs, in steps of 64 tokens. Texts do not change. 0: none are kept. It does nothing where
+        `packed` does nothing, and with a steered drafter.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.
@@ -252,11 +262,13 @@ class Session:
         controls: bool = False,
         logits_processor: Processor | None = None,
         packed: bool = False,
+        prefix_tokens: int = 0,
         **settings: Unpack[SpeculationSettings],
     ):
         take(int, slots, "slots", ge=1, le=MOST_SLOTS)
         take(Flag, controls, "controls")
         take(Flag, packed, "packed")
+        take(Whole, prefix_tokens, "prefix_tokens")
         take(int | None, max_len, "max_len", ge=1, le=params.max_len)
         speculation = Speculation(**settings)
         multiple = sharding_lib.rows_multiple(params.mesh)
@@ -274,10 +286,13 @@ class Session:
         self._begin(params, setup, num_rows, slots, max_len)
         if packed and self._is_free:
             self._sizes = (*itertools.takewhile(lambda n: n < num_rows, (4**i for i in itertools.count())), num_rows)
-        while_moving = self.most_bytes * self._sizes[-2] // num_rows if len(self._sizes) > 1 else 0
+        more_rows = self._sizes[-2] if len(self._sizes) > 1 else 0  # while they move
+        if prefix_tokens and self._is_free and setup.decoder.drafter.reads_on:
+            self._prefixes = Prefixes(prefix_tokens, setup.decoder.chunk)
+            more_rows += -(-prefix_tokens // self._largest)
         check_free(
             params.mesh,
-            self.most_bytes + while_moving,
+            self.most_bytes * (num_rows + more_rows) // num_rows,
             f"a session of {slots} slots of up to {self.max_len} tokens: its caches may take",
             "Open it with fewer slots or a smaller max_len",
         )
@@ -319,6 +334,7 @@ class Session:
         """While programs are only compiled (`rehearsing`), the least slots of the state into which prompts are read."""
         self._prediction_places = 0
         """Places per row in the state for predictions. 0: no row had one so far."""
+        self._prefixes: Prefixes | None = None
 
     @property
     def plan(self) -> Plan:
@@ -497,6 +513,7 @@ class Session:
                 with self._closes_on_error():
                     if request in self._running:
                         self._leave([request])
+                        self._keep(request)
                         self._clear(request.place)
                     else:
                         self._waiting.remove(request)
@@ -611,12 +628,14 @@ class Session:
         `is_urgent`: a pass reads no more tokens of several prompts than of one, if it then takes fewer passes.
         """
         found, chunk, width = list[_Request](), self.setup.decoder.chunk, None
+        blocks = self._known(self._waiting[0].row)
         for request in self._waiting:
             if any(request.row.tokens is one.row.tokens for one in found):
                 continue
             longest = max(len(one.row.tokens) for one in [*found, request])
-            # Long prompts are read alone: their caches are large, and one program is enough.
-            if found and (len(found) == self._together or self._to_read(longest) > self._to_read(1)):
+            # Long prompts are read alone: their caches are large, and one program is enough. So are the others' ends.
+            is_long = self._to_read(longest) > self._to_read(1)
+            if found and (len(found) == self._together or is_long or blocks or self._known(request.row)):
                 break
             found.append(request)
         if is_urgent and len(found) > 1:
@@ -629,6 +648,23 @@ class Session:
         longest = max(len(request.row.tokens) for request in found)
         read = self._unread(found, several if len(found) > 1 else alone, self._to_read(longest), width=width)
         read.state, self._reading = _begun(self.setup, read.given, read.capacity), read
+        if blocks:
+            read.state, read.num_cached = resumed(read.state, blocks, chunk), len(blocks) * chunk
+            read.num_left -= len(blocks)
+
+    def _known(self, row: Row) -> list[Block]:
+        """The blocks of chunks of the prompt that need not be read again."""
+        if self._prefixes is None or self._rehearsed:
+            return []
+        return self._prefixes.find(np.array(row.tokens, np.int32))
+
+    def _keep(self, request: _Request) -> None:
+        """Keeps the caches of a row that ends, unless it has failed or drew nothing: NaN would have shown."""
+        if self._prefixes is not None and not self._rehearsed and request.length > len(request.row.tokens):
+            assert self.rows is not None
+            text = np.array(fetch(self.rows[0].tokens)[request.place, : request.length])
+            if text[-1] != INVALID_TOKEN:
+                self._prefixes.keep(self.rows[0], request.place, text)
 
     def _to_read(self, length: int) -> int:
         """The capacity of the state into which prompts of at most this length are read."""
@@ -654,6 +690,7 @@ class Session:
         for place, request in enumerate(following):
             if request in come:
                 slots[place] = self._enter(request)
+                request.num_cached = read.num_cached
         requests = [old if new is None else new for old, new in zip(read.requests, following, strict=True)]
         if requests != read.requests:  # further samples of the prompts
             own = self._given([one.row for one in requests], len(slots), read.capacity)
@@ -824,6 +861,7 @@ class Session:
                 ended.append(request)
         self._leave(ended)
         for request in ended:
+            self._keep(request)
             if request.search is not None and request.search.found is not None:
                 request.finish_reason, request.stop_reason = STOP, request.search.found
                 self._clear(request.place)
@@ -846,7 +884,8 @@ class Session:
             found = _stats_of(self.setup, self.rows[0], [request.place for request in requests])
             for request, stats in zip(requests, found, strict=True):
                 asked = request.row.asked
-                request.stats = dataclasses.replace(stats, seed=asked.seed, defaults=asked.defaults)
+                more = {"num_cached": request.num_cached, "seed": asked.seed, "defaults": asked.defaults}
+                request.stats = dataclasses.replace(stats, **more)
                 self._running.remove(request)
 
     def _clear(self, slot: int) -> None:

@@ -407,6 +407,8 @@ class Drafter(NamedTuple):
     """`follow(models, state, verdict, output, num_committed) -> state`, called after up to max_depth + 1 plain passes
     without drafts. The path of the verdict lists the nodes of these passes in order. None: the drafter must draft in
     every round."""
+    reads_on: bool = True
+    """Whether `read` may begin at any chunk, if only the `KVCache`s of the state hold the tokens before it."""
     drafts_ahead: bool = False
     """Whether a round drafts tokens that later rounds verify. Rules that judge jointly cannot judge such drafts."""
     counts: Callable[[Any], dict[str, Int[Array, "B"]]] | None = None

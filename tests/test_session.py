@@ -58,8 +58,11 @@ def params_of(name: str) -> tuple[Params, dict]:
 
 
 def requests(num: int, seed: int = 5) -> list[Asked]:
-    """Requests of all kinds: prompts of 1 to 70 tokens, which is two chunks; limits of 0 to 24 tokens."""
-    rng, found = np.random.default_rng(seed), []
+    """Requests of all kinds: prompts of 1 to 70 tokens, which is two chunks; limits of 0 to 24 tokens.
+
+    The long prompts begin alike.
+    """
+    rng, found, long = np.random.default_rng(seed), [], np.random.default_rng(0).integers(0, VOCAB, 66).tolist()
     for row in range(num):
         length = int(rng.choice([1, 2, 5, 9, 16, 70]))
         temperature = float(rng.choice([0.0, 0.8, 1.0]))
@@ -71,7 +74,8 @@ def requests(num: int, seed: int = 5) -> list[Asked]:
             "seed": int(rng.integers(2**32)),
             "eos": tuple(rng.integers(0, VOCAB, rng.integers(0, 3)).tolist()),
         }
-        found.append(Asked(row, rng.integers(0, VOCAB, length).tolist(), settings))
+        tokens = rng.integers(0, VOCAB, length).tolist()
+        found.append(Asked(row, tokens if length < 70 else long + tokens[66:], settings))
     return found
 
 
@@ -135,7 +139,7 @@ def assert_as_alone(asked: list[Asked], found: dict[int, tuple[list[int], str]])
 def test_a_row_says_what_it_says_alone(name):
     params, how = params_of(name)
     asked = requests(24)
-    with Session(params, slots=SLOTS, **how) as session:
+    with Session(params, slots=SLOTS, prefix_tokens=64, **how) as session:
         found = play(session, asked)
     assert_as_alone(asked, found)
     assert {end for _, end in found.values()} == {"stop", "length", "cancelled"}
@@ -673,7 +677,7 @@ def test_rows_are_packed_into_a_state_of_as_few_rows_as_they_need(monkeypatch, n
     run = Session.run
     monkeypatch.setattr(Session, "run", lambda self, *a: sizes.add(len(self.rows[0].length)) or run(self, *a))
     monkeypatch.setattr("hsd_jax.session.PATIENCE_OF_PACKS", 0.0)
-    with Session(params, slots=8, packed=True, **how) as session:
+    with Session(params, slots=8, packed=True, prefix_tokens=64, **how) as session:
         found = play(session, asked, seed=1)
         assert sizes <= {1, 4, 8}
         assert (len(sizes) > 1) == (session.setup.is_exact and not session.setup.is_apart)

@@ -1,4 +1,4 @@
-"""`hsd chat`: a conversation in the terminal. The library streams the answers, there is no server."""
+"""`hsd chat`: a conversation in the terminal. A session writes the answers, there is no server."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Json
 
 from hsd_jax.cli import options
 from hsd_jax.lab.bench.tables import print_pieces
 from hsd_jax.settings import Length, SamplingSettings, SpeculationSettings
+
+if TYPE_CHECKING:
+    from hsd_jax.session import RequestStats, Session, Taken
 
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 SAMPLING = "temperature", "top_k", "top_p", "min_p", *PENALTIES, "defaults", "seed", "ignore_eos"
@@ -62,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
     params, is_terminal = options.load_params(args), sys.stdin.isatty()
     if params.tokenizer is None or not params.tokenizer.has_chat_template:
         raise ValueError("hsd chat needs a chat template, and the checkpoint has none; hsd generate continues texts")
-    settings = options.given(args, Length, SamplingSettings, SpeculationSettings)
-    settings["tree"] = None if params.drafter is None else options.tree_asked(args, params)
+    speculation = options.given(args, SpeculationSettings)
+    speculation["tree"] = None if params.drafter is None else options.tree_asked(args, params)
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    chat = Chat(params, settings, args.system, is_coloured)
+    text = options.given(args, Length, SamplingSettings)
+    chat = Chat(params, text, speculation, args.system, is_coloured, options.slot_tokens(args, params))
     options.say("/help shows the commands. The first answer waits until programs are compiled.")
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -94,19 +99,37 @@ def _read(is_terminal: bool) -> str:
 
 @dataclasses.dataclass
 class Chat:
-    """A conversation. `settings` are those of `stream`; `is_coloured`: passes of the target have colours."""
+    """A conversation of at most `max_len` tokens. `is_coloured`: passes of the target have colours."""
 
     params: Any
-    settings: dict[str, Any]
+    text: dict[str, Any]
+    """The settings of the text, as of `Session.admit`."""
+    speculation: dict[str, Any]
+    """Those of speculation, as of `Session`."""
     system: str | None
     is_coloured: bool
+    max_len: int
     turns: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    sessions: dict[bool, Session] = dataclasses.field(default_factory=dict)
+    """With and without drafts. They keep the states of the conversation, so a turn reads only what is new."""
+
+    @property
+    def session(self) -> Session:
+        """That of the next answer."""
+        from hsd_jax.config import bucket
+        from hsd_jax.session import Session
+
+        speculate = self.speculation.get("speculate", True)
+        if speculate not in self.sessions:
+            room = bucket(self.max_len)
+            self.sessions[speculate] = Session(self.params, 1, self.max_len, prefix_tokens=room, **self.speculation)
+        return self.sessions[speculate]
 
     def obey(self, command: str) -> None:
         """Does what a command says, and prints it."""
         if command == "/plain":
-            self.settings["speculate"] = not self.settings.get("speculate", True)
-            options.say("decodes with drafts" if self.settings["speculate"] else "decodes plainly")
+            self.speculation["speculate"] = not self.speculation.get("speculate", True)
+            options.say("decodes with drafts" if self.speculation["speculate"] else "decodes plainly")
         elif command == "/new":
             self.turns.clear()
             options.say("a new conversation")
@@ -115,15 +138,12 @@ class Chat:
 
     def answer(self, message: str) -> None:
         """Prints the answer to a message and its figures. What was printed stays in the conversation."""
-        import hsd_jax
-
         if not message:
             return
         self.turns.append({"role": "user", "content": message})
         said: list[str] = []
         try:
-            rounds = 1 if self.is_coloured else None  # several passes a piece take less time
-            pieces = hsd_jax.stream(self.params, **self._request(), rounds=rounds)
+            pieces = self.pieces()
             with _stoppable() as stops, contextlib.closing(pieces):
                 found, times, stats = print_pieces(self._shown(pieces, stops, said))
             print()
@@ -140,7 +160,7 @@ class Chat:
             figures.append(f"tau {sum(counts) / len(counts):.2f}")
         if sum(counts[1:]):  # the first piece waits for compilation and prefill
             figures.append(f"{sum(counts[1:]) / (times[-1] - times[0]):,.0f} tokens/s")
-        figures += ["plain"] * (not self.settings.get("speculate", True)) + ["stopped"] * (stats is None)
+        figures += ["plain"] * (not self.speculation.get("speculate", True)) + ["stopped"] * (stats is None)
         figures += ["cut at the limit"] * (bool(found) and found[-1].finish_reason == "length")
         options.say(f"[{', '.join(figures)}]")
 
@@ -150,11 +170,36 @@ class Chat:
         from hsd_jax.settings import Sampling
 
         prompt = [{"role": "system", "content": self.system}] * bool(self.system) + self.turns
-        num = len(encode(self.params, prompt, Sampling(template=self.settings.get("template")))[0])
-        if (left := self.params.max_len - num) < 1:
-            raise ValueError(f"the conversation has {num} tokens of max_len={self.params.max_len}: /new begins another")
-        most = self.settings["max_new_tokens"]
-        return self.settings | {"prompt": prompt, "max_new_tokens": left if most is None else min(most, left)}
+        num = len(encode(self.params, prompt, Sampling(template=self.text.get("template")))[0])
+        if (left := self.max_len - num) < 1:
+            raise ValueError(f"the conversation has {num} tokens of max_len={self.max_len}: /new begins another")
+        most = self.text["max_new_tokens"]
+        return self.text | {"prompt": prompt, "max_new_tokens": left if most is None else min(most, left)}
+
+    def pieces(self) -> Generator[Taken, None, RequestStats | None]:
+        """The next answer. In colour a piece is that of one pass; several passes a piece take less time."""
+        from hsd_jax.infer.loop import Pace
+
+        session, pace = self.session, Pace(1 if self.is_coloured else None)
+        handle, has_ended = session.admit(**self._request()), False
+        try:
+            while True:
+                start, is_read = time.perf_counter(), session.num_running > 0
+                session.step(pace.num_rounds)
+                if is_read:
+                    pace.learn(time.perf_counter() - start)
+                taken = session.take(handle)
+                has_ended = taken.finish_reason is not None
+                if taken.error is not None:
+                    raise ValueError(taken.error)
+                if len(taken.tokens) or taken.text or has_ended:
+                    yield taken
+                if has_ended:
+                    return taken.stats
+        finally:
+            if not has_ended:
+                session.cancel(handle)
+                session.take(handle)
 
     def _shown(self, pieces: Generator[Any, None, Any], stops: list[int], said: list[str]) -> Generator[Any, None, Any]:
         """The pieces as they are printed, until a signal is in `stops`. `said` gets their texts."""

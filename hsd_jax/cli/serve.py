@@ -19,8 +19,6 @@ from hsd_jax.validation import Positive, Whole
 NEEDED = "starlette", "uvicorn", "prometheus_client"
 KEY_VARIABLE = "HSD_API_KEY"
 LOCAL = "127.0.0.1"
-MOST_TOKENS = 4096
-"""The length of a slot without --max-len. Its caches are made at the start."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -51,6 +49,8 @@ HSD_API_KEY=... hsd serve --demo --host 0.0.0.0 --port 8000
     options.add_value(group, "--slots N", options.COUNT, "answers that are written at the same time", 8)
     what = "slots for requests with speculate=false; 0: they are refused"
     options.add_value(group, "--plain-slots N", options.value_of(Whole), what, 1)
+    what = "room for the states of answers that have ended: a prompt that begins as one is read from where it differs"
+    options.add_value(group, "--prefix-tokens N", options.value_of(Whole), what, without="that of two slots")
     options.add_value(group, "--max-waiting N", options.COUNT, "answers that may wait for a slot; others get 429", 256)
     options.add_value(group, "--max-n N", options.COUNT, "answers that one request may ask for", 16)
     options.add_value(group, "--max-body BYTES", options.COUNT, "the largest body of a request", 4 * 2**20)
@@ -82,16 +82,16 @@ def run(args: argparse.Namespace) -> int:
     if jax.process_count() > 1 and jax.default_backend() == "cpu" and not is_one_thread:
         raise ValueError("several processes of CPUs: expected NPROC=1 in the environment, and one device in each")
     name = args.name or str(args.target)
-    max_len = None if hasattr(args, "max_len") else min(params.max_len, MOST_TOKENS)
     settings: dict[str, Any] = options.given(args, SpeculationSettings) | {
         "tree": None if params.drafter is None else options.tree_asked(args, params)
     }
     engine = Engine(
         params,
         args.slots,
-        max_len,
+        options.slot_tokens(args, params),
         plain_slots=args.plain_slots,
         max_waiting=args.max_waiting,
+        prefix_tokens=args.prefix_tokens,
         metrics=Metrics(name),
         **settings,
     )

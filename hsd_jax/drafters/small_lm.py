@@ -300,7 +300,8 @@ def small_lm_drafter(
 
     of_round = (draft, commit) if is_chain else tree_round(config, tree, scheme, steered)
     feature_layers, lookahead = () if steered is None else steered.feature_layers, depth + max_pending
-    return Drafter(init, read, *of_round, scheme, depth, feature_layers, lookahead, follow=follow)
+    reads_on = steered is None  # else a chunk needs the states of the token before it
+    return Drafter(init, read, *of_round, scheme, depth, feature_layers, lookahead, follow=follow, reads_on=reads_on)
 
 
 DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)

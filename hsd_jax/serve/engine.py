@@ -200,6 +200,7 @@ class Engine:
       plain_slots: slots of a second session for requests that want no drafts. 0: such requests are refused, unless
         the session never drafts.
       max_waiting: largest number of rows that wait for a slot.
+      prefix_tokens: as of `Session`, for each session. None: the tokens of two slots.
       settings: further arguments of `Session`.
     """
 
@@ -210,14 +211,17 @@ class Engine:
         max_len: int | None = None,
         plain_slots: int = 1,
         max_waiting: int = 256,
+        prefix_tokens: int | None = None,
         metrics: Metrics | None = None,
         **settings: Any,
     ):
         self.params, self.max_waiting, self.metrics = params, max_waiting, metrics or Metrics("hsd")
-        session = Session(params, slots, max_len, controls=True, packed=True, **settings)
+        room = 2 * (params.max_len if max_len is None else max_len) if prefix_tokens is None else prefix_tokens
+        both: dict[str, Any] = {"controls": True, "prefix_tokens": room}
+        session = Session(params, slots, max_len, packed=True, **both, **settings)
         self._lanes = [_Lane(session, self.metrics)]
         if plain_slots and session.plan.tree is not None:
-            plain = Session(params, plain_slots, max_len, controls=True, speculate=False)
+            plain = Session(params, plain_slots, max_len, **both, speculate=False)
             self._lanes.append(_Lane(plain, self.metrics))
         self.max_len, self.slots, self.plan = session.max_len, slots, session.plan
         self.status, self.error = STARTING, ""

@@ -35,6 +35,8 @@ class Metrics:
         self._usage = made(Gauge, "kv_cache_usage_perc", "The share of the places of all slots that hold a token")
         self._prompt = made(Counter, "prompt_tokens", "Tokens of prompts of ended rows")
         self._new = made(Counter, "generation_tokens", "New tokens")
+        self._queried = made(Counter, "prefix_cache_queries", "Tokens of prompts of ended rows")
+        self._cached = made(Counter, "prefix_cache_hits", "Those of them that an earlier row began with")
         self._ended = made(Counter, "request_success", "Ended rows", "finished_reason")
         self._failed = made(Counter, "request_failures", "Requests that got an error", "reason")
         self.queue_seconds = made(Histogram, "request_queue_time_seconds", "From request to slot", buckets=_WHOLE)
@@ -65,10 +67,12 @@ class Metrics:
     def count_row(self, row: Row, taken: Taken, seconds: float) -> None:
         """Counts a row that has ended."""
         self._prompt.inc(len(row.tokens))
+        self._queried.inc(len(row.tokens))
         if taken.finish_reason != FAILED:
             self._ended(taken.finish_reason).inc()
         self._whole.observe(seconds)
         if taken.stats is not None:
+            self._cached.inc(taken.stats.num_cached)
             found = speculative(taken.stats)
             self._drafts.inc(found["num_spec_steps"])
             self._drafted.inc(found["num_draft_tokens"])

@@ -319,7 +319,7 @@ class Answer:
             "model": model,
         }
         self._has_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        self._num_new, self._stats, self._offsets = 0, list[RequestStats](), dict[int, int]()
+        self._num_new, self._offsets, self._stats = 0, dict[int, int](), dict[int, RequestStats]()
 
     def whole(self, pieces: Iterable[tuple[int, Taken]]) -> dict[str, Any]:
         """The answer that these pieces are."""
@@ -346,26 +346,28 @@ class Answer:
     @property
     def usage(self) -> dict[str, Any]:
         """The numbers of tokens so far."""
-        num = sum(len(row.tokens) for row in self.job.rows if row.fold == 0)
+        prompts = [number for number, row in enumerate(self.job.rows) if row.fold == 0]
+        num = sum(len(self.job.rows[number].tokens) for number in prompts)
         found: dict[str, Any] = {"prompt_tokens": num, "completion_tokens": self._num_new}
         found["total_tokens"] = num + self._num_new
+        cached = sum(self._stats[number].num_cached for number in prompts if number in self._stats)
+        found["prompt_tokens_details"] = {"cached_tokens": cached}
         if self.asked.prediction is not None:
             names = "accepted_prediction_tokens", "rejected_prediction_tokens"
-            counts = {name: sum(stats.drafter.get(name, 0) for stats in self._stats) for name in names}
+            counts = {name: sum(stats.drafter.get(name, 0) for stats in self._stats.values()) for name in names}
             found["completion_tokens_details"] = counts
         return found
 
     @property
     def metrics(self) -> dict[str, Any]:
         """Those of the answer. Null for speculation if there are several rows, as in vLLM."""
-        stats = self._stats[0] if len(self.job.rows) == 1 and self._stats else None
-        return of_answer(self.job, stats, self._num_new)
+        return of_answer(self.job, self._stats.get(0) if len(self.job.rows) == 1 else None, self._num_new)
 
     def _choice(self, number: int, taken: Sequence[Taken]) -> dict[str, Any]:
         """What a row says in these pieces."""
         text, tokens, last = "".join(one.text or "" for one in taken), _tokens_of(taken), taken[-1]
         is_first, self._num_new = number not in self._offsets, self._num_new + len(tokens)
-        self._stats += [] if last.stats is None else [last.stats]
+        self._stats |= {} if last.stats is None else {number: last.stats}
         choice: dict[str, Any] = {"index": number}
         prompt = self.job.rows[number].tokens
         echoed = prompt if is_first and not self.is_chat and self.asked.echo else []

@@ -60,6 +60,17 @@ def test_an_answer_knows_the_turns_before_it(templated, talk):
     assert err.count("passes of the target, tau 1.00") == 4 and "a new conversation" in err
 
 
+def test_a_turn_reads_only_what_is_new(templated):
+    one = Chat(hsd_jax.load(templated), {"max_new_tokens": 4, "ignore_eos": True}, {}, "a cat " * 20, False, 200)
+    cached = []
+    for message in ("the dog", "the cat"):
+        one.turns.append({"role": "user", "content": message})
+        (*_, last) = one.pieces()
+        one.turns.append({"role": "assistant", "content": last.text})
+        cached.append(last.stats.num_cached)
+    assert cached[0] == 0 < cached[1]
+
+
 def test_plain_decodes_without_drafts(folders, talk):
     status, out, err = talk(*both(folders), *SHORT, *TREE, lines=["the cat", "/plain", "a dog"])
     assert (status, out) == (0, printed(*answers(folders.target, "the cat", "a dog", max_new_tokens=12)))
@@ -74,34 +85,37 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path, talk):
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(templated, talk, monkeypatch):
-    stream, prompts = hsd_jax.stream, []
+    unstopped, prompts = Chat.pieces, []
 
-    def interrupted(params, prompt, **settings):
-        prompts.append([turn["content"] for turn in prompt])
-        pieces = stream(params, prompt, **settings | {"rounds": 1})
+    def interrupted(self):
+        prompts.append([turn["content"] for turn in self.turns])
+        self.is_coloured = True  # each piece is that of one pass
+        pieces = unstopped(self)
         for num in range(5):
             yield next(pieces)
             if len(prompts) == 1 and num == 2:  # while the program waits for piece 3
                 signal.raise_signal(signal.SIGINT)
         return (yield from pieces)
 
-    monkeypatch.setattr(hsd_jax, "stream", interrupted)
+    monkeypatch.setattr(Chat, "pieces", interrupted)
     before = signal.getsignal(signal.SIGINT)
     status, out, err = talk("--target", templated, *SHORT, "--ignore-eos", lines=["the dog", "the cat"])
     assert status == 0 and signal.getsignal(signal.SIGINT) is before
     (whole,) = answers(templated, "the dog", max_new_tokens=12, ignore_eos=True)
+    for style in (*STYLES, "\x1b[39m"):
+        out = out.replace(style, "")
     part = out.splitlines()[0]
     assert whole.lstrip().startswith(part) and "[4 tokens" in err and "tokens/s, stopped]" in err
     assert prompts == [["the dog"], ["the dog", part.strip(), "the cat"]]
 
 
 def test_a_second_ctrl_c_ends_the_program(templated, talk, monkeypatch):
-    def stuck(params, prompt, **settings):
+    def stuck(self):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         yield
 
-    monkeypatch.setattr(hsd_jax, "stream", stuck)
+    monkeypatch.setattr(Chat, "pieces", stuck)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
         assert talk("--target", templated, lines=["the dog"])[0] == 130
@@ -112,10 +126,10 @@ def test_a_second_ctrl_c_ends_the_program(templated, talk, monkeypatch):
 def test_passes_have_colours(templated, capsys):
     params = hsd_jax.load(templated)
     settings = {"max_new_tokens": 6, "ignore_eos": True}
-    Chat(params, settings, None, is_coloured=True).answer("the dog")
+    Chat(params, settings, {}, None, is_coloured=True, max_len=64).answer("the dog")
     coloured = capsys.readouterr().out
     assert coloured.count(STYLES[0]) + coloured.count(STYLES[1]) >= 5  # a space alone may be left out
-    Chat(params, settings, None, is_coloured=False).answer("the dog")
+    Chat(params, settings, {}, None, is_coloured=False, max_len=64).answer("the dog")
     for style in (*STYLES, "\x1b[39m"):
         coloured = coloured.replace(style, "")
     assert coloured == capsys.readouterr().out
@@ -129,7 +143,7 @@ def test_an_answer_takes_the_room_that_is_left(templated, talk):
     assert status == 0 and "[3 tokens" in err and "cut at the limit]" in err
     status, out, err = talk("--target", templated, "--max-len", num, lines=["the dog"])
     assert (status, out) == (2, "") and f"{num} tokens of max_len={num}: /new begins another" in err
-    one = Chat(params, {"max_new_tokens": 3}, None, is_coloured=False)
+    one = Chat(params, {"max_new_tokens": 3}, {}, None, is_coloured=False, max_len=64)
     with pytest.raises(ValueError, match="/new begins another"):
         one.answer("the dog" * params.max_len)
     assert one.turns == []

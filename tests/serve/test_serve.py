@@ -245,14 +245,28 @@ def test_other_routes(client, params):
     assert error_of(client.post("/detokenize", json={"tokens": [10**6]}), 400)["param"] == "tokens"
 
 
-def test_metrics(client):
-    def read() -> dict[str, float]:
-        lines = [line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
-        return {name.replace('model_name="demo"', "").replace("{}", ""): float(value) for name, value in lines}
+def metrics_of(client) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
+    return {name.replace('model_name="demo"', "").replace("{}", ""): float(value) for name, value in lines}
 
-    before = read()
+
+def test_a_turn_reads_only_what_is_new(client, params):
+    turns, name = [{"role": "user", "content": "Please help me to find a good place to eat. " * 8}], "prefix_cache_hits"
+    before, cached = metrics_of(client), []
+    for question in ("Is it far?", "When does it close?"):
+        answer = client.post(CHAT, json={"messages": turns, "max_tokens": 24, "temperature": 0}).json()
+        text = answer["choices"][0]["message"]["content"]
+        assert text == hsd_jax.decode(params, turns, 24, speculate=False).text[0]
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        turns += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+    assert cached == [0, 64]
+    assert metrics_of(client)[f"vllm:{name}_total"] - before[f"vllm:{name}_total"] == 64
+
+
+def test_metrics(client):
+    before = metrics_of(client)
     told = client.post(TEXT, json=ENDLESS | {"max_tokens": 40}).json()
-    after = read()
+    after = metrics_of(client)
     grown = {name: after[name] - before.get(name, 0) for name in after}
     spec = told["metrics"]["speculative_decoding"]
     assert grown["vllm:generation_tokens_total"] == 40

@@ -1,0 +1,148 @@
+"""Prefix caching: a prompt is read on from the states of an earlier row, and nothing but the time changes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import setups
+from support.cases import cases
+from support.toy import VOCAB
+
+import hsd_jax
+from hsd_jax import prefixes as prefixes_lib
+from hsd_jax.config import NO_REUSE
+from hsd_jax.session import Session, Taken
+
+CHUNK, MAX_LEN = 64, 160
+LONG = np.random.default_rng(0).integers(0, VOCAB, 70).tolist()
+HOW = {"temperature": 0.8, "seed": 3, "eos": ()}
+
+
+def session_of(name: str, num_chunks: int, **more) -> Session:
+    one = setups.PROPOSERS[name]
+    params = setups.params_of(name, max_len=MAX_LEN, precision="exact")
+    params = params if one.tree is not None else dataclasses.replace(params, drafter_config=None)
+    reuse = {} if one.reuse == NO_REUSE else {"reuse": str(one.reuse)}
+    how = {"tree": one.tree, "speculate": one.tree is not None, **reuse, **more}
+    return Session(params, **{"slots": 1, "prefix_tokens": num_chunks * CHUNK, **how})
+
+
+def said(session: Session, prompt: list[int], new: int = 12, **settings) -> tuple[list[int], Taken]:
+    """All tokens of a request, and its last take."""
+    handle, tokens = session.admit(prompt, new, **HOW, **settings), []
+    while True:
+        session.step(2)
+        taken = session.take(handle)
+        tokens += taken.tokens.tolist()
+        if taken.finish_reason is not None:
+            return tokens, taken
+
+
+@pytest.fixture
+def kept():
+    """A session without drafts, in which a row of LONG has ended."""
+    with session_of("plain", num_chunks=2) as session:
+        said(session, LONG)
+        yield session
+
+
+def num_cached(session: Session, prompt: list[int]) -> int:
+    return said(session, prompt)[1].stats.num_cached
+
+
+def conversation(session: Session) -> list[tuple[list[int], list[int], int]]:
+    """Texts, accepted drafts and cached tokens of three turns, each after all text before it."""
+    prompt, found = LONG, []
+    for turn in range(3):
+        tokens, taken = said(session, prompt, 24)
+        found.append((tokens, taken.stats.accepted_histogram.tolist(), taken.stats.num_cached))
+        prompt = [*prompt, *tokens, turn]
+    return found
+
+
+KINDS = ["plain", *setups.OF_EACH_KIND.values(), "ahead"]
+
+
+@pytest.mark.parametrize("name", cases(KINDS, slow={*KINDS} - {"plain", "beam", "both", "small_lm"}))
+def test_a_conversation_is_read_on(name):
+    """With the states of the drafter, too: it drafts what it would have drafted."""
+    with session_of(name, 0) as without, session_of(name, 4) as session:
+        texts, found = conversation(without), conversation(session)
+    assert [one[:2] for one in found] == [one[:2] for one in texts]
+    reads_on = session.setup.decoder.drafter.reads_on and not session.setup.is_apart
+    assert [one[2] for one in found] == ([0, 64, 64] if reads_on else [0, 0, 0])
+    assert reads_on or "steered" in name or "sd2" in name or "pearl" in name
+
+
+def test_entries_of_another_text_are_found(monkeypatch):
+    wrong = lambda x, block, start: _written(x, 1.5 * block, start)  # noqa: E731
+    _written = prefixes_lib._written
+    monkeypatch.setattr(prefixes_lib, "_written", wrong)
+    with session_of("plain", 0) as without, session_of("plain", 4) as session:
+        assert conversation(without)[0] == conversation(session)[0]
+        assert conversation(without)[1] != conversation(session)[1]
+
+
+@pytest.mark.parametrize(("place", "num"), [(0, 0), (30, 0), (63, 0), (64, 0), (65, 64), (69, 64)])
+def test_only_a_beginning_that_is_the_same_is_taken(kept, place, num):
+    """A drafter's entry may depend on the token after its own, hence the one at 64."""
+    other = [*LONG[:place], (LONG[place] + 1) % VOCAB, *LONG[place + 1 :]]
+    assert num_cached(kept, other) == num
+
+
+@pytest.mark.parametrize(("length", "num"), [(1, 0), (64, 0), (65, 0), (66, 64), (70, 64)])
+def test_the_last_two_tokens_of_a_prompt_are_read(kept, length, num):
+    assert num_cached(kept, LONG[:length]) == num
+
+
+def test_the_row_that_was_used_least_recently_goes_first():
+    prompts = [[i, *LONG] for i in range(3)]
+    with session_of("plain", num_chunks=2) as session:
+        found = [num_cached(session, prompts[i]) for i in (0, 1, 0, 2, 0, 1, 2)]
+    assert found == [0, 0, 64, 0, 64, 0, 0]
+
+
+def test_a_long_text_keeps_its_beginning():
+    with session_of("plain", num_chunks=1) as session:
+        assert [num_cached(session, [*LONG, *LONG]) for _ in range(2)] == [0, 64]
+        assert len(session._prefixes._blocks) == 1
+
+
+def test_a_row_that_was_cancelled_is_kept_and_one_that_failed_is_not():
+    with session_of("plain", num_chunks=2) as session:
+        handle = session.admit(LONG, 20, **HOW)
+        session.step(2)
+        session.step(2)
+        session.cancel(handle)
+        session.take(handle)
+        assert num_cached(session, LONG) == 64
+    params = setups.params_of("plain", max_len=MAX_LEN, precision="exact")
+    target = {**params.target, "embedding": params.target["embedding"].at[LONG[3]].set(jnp.nan)}
+    with Session(dataclasses.replace(params, target=target), 1, prefix_tokens=128) as session:
+        for _ in range(2):
+            _, taken = said(session, LONG)
+            assert taken.finish_reason == "failed" and taken.stats.num_cached == 0
+
+
+def test_prompts_that_wait_are_read_alone_where_one_begins_as_a_row():
+    """Together with others it would be read from its beginning."""
+    prompts = [[7, *LONG], LONG, [8, *LONG], [*LONG, 9], LONG[:40]]
+    with session_of("plain", num_chunks=8, slots=8) as session:
+        said(session, LONG)
+        handles = [session.admit(prompt, 12, **HOW) for prompt in prompts]
+        while session.num_running or session._waiting:
+            session.step()
+        found = [session.take(handle) for handle in handles]
+        assert [one.stats.num_cached for one in found] == [0, 64, 0, 64, 0]
+        for one, prompt in zip(found, prompts, strict=True):
+            alone = hsd_jax.decode(session.params, [prompt], 12, speculate=False, **HOW)
+            assert one.tokens.tolist() == alone.tokens[0].tolist()
+
+
+def test_a_wrong_room_is_refused(kept):
+    for wrong in (-1, 1.5, "all"):
+        with pytest.raises(ValueError, match=f"prefix_tokens={wrong!r}"):
+            Session(kept.params, 1, prefix_tokens=wrong)
