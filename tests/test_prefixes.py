@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,14 +54,19 @@ def num_cached(session: Session, prompt: list[int]) -> int:
     return said(session, prompt)[1].stats.num_cached
 
 
-def conversation(session: Session) -> list[tuple[list[int], list[int], int]]:
-    """Texts, accepted drafts and cached tokens of three turns, each after all text before it."""
-    prompt, found = LONG, []
+def conversation(session: Session, prompt: list[int] = LONG, new: int = 24) -> tuple[list[Any], list[int]]:
+    """Texts, accepted drafts and cache entries of three turns, each after all text before it, and cached tokens."""
+    found, cached = [], []
     for turn in range(3):
-        tokens, taken = said(session, prompt, 24)
-        found.append((tokens, taken.stats.accepted_histogram.tolist(), taken.stats.num_cached))
+        tokens, taken = said(session, prompt, new)
+        entries = []
+        for cache in prefixes_lib._caches(session.rows[0]):
+            num = int(cache.length[0])
+            entries += [np.array(x[0, :, :num]).tobytes() for x in (*cache.keys, *cache.values)]
+        found.append((tokens, taken.stats.accepted_histogram.tolist(), entries))
+        cached.append(taken.stats.num_cached)
         prompt = [*prompt, *tokens, turn]
-    return found
+    return found, cached
 
 
 KINDS = ["plain", *setups.OF_EACH_KIND.values(), "ahead"]
@@ -70,11 +76,24 @@ KINDS = ["plain", *setups.OF_EACH_KIND.values(), "ahead"]
 def test_a_conversation_is_read_on(name):
     """With the states of the drafter, too: it drafts what it would have drafted."""
     with session_of(name, 0) as without, session_of(name, 4) as session:
-        texts, found = conversation(without), conversation(session)
-    assert [one[:2] for one in found] == [one[:2] for one in texts]
-    reads_on = session.setup.decoder.drafter.reads_on and not session.setup.is_apart
-    assert [one[2] for one in found] == ([0, 64, 64] if reads_on else [0, 0, 0])
-    assert reads_on or "steered" in name or "sd2" in name or "pearl" in name
+        (wanted, _), (found, cached) = conversation(without), conversation(session)
+    assert found == wanted
+    assert cached == ([0, 0, 0] if name == setups.OF_EACH_KIND["steered"] else [0, 64, 64])
+
+
+def test_what_the_drafter_has_not_read_is_not_taken():
+    """Its cache ends some tokens before that of the target."""
+    cached = []
+    with session_of("beam", 0) as without, session_of("beam", 4) as session:
+        for place in range(8):
+            prompt = [place, *LONG[:59]]
+            (wanted, _), (found, (_, num, _)) = (
+                conversation(without, prompt, 4 + place),
+                conversation(session, prompt, 4 + place),
+            )
+            assert found == wanted
+            cached.append(num)
+    assert cached[0] == 0 and cached[-1] == 64
 
 
 def test_entries_of_another_text_are_found(monkeypatch):
@@ -82,8 +101,8 @@ def test_entries_of_another_text_are_found(monkeypatch):
     _written = prefixes_lib._written
     monkeypatch.setattr(prefixes_lib, "_written", wrong)
     with session_of("plain", 0) as without, session_of("plain", 4) as session:
-        assert conversation(without)[0] == conversation(session)[0]
-        assert conversation(without)[1] != conversation(session)[1]
+        (wanted, _), (found, _) = conversation(without), conversation(session)
+    assert found[0] == wanted[0] and found[1][0] != wanted[1][0]
 
 
 @pytest.mark.parametrize(("place", "num"), [(0, 0), (30, 0), (63, 0), (64, 0), (65, 64), (69, 64)])
@@ -103,6 +122,12 @@ def test_the_row_that_was_used_least_recently_goes_first():
     with session_of("plain", num_chunks=2) as session:
         found = [num_cached(session, prompts[i]) for i in (0, 1, 0, 2, 0, 1, 2)]
     assert found == [0, 0, 64, 0, 64, 0, 0]
+
+
+def test_the_end_of_a_text_goes_before_its_beginning():
+    prompts = [*LONG, *LONG], [1, *LONG], [2, *LONG], [*LONG, *LONG]
+    with session_of("plain", num_chunks=3) as session:
+        assert [num_cached(session, prompt) for prompt in prompts] == [0, 0, 0, 64]
 
 
 def test_a_long_text_keeps_its_beginning():
