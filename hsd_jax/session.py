@@ -246,8 +246,8 @@ class Session:
         programs of its own, compiled when they are first needed. It does nothing on a mesh, and where the bits of a row
         depend on the number of rows.
       prefix_tokens: room, in tokens, for the states of rows that have ended. A prompt that begins as one of them is
-        read from where it differs, in steps of 64 tokens. Texts do not change. 0: none are kept. It does nothing where
-        `packed` does nothing, and with a steered drafter.
+        read from where it differs, in steps of 64 tokens (256 without the CPU kernels). Texts do not change. 0: none
+        are kept. It does nothing where `packed` does nothing, and with a steered drafter.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.

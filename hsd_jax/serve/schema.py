@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_generation_prompt": ((True,), "a last message of the assistant is continued, after others an answer begins"),
     "continue_final_message": ((False,), "a last message of the assistant is continued"),
     "logits_processors": ((), "no code comes with a request"),
-    "cache_salt": ((), "no prompt is kept"),
+    "cache_salt": ((), "--prefix-tokens 0 lets no prompt profit from another"),
 }
 """Fields that are known and not served: the values that ask for nothing, and why others are refused."""
 CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
