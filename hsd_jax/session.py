@@ -246,8 +246,8 @@ class Session:
         programs of its own, compiled when they are first needed. It does nothing on a mesh, and where the bits of a row
         depend on the number of rows.
       prefix_tokens: room, in tokens, for the states of rows that have ended. A prompt that begins as one of them is
-        read from where it differs, in steps of 64 tokens (256 without the CPU kernels). Texts do not change. 0: none
-        are kept. It does nothing where `packed` does nothing, and with a steered drafter.
+        read from where it differs, in steps of 64 tokens. Texts do not change. 0: none are kept. It does nothing
+        without the CPU kernels, and with a steered drafter.
     Raises:
       ValueError: for a wrong argument, naming the value and the allowed ones. Also if the largest caches would not fit
         into memory; it names their bytes.
@@ -287,14 +287,15 @@ class Session:
         if packed and self._is_free:
             self._sizes = (*itertools.takewhile(lambda n: n < num_rows, (4**i for i in itertools.count())), num_rows)
         more_rows = self._sizes[-2] if len(self._sizes) > 1 else 0  # while they move
-        if prefix_tokens and self._is_free and setup.decoder.drafter.reads_on:
+        # Elsewhere rounds and chunks may write entries that differ in their last bits.
+        if prefix_tokens and self._is_free and setup.decoder.has_kernels and setup.decoder.drafter.reads_on:
             self._prefixes = Prefixes(prefix_tokens, setup.decoder.chunk)
             more_rows += -(-prefix_tokens // self._largest)
         check_free(
             params.mesh,
             self.most_bytes * (num_rows + more_rows) // num_rows,
             f"a session of {slots} slots of up to {self.max_len} tokens: its caches may take",
-            "Open it with fewer slots or a smaller max_len",
+            f"Open it with fewer {'prefix_tokens or ' if self._prefixes else ''}slots or a smaller max_len",
         )
 
     def _begin(self, params: Params, setup: Setup, num_rows: int, slots: int, max_len: int | None) -> None:
@@ -340,6 +341,11 @@ class Session:
     def plan(self) -> Plan:
         """The largest tree, or plain decoding, and the reason."""
         return self.setup.plan
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or a step failed."""
+        return bool(self._closed)
 
     @property
     def num_running(self) -> int:
@@ -438,13 +444,15 @@ class Session:
     def rehearsing(self, length: int = 1) -> Iterator[None]:
         """Inside, rows run only so that programs are compiled: those of prompts of this length, or of longer ones.
 
-        Rows move into smaller states at once. There is no race: others may compile beside.
+        Rows move into smaller states at once. There is no race: others may compile beside. Nothing is kept of them.
         """
         self._rehearsed = self._to_read(length)
         try:
             yield
         finally:
             self._rehearsed = 0
+            if self._prefixes is not None:
+                self._prefixes.clear()
 
     def step(self, rounds: int | None = None, is_urgent: bool | None = None) -> None:
         """Runs at most this number of rounds of the loop, and reads waiting prompts, one chunk between two rounds.
@@ -654,13 +662,11 @@ class Session:
 
     def _known(self, row: Row) -> list[Block]:
         """The blocks of chunks of the prompt that need not be read again."""
-        if self._prefixes is None or self._rehearsed:
-            return []
-        return self._prefixes.find(np.array(row.tokens, np.int32))
+        return [] if self._prefixes is None else self._prefixes.find(np.array(row.tokens, np.int32))
 
     def _keep(self, request: _Request) -> None:
         """Keeps the caches of a row that ends, unless it has failed or drew nothing: NaN would have shown."""
-        if self._prefixes is not None and not self._rehearsed and request.length > len(request.row.tokens):
+        if self._prefixes is not None and request.length > len(request.row.tokens):
             assert self.rows is not None
             text = np.array(fetch(self.rows[0].tokens)[request.place, : request.length])
             if text[-1] != INVALID_TOKEN:
@@ -979,7 +985,7 @@ class Session:
     def _shut(self, finish_reason: str, why: str) -> None:
         if self._closed:
             return
-        self._closed, self.rows, self._reading, self._running = why, None, None, []
+        self._closed, self.rows, self._reading, self._prefixes, self._running = why, None, None, None, []
         self._waiting.clear()
         for request in self._open.values():
             if request.finish_reason is None:

@@ -28,7 +28,7 @@ LAYERS = [
     "drafters",
     "settings pair",
     "planning",
-    "api inputs setup session",
+    "api inputs prefixes setup session",
     "measure",
     "__init__",
     "train",

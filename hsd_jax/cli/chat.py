@@ -28,6 +28,8 @@ COMMANDS = """\
   /new    forget the conversation
   /quit   leave, as Ctrl-D
 Ctrl-C stops an answer. A message that begins with a slash needs a blank before it."""
+FIRST_TOKENS = 4096
+"""Room for the text at first. A longer conversation is read once more, into a larger session."""
 STYLES = "\x1b[36m", "\x1b[35m"
 """The colours of passes, in turns, as a terminal writes them."""
 
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     speculation["tree"] = None if params.drafter is None else options.tree_asked(args, params)
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     text = options.given(args, Length, SamplingSettings)
-    chat = Chat(params, text, speculation, args.system, is_coloured, options.slot_tokens(args, params))
+    chat = Chat(params, text, speculation, args.system, is_coloured)
     options.say("/help shows the commands. The first answer waits until programs are compiled.")
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -99,7 +101,7 @@ def _read(is_terminal: bool) -> str:
 
 @dataclasses.dataclass
 class Chat:
-    """A conversation of at most `max_len` tokens. `is_coloured`: passes of the target have colours."""
+    """A conversation. `is_coloured`: passes of the target have colours."""
 
     params: Any
     text: dict[str, Any]
@@ -108,22 +110,23 @@ class Chat:
     """Those of speculation, as of `Session`."""
     system: str | None
     is_coloured: bool
-    max_len: int
     turns: list[dict[str, str]] = dataclasses.field(default_factory=list)
     sessions: dict[bool, Session] = dataclasses.field(default_factory=dict)
     """With and without drafts. They keep the states of the conversation, so a turn reads only what is new."""
 
-    @property
-    def session(self) -> Session:
-        """That of the next answer."""
+    def session(self, num_tokens: int) -> Session:
+        """That of the next answer, whose text has at most so many tokens. It must have memory for all its tokens."""
         from hsd_jax.config import bucket
         from hsd_jax.session import Session
 
         speculate = self.speculation.get("speculate", True)
-        if speculate not in self.sessions:
-            room = bucket(self.max_len)
-            self.sessions[speculate] = Session(self.params, 1, self.max_len, prefix_tokens=room, **self.speculation)
-        return self.sessions[speculate]
+        found = self.sessions.get(speculate)
+        if found is None or found.is_closed or found.max_len < num_tokens:
+            if found is not None:
+                found.close()
+            room = min(bucket(num_tokens, FIRST_TOKENS), self.params.max_len)
+            found = self.sessions[speculate] = Session(self.params, 1, room, prefix_tokens=room, **self.speculation)
+        return found
 
     def obey(self, command: str) -> None:
         """Does what a command says, and prints it."""
@@ -164,24 +167,26 @@ class Chat:
         figures += ["cut at the limit"] * (bool(found) and found[-1].finish_reason == "length")
         options.say(f"[{', '.join(figures)}]")
 
-    def _request(self) -> dict[str, Any]:
-        """Prompt and settings of the next answer, which has no more tokens than there is room for."""
+    def _request(self) -> tuple[int, dict[str, Any]]:
+        """The most tokens that prompt and next answer have together, for which there is room, and what is asked."""
         from hsd_jax.inputs import encode
         from hsd_jax.settings import Sampling
 
         prompt = [{"role": "system", "content": self.system}] * bool(self.system) + self.turns
         num = len(encode(self.params, prompt, Sampling(template=self.text.get("template")))[0])
-        if (left := self.max_len - num) < 1:
-            raise ValueError(f"the conversation has {num} tokens of max_len={self.max_len}: /new begins another")
+        if (left := self.params.max_len - num) < 1:
+            raise ValueError(f"the conversation has {num} tokens of max_len={self.params.max_len}: /new begins another")
         most = self.text["max_new_tokens"]
-        return self.text | {"prompt": prompt, "max_new_tokens": left if most is None else min(most, left)}
+        new = left if most is None else min(most, left)
+        return num + new, self.text | {"prompt": prompt, "max_new_tokens": new}
 
     def pieces(self) -> Generator[Taken, None, RequestStats | None]:
         """The next answer. In colour a piece is that of one pass; several passes a piece take less time."""
         from hsd_jax.infer.loop import Pace
 
-        session, pace = self.session, Pace(1 if self.is_coloured else None)
-        handle, has_ended = session.admit(**self._request()), False
+        num_tokens, asked = self._request()
+        session, pace = self.session(num_tokens), Pace(1 if self.is_coloured else None)
+        handle, has_ended = session.admit(**asked), False
         try:
             while True:
                 start, is_read = time.perf_counter(), session.num_running > 0

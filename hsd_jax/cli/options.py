@@ -50,8 +50,6 @@ def value_of(hint: Any):
     return checked(lambda text: None if may_be_none and text == "none" else validation.parse(hint, text))
 
 
-MOST_TOKENS = 4096
-"""The length of a slot without --max-len."""
 COUNT = value_of(Count)
 NEW_FILE, NEW_FOLDER = map(checked, (files.check_new_file, files.check_new_folder))
 """Paths that can be written: a command that cannot write its result never starts."""
@@ -283,11 +281,6 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     from hsd_jax.lab.bench.methods import with_additions
 
     return with_additions(params, more)
-
-
-def slot_tokens(args: argparse.Namespace, params: Any) -> int:
-    """The length of a slot, for which there must be memory: that of --max-len, or `MOST_TOKENS`."""
-    return params.max_len if hasattr(args, "max_len") else min(params.max_len, MOST_TOKENS)
 
 
 def load_pair(args: argparse.Namespace, command: str) -> Any:

@@ -19,6 +19,8 @@ from hsd_jax.validation import Positive, Whole
 NEEDED = "starlette", "uvicorn", "prometheus_client"
 KEY_VARIABLE = "HSD_API_KEY"
 LOCAL = "127.0.0.1"
+MOST_TOKENS = 4096
+"""The length of a slot without --max-len. Its caches are made at the start."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -82,13 +84,14 @@ def run(args: argparse.Namespace) -> int:
     if jax.process_count() > 1 and jax.default_backend() == "cpu" and not is_one_thread:
         raise ValueError("several processes of CPUs: expected NPROC=1 in the environment, and one device in each")
     name = args.name or str(args.target)
+    max_len = None if hasattr(args, "max_len") else min(params.max_len, MOST_TOKENS)
     settings: dict[str, Any] = options.given(args, SpeculationSettings) | {
         "tree": None if params.drafter is None else options.tree_asked(args, params)
     }
     engine = Engine(
         params,
         args.slots,
-        options.slot_tokens(args, params),
+        max_len,
         plain_slots=args.plain_slots,
         max_waiting=args.max_waiting,
         prefix_tokens=args.prefix_tokens,

@@ -227,8 +227,8 @@ def stack_drafter(
             found[f"tokens of level {i}"] = level.accepted_histogram @ sizes
         return found
 
-    last = {"lookahead": stack.most + 1 + inner.most_written, "follow": follow, "counts": counts}
-    return Drafter(init, read, draft, commit, scheme, stack.depth, **last)
+    last = {"lookahead": stack.most + 1 + inner.most_written, "reads_on": inner.reads_on}
+    return Drafter(init, read, draft, commit, scheme, stack.depth, follow=follow, counts=counts, **last)
 
 
 def models_below(models: Any) -> dict[str, Any]:

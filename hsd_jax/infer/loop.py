@@ -336,7 +336,9 @@ class Decoder:
         self.max_depth, self.lookahead = drafter.max_depth, drafter.most_written
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._program = program_for() if own is None else own
-        self.chunk = CHUNK if self._program.isa == native.OFF else CHUNK_OF_KERNELS
+        self.has_kernels = self._program.isa != native.OFF
+        """Whether products and attention are those of the CPU kernels."""
+        self.chunk = CHUNK_OF_KERNELS if self.has_kernels else CHUNK
         self.begin = self.compile(make_begin(config, drafter, cache_dtype, has_controls), static_argnames="capacity")
         prefill = make_prefill(config, drafter, self.chunk, cache_dtype, has_controls)
         self.prefill = self.compile(prefill, static_argnames=("capacity", "width"), donate_argnames="state")

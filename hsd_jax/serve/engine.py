@@ -466,11 +466,16 @@ class Engine:
         for handle in handles:
             session.cancel(handle)
             session.take(handle)
+        again = session.admit_row(dataclasses.replace(row))  # is read on, where prefixes are kept
+        session.step(1)
+        session.cancel(again)
+        session.take(again)
 
     def _come_and_go(self, session: Session, num: int, eos: tuple[int, ...]) -> None:
         """Lets prompts that are read together come to `num` rows that run, and go one after another."""
         row = self._row(session, WARM_TOKENS, eos)
-        rows = [dataclasses.replace(row, tokens=list(row.tokens)) for _ in range(session.slots)]
+        vocab = self.params.target_config.vocab_size
+        rows = [dataclasses.replace(row, tokens=[i % vocab, *row.tokens[1:]]) for i in range(session.slots)]
         handles = [session.admit_row(one) for one in rows[:num]]
         step = partial(session.step, FEWEST_ROUNDS, is_urgent=num == 1)
         step()

@@ -61,7 +61,7 @@ def test_an_answer_knows_the_turns_before_it(templated, talk):
 
 
 def test_a_turn_reads_only_what_is_new(templated):
-    one = Chat(hsd_jax.load(templated), {"max_new_tokens": 4, "ignore_eos": True}, {}, "a cat " * 20, False, 200)
+    one = Chat(hsd_jax.load(templated), {"max_new_tokens": 4, "ignore_eos": True}, {}, "a cat " * 20, False)
     cached = []
     for message in ("the dog", "the cat"):
         one.turns.append({"role": "user", "content": message})
@@ -126,10 +126,10 @@ def test_a_second_ctrl_c_ends_the_program(templated, talk, monkeypatch):
 def test_passes_have_colours(templated, capsys):
     params = hsd_jax.load(templated)
     settings = {"max_new_tokens": 6, "ignore_eos": True}
-    Chat(params, settings, {}, None, is_coloured=True, max_len=64).answer("the dog")
+    Chat(params, settings, {}, None, is_coloured=True).answer("the dog")
     coloured = capsys.readouterr().out
     assert coloured.count(STYLES[0]) + coloured.count(STYLES[1]) >= 5  # a space alone may be left out
-    Chat(params, settings, {}, None, is_coloured=False, max_len=64).answer("the dog")
+    Chat(params, settings, {}, None, is_coloured=False).answer("the dog")
     for style in (*STYLES, "\x1b[39m"):
         coloured = coloured.replace(style, "")
     assert coloured == capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_an_answer_takes_the_room_that_is_left(templated, talk):
     assert status == 0 and "[3 tokens" in err and "cut at the limit]" in err
     status, out, err = talk("--target", templated, "--max-len", num, lines=["the dog"])
     assert (status, out) == (2, "") and f"{num} tokens of max_len={num}: /new begins another" in err
-    one = Chat(params, {"max_new_tokens": 3}, {}, None, is_coloured=False, max_len=64)
+    one = Chat(params, {"max_new_tokens": 3}, {}, None, is_coloured=False)
     with pytest.raises(ValueError, match="/new begins another"):
         one.answer("the dog" * params.max_len)
     assert one.turns == []

@@ -250,6 +250,7 @@ _STACKS = [
         ("medusa", drafter_config(VARIANTS["llama"], "medusa"), True),
         ("eagle", drafter_config(VARIANTS["llama"], "eagle"), True),
         ("stack", _stacked(SMALL_LM), True),
+        ("sd2", STEERED, True),
     )
 ]
 
