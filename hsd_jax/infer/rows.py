@@ -23,10 +23,11 @@ from hsd_jax.types import DecodeState
 
 def copied(into: Any, slot: Int[Array, ""], source: Any, row: Int[Array, ""] | int = 0) -> Any:
     """`into`, with its row `slot` replaced by row `row` of `source`, which has the same arrays with its own rows."""
+    # Not signed: else jax compares each index of each array with 0.
+    at, of = (jnp.asarray(x).astype(jnp.uint32) for x in (slot, row))
 
     def one(axes: Axes, old: Array, new: Array) -> Array:
-        new = lax.dynamic_slice_in_dim(new, row, 1, 0)
-        return lax.dynamic_update_slice(old, new, (slot, *[jnp.zeros_like(slot)] * (old.ndim - 1)))
+        return lax.dynamic_update_slice_in_dim(old, lax.dynamic_slice_in_dim(new, of, 1, 0), at, 0)
 
     return placed(map_named(one, into, source))
 
@@ -37,8 +38,9 @@ def zeroed(tree: Any, slot: Int[Array, ""]) -> Any:
     def one(axes: Axes, x: Array) -> Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
-        return lax.dynamic_update_slice_in_dim(x, jnp.zeros_like(x, shape=(1, *x.shape[1:])), slot, 0)
+        return lax.dynamic_update_slice_in_dim(x, jnp.zeros_like(x, shape=(1, *x.shape[1:])), at, 0)
 
+    at = slot.astype(jnp.uint32)
     return placed(map_named(one, tree))
 
 

@@ -21,7 +21,7 @@ from hsd_jax.kernels.attention import Seen
 from hsd_jax.kernels.int8 import Kernel
 from hsd_jax.kernels.ops import embed, matmul
 from hsd_jax.models.cache import commit
-from hsd_jax.models.layers import Block, RMSNorm, attend_after, kernel_param, normal, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, attend_after, normal, param, rope_table
 from hsd_jax.models.steering import Steer, of_layer
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
@@ -48,7 +48,7 @@ class Target(nn.Module):
         up_bias=None,
     ):
         c = self.config
-        embedding = kernel_param(self, "embedding", normal(0.02), (c.vocab_size, c.hidden_size))
+        embedding = param(self, "embedding", normal(0.02), (c.vocab_size, c.hidden_size))
         x = embed(embedding, tokens) * c.embed_scale
         masks = {FULL: masks_within(None, positions, new_mask, cache, active)}
         masks[SLIDING] = masks[FULL]
@@ -71,7 +71,7 @@ class Target(nn.Module):
                 features.append(x)
         hidden = RMSNorm(c.norm_eps, c.norm_offset, name="final_norm")(x)
         if not c.tie_embeddings:  # `lm_head` reads it
-            kernel_param(self, "head", normal(c.hidden_size**-0.5), (c.vocab_size, c.hidden_size))
+            param(self, "head", normal(c.hidden_size**-0.5), (c.vocab_size, c.hidden_size))
         logits = lm_head(dict(self.variables["params"]), c, hidden)
         return ModelOutput(logits, hidden, tuple(features), NewKV(tuple(keys), tuple(values)))
 
