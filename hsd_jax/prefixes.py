@@ -42,13 +42,13 @@ class Prefixes:
         caches = _caches(state)
         num_read = min(int(fetch(cache.length)[row]) for cache in caches)
         keys = list(itertools.islice(self._keys(tokens, num_read), self._most))
-        buffers = [fetch(x)[row : row + 1] for x in _buffers(caches)]
-        self._use([key for key in keys if key in self._blocks])
-        for i, key in enumerate(keys):
-            if key not in self._blocks:
-                if len(self._blocks) == self._most:
-                    self._blocks.popitem(last=False)
-                self._blocks[key] = [x[:, :, i * self._unit : (i + 1) * self._unit].copy() for x in buffers]
+        new = {key: i * self._unit for i, key in enumerate(keys) if key not in self._blocks}
+        self._use([key for key in keys if key not in new])  # before room is made for the new ones
+        buffers = [fetch(x)[row : row + 1] for x in _buffers(caches)] if new else []
+        for key, start in new.items():
+            if len(self._blocks) == self._most:
+                self._blocks.popitem(last=False)
+            self._blocks[key] = [x[:, :, start : start + self._unit].copy() for x in buffers]
         self._use(keys)
 
     def find(self, tokens: np.ndarray) -> list[Block]:

@@ -336,6 +336,7 @@ class Session:
         self._prediction_places = 0
         """Places per row in the state for predictions. 0: no row had one so far."""
         self._prefixes: Prefixes | None = None
+        """The states of rows that have ended. None: none are kept."""
 
     @property
     def plan(self) -> Plan:
@@ -641,7 +642,8 @@ class Session:
             if any(request.row.tokens is one.row.tokens for one in found):
                 continue
             longest = max(len(one.row.tokens) for one in [*found, request])
-            # Long prompts are read alone: their caches are large, and one program is enough. So are the others' ends.
+            # Long prompts are read alone, because their caches are large and one program is enough. So are prompts
+            # whose beginning is known.
             is_long = self._to_read(longest) > self._to_read(1)
             if found and (len(found) == self._together or is_long or blocks or self._known(request.row)):
                 break
@@ -661,11 +663,11 @@ class Session:
             read.num_left -= len(blocks)
 
     def _known(self, row: Row) -> list[Block]:
-        """The blocks of chunks of the prompt that need not be read again."""
+        """The states after the first chunks of a prompt, as many chunks as need not be read again."""
         return [] if self._prefixes is None else self._prefixes.find(np.array(row.tokens, np.int32))
 
     def _keep(self, request: _Request) -> None:
-        """Keeps the caches of a row that ends, unless it has failed or drew nothing: NaN would have shown."""
+        """Keeps the states of a row that ends. Not if it has failed or drew nothing: its caches may hold NaN."""
         if self._prefixes is not None and request.length > len(request.row.tokens):
             assert self.rows is not None
             text = np.array(fetch(self.rows[0].tokens)[request.place, : request.length])

@@ -14,7 +14,6 @@ from support.toy import VOCAB
 
 import hsd_jax
 from hsd_jax import prefixes as prefixes_lib
-from hsd_jax.config import NO_REUSE
 from hsd_jax.kernels import native
 from hsd_jax.session import Session, Taken
 
@@ -26,12 +25,8 @@ HOW = {"temperature": 0.8, "seed": 3, "eos": ()}
 
 
 def session_of(name: str, num_chunks: int, **more) -> Session:
-    one = setups.PROPOSERS[name]
-    params = setups.params_of(name, max_len=MAX_LEN, precision="exact")
-    params = params if one.tree is not None else dataclasses.replace(params, drafter_config=None)
-    reuse = {} if one.reuse == NO_REUSE else {"reuse": str(one.reuse)}
-    how = {"tree": one.tree, "speculate": one.tree is not None, **reuse, **more}
-    return Session(params, **{"slots": 1, "prefix_tokens": num_chunks * CHUNK, **how})
+    params, how = setups.pair_of(name, max_len=MAX_LEN, precision="exact")
+    return Session(params, **{"slots": 1, "prefix_tokens": num_chunks * CHUNK, **how, **more})
 
 
 def said(session: Session, prompt: list[int], new: int = 12, **settings) -> tuple[list[int], Taken]:

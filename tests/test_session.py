@@ -23,7 +23,6 @@ from support.toy import VOCAB
 import hsd_jax
 from hsd_jax import session as session_lib
 from hsd_jax import setup as setup_lib
-from hsd_jax.config import NO_REUSE
 from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer.loop import Decoder
@@ -50,11 +49,7 @@ class Asked:
 
 def params_of(name: str) -> tuple[Params, dict]:
     """The pair of a proposer of the table, and what a session of it is opened with."""
-    one = setups.PROPOSERS[name]
-    params = setups.params_of(name, max_len=MAX_LEN, precision="exact")
-    params = params if one.tree is not None else dataclasses.replace(params, drafter_config=None)
-    reuse = {} if one.reuse == NO_REUSE else {"reuse": str(one.reuse)}
-    return params, {"tree": one.tree, "speculate": one.tree is not None, **reuse}
+    return setups.pair_of(name, max_len=MAX_LEN, precision="exact")
 
 
 def requests(num: int, seed: int = 5) -> list[Asked]:

@@ -115,7 +115,10 @@ class Chat:
     """With and without drafts. They keep the states of the conversation, so a turn reads only what is new."""
 
     def session(self, num_tokens: int) -> Session:
-        """That of the next answer, whose text has at most so many tokens. It must have memory for all its tokens."""
+        """The session of the next answer, whose text has at most so many tokens, the prompt included.
+
+        It begins with little room, because a session is refused if its largest caches do not fit into memory.
+        """
         from hsd_jax.config import bucket
         from hsd_jax.session import Session
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import embed, matmul, rms_norm
-from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, normal, rope_table, zeros
+from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, normal, param, rope_table, zeros
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import KVCache, NewKV, Weights
 
@@ -46,9 +46,9 @@ class Trunk(nn.Module):
             self.embedding_norm = RMSNorm(c.norm_eps)
             self.embedding_in = Weight(c.hidden_size, c.hidden_size, init=normal(0.01))
             if c.trunk == RECURRENT:
-                self.no_token = self.param("no_token", zeros, (c.hidden_size,))
+                self.no_token = param(self, "no_token", zeros, (c.hidden_size,))
         if c.trunk == PARALLEL and c.num_steps > 1:
-            self.slots = self.param("slots", zeros, (c.num_steps - 1, c.hidden_size))
+            self.slots = param(self, "slots", zeros, (c.num_steps - 1, c.hidden_size))
 
     def inputs(self, states, embeddings):
         """The input of the first layer for features of committed positions, or for the trunk's own states."""

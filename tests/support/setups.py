@@ -465,6 +465,14 @@ def params_of(proposer: str, variant: str = "llama", **options: Any) -> Params:
     return Params(one.models["target"], one.models["drafter"], one.config, one.drafter_config, **options)
 
 
+def pair_of(proposer: str, **options: Any) -> tuple[Params, dict[str, Any]]:
+    """As `params_of`, without a drafter for plain decoding; and with what settings of speculation it is used."""
+    one, params = PROPOSERS[proposer], params_of(proposer, **options)
+    params = params if one.tree is not None else dataclasses.replace(params, drafter_config=None)
+    reuse = {} if one.reuse == NO_REUSE else {"reuse": str(one.reuse)}
+    return params, {"tree": one.tree, "speculate": one.tree is not None, **reuse}
+
+
 LONG = 60
 """Tokens in `long_text`: what plain decoding says of `mixed_call` without end tokens."""
 
