@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from support import setups
 from support.cases import cases
+from support.kernels import needs_kernels
 from support.toy import VOCAB
 
 import hsd_jax
 from hsd_jax import prefixes as prefixes_lib
-from hsd_jax.kernels import native
 from hsd_jax.session import Session, Taken
 
-HAS_KERNELS = native.usable_isa() != native.OFF
-pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="else rounds and chunks may write other bits")
+pytestmark = needs_kernels  # else rounds and chunks may write other bits, and nothing is kept
 CHUNK, MAX_LEN = 64, 160
 LONG = np.random.default_rng(0).integers(0, VOCAB, 70).tolist()
 HOW = {"temperature": 0.8, "seed": 3, "eos": ()}
