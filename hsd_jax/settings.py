@@ -207,9 +207,9 @@ class SpeculationSettings(TypedDict, total=False):
     speculate: Annotated[Flag, Default(True)]
     """False decodes plainly, one token per pass of the target."""
     race: Annotated[Flag, Default(True)]
-    """Whether the first calls of a kind time rounds with and without drafts, in turns, where a tree was chosen
-    (docs/design.md, "A race"). False, or HSD_RACE=off: the model of costs decides alone, which may be
-    wrong for this machine."""
+    """Whether the first calls of a kind time rounds with and without drafts, in turns, where a tree was chosen on a CPU
+    (docs/design.md, "A race"). False, or HSD_RACE=off, or on a GPU or TPU: the model of costs decides alone, which may
+    be wrong for this machine."""
     pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
     """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""
     lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]

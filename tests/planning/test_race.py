@@ -10,7 +10,7 @@ import pytest
 from support.costs import cost_model
 
 import hsd_jax
-from hsd_jax import session
+from hsd_jax import session, setup
 from hsd_jax.config import TreeConfig
 from hsd_jax.planning import plan, race
 from hsd_jax.settings import Speculation
@@ -249,6 +249,15 @@ def test_on_a_mesh_no_rounds_have_the_same_bits():
     params = hsd_jax.load("demo", precision="exact", mesh="model=2")
     asked = Speculation(race=True)
     assert not set_up(params, asked, 1, 1, 512, 0.0).is_exact
+
+
+def test_races_run_on_cpus_alone(demo, folder, monkeypatch):
+    asked = Speculation(race=True), 1, 1, 512, 0.0
+    assert set_up(demo, *asked).race is not None
+    there = dataclasses.replace(setup.program_for(), backend="gpu")
+    monkeypatch.setattr(setup, "program_for", lambda *args, **how: there)
+    found = set_up(demo, *asked)
+    assert found.race is None and found.plan.is_adaptive
 
 
 def test_nothing_is_raced_where_it_is_off_or_a_tree_was_named(demo, folder, monkeypatch):
