@@ -75,6 +75,7 @@ def write_rows(
     return _on_own_rows(functools.partial(_write_rows, axis=axis), axes, buffer, rows, start)
 
 
+@functools.partial(jax.jit, static_argnames="axis")  # traced once for all layers
 def _write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) -> Array:
     if buffer.shape[0] == 1:  # this updates in place; the batched form below is a scatter
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
@@ -103,6 +104,7 @@ def _on_own_rows(write: Callable[..., Array], axes: Axes, buffer: Array, rows: A
     return program.on_each_device(write, ins, whole, buffer.shape[0], groups)(buffer, rows, where)
 
 
+@functools.partial(jax.jit, static_argnames="axis")
 def take_nodes(values: Array, index: Int[Array, "B M"], axis: int) -> Array:
     """Gathers `index[b]` along `axis` in every batch row."""
     return jax.vmap(lambda v, i: jnp.take(v, i, axis=axis - 1, mode="clip"))(values, index)

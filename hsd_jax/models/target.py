@@ -8,7 +8,8 @@ mask in verification. A pass never writes to the cache (`cache.py`).
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -58,13 +59,18 @@ class Target(nn.Module):
             FULL: rope_table(c.rope, c.head_dim, positions),
             SLIDING: rope_table(c.rope_local or c.rope, c.head_dim, positions),
         }
-        block = nn.remat(Block) if self.remat else Block
+        one_layer = _block_of(c, self.remat)
         keys, values, features = [], [], [x] if EMBEDDING in feature_layers else []
         for layer in range(c.num_layers):
             kind = c.layer_type(layer)
             cached = None if cache is None else (cache.keys[layer], cache.values[layer])
-            rest = tables[kind], masks[kind][0], cached, masks[kind][1], attend_after(earlier, layer)
-            x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest, up_bias=of_layer(up_bias, layer))
+            rest = tables[kind], masks[kind][0], cached, masks[kind][1]
+            steer, name = of_layer(up_bias, layer), f"layer_{layer}"
+            if self.is_initializing():
+                x, (key, value) = Block(c, name=name)(x, *rest)
+            else:
+                before = earlier and NewKV((earlier.keys[layer],), (earlier.values[layer],))
+                x, (key, value) = one_layer(self.variables["params"][name], x, rest, before, steer)
             keys.append(key)
             values.append(value)
             if layer in feature_layers:
@@ -74,6 +80,15 @@ class Target(nn.Module):
             param(self, "head", normal(c.hidden_size**-0.5), (c.vocab_size, c.hidden_size))
         logits = lm_head(dict(self.variables["params"]), c, hidden)
         return ModelOutput(logits, hidden, tuple(features), NewKV(tuple(keys), tuple(values)))
+
+
+def _block_of(config: ModelConfig, remat: bool) -> Callable:
+    """A decoder layer as a function of its weights. A pass traces it once, unless layers differ in their shapes."""
+
+    def one(weights: Weights, x: Array, rest: tuple, before: NewKV | None, up_bias: Any) -> Any:
+        return Block(config).apply({"params": weights}, x, *rest, attend_after(before, 0), up_bias=up_bias)
+
+    return jax.jit(jax.checkpoint(one) if remat else one)
 
 
 def masks_within(
