@@ -14,6 +14,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig
@@ -60,17 +61,18 @@ class Target(nn.Module):
             SLIDING: rope_table(c.rope_local or c.rope, c.head_dim, positions),
         }
         one_layer = _block_of(c, self.remat)
+        is_traced = isinstance(x, Tracer) and not self.is_initializing()
         keys, values, features = [], [], [x] if EMBEDDING in feature_layers else []
         for layer in range(c.num_layers):
             kind = c.layer_type(layer)
             cached = None if cache is None else (cache.keys[layer], cache.values[layer])
             rest = tables[kind], masks[kind][0], cached, masks[kind][1]
             steer, name = of_layer(up_bias, layer), f"layer_{layer}"
-            if self.is_initializing():
-                x, (key, value) = Block(c, name=name)(x, *rest)
-            else:
+            if is_traced:
                 before = earlier and NewKV((earlier.keys[layer],), (earlier.values[layer],))
                 x, (key, value) = one_layer(self.variables["params"][name], x, rest, before, steer)
+            else:
+                x, (key, value) = Block(c, name=name)(x, *rest, attend_after(earlier, layer), up_bias=steer)
             keys.append(key)
             values.append(value)
             if layer in feature_layers:
@@ -85,10 +87,10 @@ class Target(nn.Module):
 def _block_of(config: ModelConfig, remat: bool) -> Callable:
     """A decoder layer as a function of its weights. A pass traces it once, unless layers differ in their shapes."""
 
-    def one(weights: Weights, x: Array, rest: tuple, before: NewKV | None, up_bias: Any) -> Any:
+    def one_layer(weights: Weights, x: Array, rest: tuple, before: NewKV | None, up_bias: Any) -> Any:
         return Block(config).apply({"params": weights}, x, *rest, attend_after(before, 0), up_bias=up_bias)
 
-    return jax.jit(jax.checkpoint(one) if remat else one)
+    return jax.jit(jax.checkpoint(one_layer) if remat else one_layer)
 
 
 def masks_within(

@@ -70,6 +70,14 @@ def test_the_state_is_donated():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(setup.models))
 
 
+def test_a_pass_traces_a_layer_once():
+    config = toy.target_config(num_layers=6)
+    weights, tokens = init_target(jax.random.key(0), config), jnp.zeros((1, 8), jnp.int32)
+    traced = jax.make_jaxpr(lambda weights: forward_sequence(weights, config, tokens))(weights)
+    layers = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.params.get("name") == "one_layer"]
+    assert len(layers) == 6 and len(set(map(id, layers))) == 1
+
+
 def test_a_prefill_computes_no_logits():
     """A pass always has logits; those of a prompt, its largest array, are dropped with the product that makes them."""
     config, batch, vocab = toy.target_config(vocab_size=97), 2, 97
