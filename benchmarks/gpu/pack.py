@@ -136,7 +136,7 @@ def pack(parts: Sequence[tuple[Path, str]], to: Path) -> Path:
 def commands(digest: str, options: str, minutes: float) -> tuple[str, ...]:
     """The commands of the transfers, each run in the checkout on the GPU machine. The last one measures."""
     first = f"mkdir -p {THERE} && cp {FOLDER}/part-1 {THERE}/part-1 && ls -l {THERE} && nvidia-smi -L"
-    paths = f"export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:{THERE}/site HSD_CACHE={THERE}/programs; set -o pipefail"
+    paths = f"export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:{THERE}/site HSD_CACHE={THERE}/programs && set -o pipefail"
     unpack = (
         f"cat {THERE}/part-1 {FOLDER}/part-2 > {THERE}/payload.tar.gz"
         f" && echo '{digest}  {THERE}/payload.tar.gz' | sha256sum -c && tar -xzf {THERE}/payload.tar.gz -C {THERE}"
@@ -278,10 +278,12 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str]]]
     options += f" {args.options}" if args.options else ""
     found = commands(hashlib.sha256(content).hexdigest(), options, args.minutes)
     say(f"checkout {(LIMIT - SLACK - room) / 2**20:.1f} MiB; parts {first / 2**20:.1f} and {second / 2**20:.1f} MiB")
-    carried = [f"{FOLDER}/part-1", f"{FOLDER}/part-2", f"{FOLDER}/{QUESTIONS}"]
+    carried = [f"{FOLDER}/part-1", f"{FOLDER}/part-2"]
     if not args.minutes:
-        carried[1:] = [" and ".join(carried[1:])]
-    return held, list(zip(carried, found, strict=True))[: 3 if args.questions else 2]
+        carried[1] += f" and {FOLDER}/{QUESTIONS}"
+    elif args.questions:
+        carried.append(f"{FOLDER}/{QUESTIONS}")
+    return held, list(zip(carried, found, strict=False))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

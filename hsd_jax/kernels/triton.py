@@ -34,15 +34,6 @@ MOST_PARTS = 64
 merge pads their number to a power of two, so `_splits` chooses a power of two."""
 
 
-def traced_once(*static: str) -> Callable:
-    """For a function that calls kernels: jax traces and lowers it once per program, and not in every layer.
-
-    Args:
-      static: the names of its arguments that are no arrays, beside `interprets`.
-    """
-    return functools.partial(jax.jit, static_argnames=(*static, "interprets"))
-
-
 def is_on() -> bool:
     """Whether the program that is being traced uses these kernels."""
     here = program.here()
@@ -68,35 +59,32 @@ def rms_norm(
     x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float, offset: float, dtype: Any
 ) -> Float[Array, "... H"]:
     """`ops.rms_norm`, rounded to `dtype`."""
-    norm = functools.partial(_normed, eps=eps, offset=offset, dtype=dtype, interprets=program.here().interprets)
+    width, block = x.shape[-1], _power_of_two(x.shape[-1])
+
+    def norm(x, weight):
+        rows = x.reshape(-1, width)
+
+        def kernel(x_ref, weight_ref, out_ref):
+            inside = jnp.arange(block) < width
+            row = plgpu.load(x_ref, mask=inside, other=0.0)
+            scale = lax.rsqrt(jnp.sum(row * row) / width + eps)
+            out = row * scale * (plgpu.load(weight_ref, mask=inside, other=0.0).astype(jnp.float32) + offset)
+            plgpu.store(out_ref, out.astype(dtype), mask=inside)
+
+        out = _call(
+            kernel,
+            grid=(rows.shape[0],),
+            in_specs=[_block([block], 0), _block([block])],
+            out_specs=_block([block], 0),
+            out_shape=jax.ShapeDtypeStruct(rows.shape, dtype),
+            name="rms_norm",
+        )(rows, weight)
+        return out.reshape(x.shape)
+
     is_of_heads = x.ndim == 4
     rows = ("data", None, "model", None) if is_of_heads else ("data", *[None] * (x.ndim - 1))
     groups = x.shape[2] if is_of_heads else 1
     return program.on_each_device(norm, [rows, (None,)], rows, x.shape[0], groups)(x, weight)
-
-
-@traced_once("eps", "offset", "dtype")
-def _normed(x, weight, *, eps: float, offset: float, dtype: Any, interprets: bool):
-    width, block = x.shape[-1], _power_of_two(x.shape[-1])
-    rows = x.reshape(-1, width)
-
-    def kernel(x_ref, weight_ref, out_ref):
-        inside = jnp.arange(block) < width
-        row = plgpu.load(x_ref, mask=inside, other=0.0)
-        scale = lax.rsqrt(jnp.sum(row * row) / width + eps)
-        out = row * scale * (plgpu.load(weight_ref, mask=inside, other=0.0).astype(jnp.float32) + offset)
-        plgpu.store(out_ref, out.astype(dtype), mask=inside)
-
-    out = _call(
-        kernel,
-        interprets,
-        grid=(rows.shape[0],),
-        in_specs=[_block([block], 0), _block([block])],
-        out_specs=_block([block], 0),
-        out_shape=jax.ShapeDtypeStruct(rows.shape, dtype),
-        name="rms_norm",
-    )(rows, weight)
-    return out.reshape(x.shape)
 
 
 def rope_applies(joint: Array) -> bool:
@@ -112,41 +100,37 @@ def rope(
     All three are rounded to `dtype` and have the layout that attention reads.
     """
 
-    rotate = functools.partial(_rotated, dtype=dtype, interprets=program.here().interprets)
+    def rotate(joint, cos, sin):
+        batch, num, groups, heads, width = joint.shape
+        per_group, half = heads - 2, width // 2
+        block = _power_of_two(per_group)
+
+        def kernel(joint_ref, cos_ref, sin_ref, query_ref, key_ref, value_ref):
+            rows, inside = pl.ds(0, block), jnp.arange(block)[:, None] < per_group
+            halves = low, high = pl.ds(0, half), pl.ds(half, half)
+            query = [plgpu.load(joint_ref.at[rows, at], mask=inside, other=0.0) for at in halves]
+            key = [joint_ref[per_group, at] for at in halves]
+            for at, own, other in ((low, 0, 1), (high, 1, 0)):
+                cos, sin = cos_ref[at], sin_ref[at]
+                turned = query[own] * cos[None, :] + query[other] * sin[None, :]
+                plgpu.store(query_ref.at[rows, at], turned.astype(dtype), mask=inside)
+                key_ref[0, at] = (key[own] * cos + key[other] * sin).astype(dtype)
+            value_ref[0, :] = joint_ref[per_group + 1, :].astype(dtype)
+
+        shapes = (batch, groups, num, per_group, width), *[(batch, groups, num, 1, width)] * 2
+        query, key, value = _call(
+            kernel,
+            grid=(batch, num, groups),
+            in_specs=[_block([max(heads, block), width], 0, 1, 2), *[_block([width], 0, 1)] * 2],
+            out_specs=[_block([n, width], 0, 2, 1) for n in (block, 1, 1)],
+            out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
+            name="rope",
+        )(joint, cos, sin)
+        return query.reshape(batch, groups, num * per_group, width), key[:, :, :, 0], value[:, :, :, 0]
+
     heads, nodes = ("data", "model", None, None), ("data", None, None)
     ins = [("data", None, "model", None, None), nodes, nodes]
     return program.on_each_device(rotate, ins, (heads, heads, heads), joint.shape[0], joint.shape[2])(joint, *table)
-
-
-@traced_once("dtype")
-def _rotated(joint, cos, sin, *, dtype: Any, interprets: bool):
-    batch, num, groups, heads, width = joint.shape
-    per_group, half = heads - 2, width // 2
-    block = _power_of_two(per_group)
-
-    def kernel(joint_ref, cos_ref, sin_ref, query_ref, key_ref, value_ref):
-        rows, inside = pl.ds(0, block), jnp.arange(block)[:, None] < per_group
-        halves = low, high = pl.ds(0, half), pl.ds(half, half)
-        query = [plgpu.load(joint_ref.at[rows, at], mask=inside, other=0.0) for at in halves]
-        key = [joint_ref[per_group, at] for at in halves]
-        for at, own, other in ((low, 0, 1), (high, 1, 0)):
-            cos, sin = cos_ref[at], sin_ref[at]
-            turned = query[own] * cos[None, :] + query[other] * sin[None, :]
-            plgpu.store(query_ref.at[rows, at], turned.astype(dtype), mask=inside)
-            key_ref[0, at] = (key[own] * cos + key[other] * sin).astype(dtype)
-        value_ref[0, :] = joint_ref[per_group + 1, :].astype(dtype)
-
-    shapes = (batch, groups, num, per_group, width), *[(batch, groups, num, 1, width)] * 2
-    query, key, value = _call(
-        kernel,
-        interprets,
-        grid=(batch, num, groups),
-        in_specs=[_block([max(heads, block), width], 0, 1, 2), *[_block([width], 0, 1)] * 2],
-        out_specs=[_block([n, width], 0, 2, 1) for n in (block, 1, 1)],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
-        name="rope",
-    )(joint, cos, sin)
-    return query.reshape(batch, groups, num * per_group, width), key[:, :, :, 0], value[:, :, :, 0]
 
 
 def visible(slots: Array, first: Array, last: Array, num_slots: int) -> Array:
@@ -172,24 +156,18 @@ def attend(query, new, new_mask, cached, seen, scale: float, softcap: float | No
     divided evenly into splits. The nodes of the pass are one further split.
     """
 
-    both = functools.partial(_attended, scale=scale, softcap=softcap, interprets=program.here().interprets)
+    def both(query, new_keys, new_values, new_mask, keys, values, first, last):
+        new = new_keys, new_values
+        outs, tops, totals = _splits(query, new, new_mask, (keys, values), first, last, scale, softcap)
+        return _merged(outs, tops, totals, query.dtype)
+
     heads, rows = ("data", "model", None, None), ("data", None)
     ins = [heads, heads, heads, ("data", None, None), heads, heads, rows, rows]
     arrays = query.astype(cached[0].dtype), *new, new_mask.astype(jnp.int8), *cached, *seen
     return program.on_each_device(both, ins, heads, query.shape[0], query.shape[1])(*arrays)
 
 
-@traced_once("scale", "softcap")
-def _attended(
-    query, new_keys, new_values, new_mask, keys, values, first, last, *,
-    scale: float, softcap: float | None, interprets: bool,
-):  # fmt: skip
-    new, cached = (new_keys, new_values), (keys, values)
-    outs, tops, totals = _splits(query, new, new_mask, cached, first, last, scale, softcap, interprets)
-    return _merged(outs, tops, totals, query.dtype, interprets)
-
-
-def _splits(query, new, new_mask, cached, first, last, scale, softcap, interprets):
+def _splits(query, new, new_mask, cached, first, last, scale, softcap):
     """The parts of a softmax: outputs before normalisation [splits, B, G, n, E], maxima and sums [splits, B, G, n]."""
     batch, groups, num, width = query.shape
     num_slots, num_new = cached[0].shape[2], new[0].shape[2]
@@ -201,7 +179,6 @@ def _splits(query, new, new_mask, cached, first, last, scale, softcap, interpret
     shape, sizes = (splits + 1, batch, groups, num), (block_q, block_k, splits, num_slots)
     return _call(
         functools.partial(_flash, scale=scale, softcap=softcap, num=num, num_new=num_new, sizes=sizes),
-        interprets,
         grid=(batch, groups, blocks, splits + 1),
         in_specs=[
             _block([num, width], 0, 1),
@@ -270,7 +247,7 @@ def _flash(
     plgpu.store(total_ref.at[take], total, mask=is_row)
 
 
-def _merged(outs: Array, tops: Array, totals: Array, dtype: Any, interprets: bool) -> Float[Array, "B G n E"]:
+def _merged(outs: Array, tops: Array, totals: Array, dtype: Any) -> Float[Array, "B G n E"]:
     """Merges the parts of a softmax. A query that sees nothing gives zeros."""
     splits, batch, groups, num, width = outs.shape
 
@@ -287,7 +264,6 @@ def _merged(outs: Array, tops: Array, totals: Array, dtype: Any, interprets: boo
 
     return _call(
         kernel,
-        interprets,
         grid=(batch, groups, num),
         in_specs=[part(width), part(), part()],
         out_specs=_block([width], 0, 1, 2),
@@ -344,7 +320,6 @@ def _written(buffers, rows, nodes, start, valid, capacity: int):
     caches, row = [_block(x.shape[2:], 0, 1) for x in buffers], _block([nodes.shape[1]], 0)
     return _call(
         kernel,
-        program.here().interprets,
         grid=(batch, groups, nodes.shape[1]),
         in_specs=[*caches, *[_block(x.shape[2:], 0, 1) for x in rows], row, _block([1], 0), row],
         out_specs=caches,
@@ -354,6 +329,6 @@ def _written(buffers, rows, nodes, start, valid, capacity: int):
     )(*buffers, *rows, nodes, start, valid)
 
 
-def _call(kernel: Callable, interprets: bool, **options: Any) -> Callable:
+def _call(kernel: Callable, **options: Any) -> Callable:
     params = plgpu.CompilerParams(num_warps=4, num_stages=2)
-    return pl.pallas_call(kernel, compiler_params=params, interpret=interprets, **options)
+    return pl.pallas_call(kernel, compiler_params=params, interpret=program.here().interprets, **options)
