@@ -48,8 +48,8 @@ def attend(
     seen: Seen | None,
     scale: float,
     softcap: float | None,
-) -> Float[Array, "B G n E"]:
-    """Attention over committed slots and over the nodes of this pass, in one softmax.
+) -> Float[Array, "B N H"]:
+    """Attention over committed slots and over the nodes of this pass, in one softmax: all heads of a node side by side.
 
     With a cache, queries that see nothing give zeros. In the CPU kernel a query's result depends only on the entries
     that it sees and on their order: slots first, then nodes.
@@ -62,13 +62,21 @@ def attend(
     """
     if cached is None or seen is None:
         found = scores(query, new[0], widen(new_mask, query), scale, softcap)
-        return _product(jax.nn.softmax(found, -1), new[1], (3, 2))
+        return by_nodes(_product(jax.nn.softmax(found, -1), new[1], (3, 2)), new_mask.shape[1])
     if native.is_on() and query.dtype == cached[0].dtype == cached[1].dtype == jnp.float32:
         numbers = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
-        return native.call("attend", native.floats(*query.shape))(query, *new, new_mask, *cached, *seen, **numbers)
+        out = native.floats(*new_mask.shape[:2], math.prod(query.shape[1:]) // new_mask.shape[1])
+        return native.call("attend", out)(query, *new, new_mask, *cached, *seen, **numbers)
     wanted = take(Backend, os.environ.get(VARIABLE, "auto"), VARIABLE)
     is_triton = wanted == "triton" or (wanted == "auto" and triton.attend_applies(query, cached))
-    return (by_triton if is_triton else by_xla)(query, new, new_mask, cached, seen, scale, softcap)
+    out = (by_triton if is_triton else by_xla)(query, new, new_mask, cached, seen, scale, softcap)
+    return by_nodes(out, new_mask.shape[1])
+
+
+def by_nodes(out: Float[Array, "B G n E"], num: int) -> Float[Array, "B N H"]:
+    """What `num` nodes read: all their heads side by side, as the output projection takes them."""
+    batch, groups, _, width = out.shape
+    return out.reshape(batch, groups, num, -1, width).transpose(0, 2, 1, 3, 4).reshape(batch, num, -1)
 
 
 def scores(query: Array, keys: Array, mask: Array, scale: float, softcap: float | None) -> Float[Array, "B G n X"]:

@@ -72,8 +72,8 @@ def _differences(inputs: dict[str, Any], interpret: bool) -> dict[str, jax.Array
     with gpu():
         normed = ops.rms_norm(x, weight, 1e-5)
         query, key, value = triton.rope(joint, table, jnp.bfloat16)
-    rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
-    heads = rotated.transpose(0, 2, 1, 3, 4)
+    turned = ops.rotated(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
+    heads = turned.transpose(0, 2, 1, 3, 4)
     pairs = {
         "rms_norm": (normed, ops.rms_norm(x, weight, 1e-5)),
         "rope, queries": (query, heads[:, :, :, :4].reshape(2, 2, 20, 64)),

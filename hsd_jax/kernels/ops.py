@@ -166,14 +166,34 @@ def rms_norm(
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def apply_rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Array, "B N heads E"]:
-    """Rotates heads by the angles of `layers.rope_table`. Element i is paired with element i + E/2, not a neighbour."""
+def rope(
+    query: Float[Array, "B asked heads E"],
+    key: Float[Array, "B N G E"],
+    value: Float[Array, "B N G E"],
+    asked: tuple[Array, Array],
+    table: tuple[Array, Array],
+) -> tuple[Float[Array, "B G n E"], Float[Array, "B G N E"], Float[Array, "B G N E"]]:
+    """Queries and keys rotated by the angles of their `layers.rope_table`, and values, as attention reads them.
+
+    They are grouped by key/value head: n = asked x (query heads per key/value head).
+    """
+    batch, num, groups, width = key.shape
+    num_asked = query.shape[1]
+    per_group = query.shape[2] // groups
+    shapes = (batch, groups, num_asked * per_group, width), *[(batch, groups, num, width)] * 2
     if native.is_on():
-        return native.call("rope", native.floats(*x.shape))(x, *table)
+        return tuple(native.call("rope", [native.floats(*s) for s in shapes])(query, key, value, *asked, *table))
+    queries = rotated(query, asked).reshape(batch, num_asked, groups, per_group, width)
+    grouped = queries.transpose(0, 2, 1, 3, 4), *(x.transpose(0, 2, 1, 3) for x in (rotated(key, table), value))
+    return grouped[0].reshape(shapes[0]), grouped[1], grouped[2]
+
+
+def rotated(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Array, "B N heads E"]:
+    """Heads rotated by XLA. Element i is paired with element i + E/2, not a neighbour."""
     cos, sin = table
     half = x.shape[-1] // 2
-    rotated = jnp.concatenate([x[..., half:], x[..., :half]], -1)
-    return x * cos[:, :, None, :] + rotated * sin[:, :, None, :]
+    swapped = jnp.concatenate([x[..., half:], x[..., :half]], -1)
+    return x * cos[:, :, None, :] + swapped * sin[:, :, None, :]
 
 
 def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:

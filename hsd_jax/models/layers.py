@@ -20,7 +20,7 @@ from hsd_jax.config import RopeConfig
 from hsd_jax.kernels import triton
 from hsd_jax.kernels.attention import attend
 from hsd_jax.kernels.int8 import Kernel
-from hsd_jax.kernels.ops import activate, apply_rope, gated_mlp, matmul, matmuls, rms_norm, rounded
+from hsd_jax.kernels.ops import activate, gated_mlp, matmul, matmuls, rms_norm, rope, rounded
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import NewKV
 
@@ -167,21 +167,13 @@ class Attention(nn.Module):
         if is_packed and cached is not None and asking is None and not c.qk_norm and triton.rope_applies(heads):
             query, key, value = triton.rope(heads, table, cached[0].dtype)
         else:
-            key = apply_rope(key, table)
+            asked = table
             if asking is not None:
-                table = jax.tree.map(lambda t: take_nodes(t, asking, 1), table)
-                new_mask, seen = jax.tree.map(lambda m: take_nodes(m, asking, 1), (new_mask, seen))
-            query = apply_rope(query, table)
-            num = query.shape[1]
-            query = query.reshape(batch, num, groups, per_group, width).transpose(0, 2, 1, 3, 4)
-            query = query.reshape(batch, groups, num * per_group, width)
-            key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+                asked, new_mask, seen = jax.tree.map(lambda x: take_nodes(x, asking, 1), (table, new_mask, seen))
+            query, key, value = rope(query, key, value, asked, table)
             if cached is not None:  # round as the cache does: a node's logits must not depend on the round
                 key, value = rounded(key, cached[0].dtype), rounded(value, cached[1].dtype)
         out = attend_fn(query, (key, value), new_mask, cached, seen, c.attention_scale, c.attention_softcap)
-        num = query.shape[2] // per_group
-        out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
-        out = out.reshape(batch, num, c.num_heads * width)
         output = Weight(c.hidden_size, out.shape[-1], c.output_bias, residual_init(c), name="o")
         return linears(out, output)[0], (key, value)
 

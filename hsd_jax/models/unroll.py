@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import PARALLEL, TrunkConfig
-from hsd_jax.kernels.attention import MASKED, widen
+from hsd_jax.kernels.attention import MASKED, by_nodes, widen
 from hsd_jax.models.layers import Block, rope_table
 from hsd_jax.models.target import masks_within, sequence_layout
 from hsd_jax.models.trunk import apply_trunk
@@ -63,7 +63,7 @@ def attend_own(query, new: KV, _, committed: KV, committed_mask, scale: float, s
     out, shares = _attend(query, committed, committed_mask, scale, jnp.stack(own_scores, -1) if entries else none)
     for i, (_, value) in enumerate(entries):
         out = out + (shares[..., i, None] * value[:, :, :, None]).reshape(out.shape)
-    return out
+    return by_nodes(out, committed_mask.shape[1])
 
 
 def attend_slots(query, new: KV, _, committed: KV, committed_mask, scale: float, softcap, *, num_slots: int):
@@ -77,7 +77,8 @@ def attend_slots(query, new: KV, _, committed: KV, committed_mask, scale: float,
     sees = jnp.repeat(jnp.tril(jnp.ones((num_slots, num_slots), bool)), per_anchor.shape[3] // num_slots, axis=0)
     own_scores = jnp.where(sees, jnp.einsum("bgane,bgase->bgans", per_anchor, keys) * scale, MASKED)
     out, shares = _attend(query, committed, committed_mask, scale, own_scores)
-    return out + jnp.einsum("bgans,bgase->bgane", shares, values).reshape(out.shape)
+    out = out + jnp.einsum("bgans,bgase->bgane", shares, values).reshape(out.shape)
+    return by_nodes(out, committed_mask.shape[1])
 
 
 def unroll(

@@ -155,16 +155,18 @@ static constexpr char kScale[] = "scale", kSoftcap[] = "softcap";
 
 static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Floats new_values, Bools new_mask,
                          Floats keys, Floats values, Ints first_slots, Ints last_slots,
-                         ffi::ResultBuffer<ffi::F32, 4> out, ffi::Attr<float, kScale> scale,
+                         ffi::ResultBuffer<ffi::F32, 3> out, ffi::Attr<float, kScale> scale,
                          ffi::Attr<float, kSoftcap> softcap) {
   auto dims = query.dimensions();
   const int64_t batch = dims[0], groups = dims[1], num = dims[2], width = dims[3];
   const int64_t nodes = new_mask.dimensions()[1], seen = new_mask.dimensions()[2], slots = keys.dimensions()[2];
   bool fits = new_keys.dimensions() == new_values.dimensions() && keys.dimensions() == values.dimensions() &&
               new_keys.dimensions()[2] == seen && new_keys.dimensions()[3] == width && keys.dimensions()[3] == width &&
-              nodes > 0 && num % nodes == 0 && first_slots.dimensions()[1] == nodes && last_slots.dimensions()[1] == nodes;
+              nodes > 0 && num % nodes == 0 && first_slots.dimensions()[1] == nodes && last_slots.dimensions()[1] == nodes &&
+              int64_t(out->element_count()) == batch * groups * num * width;
   if (!fits) return ffi::Error::InvalidArgument("attend: shapes do not fit together");
-  // Queries [from, to) of key/value head `head` of all rows. A node has queries that see the same entries.
+  const int64_t each = num / nodes;  // queries of a node, which see the same entries
+  // Queries [from, to) of key/value head `head` of all rows. Results are in the order of the nodes, [B, N, G * each * E].
   auto attend_head = [=, query = query.typed_data(), new_keys = new_keys.typed_data(), keys = keys.typed_data(),
                       new_values = new_values.typed_data(), values = values.typed_data(), mask = new_mask.typed_data(),
                       first_slots = first_slots.typed_data(), last_slots = last_slots.typed_data(),
@@ -174,19 +176,20 @@ static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Fl
     float* outs[kQueriesAtOnce];
     Sight sight;
     for (int64_t i = from; i < to; i++) {
-      int64_t node = head / groups * nodes + i / (num / nodes);
+      int64_t node = head / groups * nodes + i / each;
+      float* own_out = out + ((node * groups + head % groups) * each + i % each) * width;
       const bool* own_mask = mask + node * seen;
       int64_t first = std::max<int32_t>(first_slots[node], 0), last = std::min<int64_t>(last_slots[node], slots);
       int64_t own = seen;
       while (own > 0 && !own_mask[own - 1]) own--;
       if (first >= last && own == 0) {
-        std::memset(out + (head * num + i) * width, 0, width * sizeof(float));
+        std::memset(own_out, 0, width * sizeof(float));
         continue;
       }
       if (first >= last) first = last = 0;
       if (first < last) least = std::min(least, first), most = std::max(most, last);
       used = std::max(used, own);
-      queries[n] = query + (head * num + i) * width, outs[n] = out + (head * num + i) * width;
+      queries[n] = query + (head * num + i) * width, outs[n] = own_out;
       sight.first[n] = first, sight.last[n] = last, sight.nodes[n] = own_mask;
       n++;
     }

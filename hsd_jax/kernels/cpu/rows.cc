@@ -43,22 +43,51 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRmsNorm, RmsNorm);
 using Floats4 = ffi::Buffer<ffi::F32, 4>;
 using Floats3 = ffi::Buffer<ffi::F32, 3>;
 
-// Rotates heads x [B, N, h, E] by the tables cosine and signed sine [B, N, E]. Elements i and i + E/2 are a pair.
-static ffi::Error Rope(Floats4 x, Floats3 cosine, Floats3 sine, ffi::ResultBuffer<ffi::F32, 4> y) {
-  int64_t rows = x.dimensions()[0] * x.dimensions()[1], heads = x.dimensions()[2], width = x.dimensions()[3];
-  if (cosine.element_count() != size_t(rows * width) || sine.element_count() != size_t(rows * width))
-    return ffi::Error::InvalidArgument("rope: the tables do not fit the heads");
-  int64_t half = width / 2;
-  for (int64_t r = 0; r < rows; r++) {
-    const float* c = cosine.typed_data() + r * width;
-    const float* s = sine.typed_data() + r * width;
-    for (int64_t h = 0; h < heads; h++) {
-      const float* in = x.typed_data() + (r * heads + h) * width;
-      float* out = y->typed_data() + (r * heads + h) * width;
+// Some heads [B, N, h, E] of nodes, and the tables cosine and signed sine [B, N, E] by which they are rotated.
+struct Heads {
+  const float *x, *cosine, *sine;  // without tables they are only copied
+  int64_t num, count, width;
+  Heads(const Floats4& heads, const Floats3* c, const Floats3* s)
+      : x(heads.typed_data()), cosine(c ? c->typed_data() : nullptr), sine(s ? s->typed_data() : nullptr),
+        num(heads.dimensions()[1]), count(heads.dimensions()[2]), width(heads.dimensions()[3]) {}
+
+  // Writes the heads of node r, counted over all rows of the batch, to y [B, groups, N, h / groups, E]. Elements i and
+  // i + E/2 are a pair.
+  void Write(int64_t r, int64_t groups, float* y) const {
+    const int64_t each = count / groups, half = width / 2;
+    for (int64_t h = 0; h < count; h++) {
+      const float* in = x + (r * count + h) * width;
+      float* out = y + (((r / num * groups + h / each) * num + r % num) * each + h % each) * width;
+      if (cosine == nullptr) {
+        std::memcpy(out, in, width * sizeof(float));
+        continue;
+      }
+      const float *c = cosine + r * width, *s = sine + r * width;
       for (int64_t i = 0; i < half; i++) out[i] = MulAdd(in[i], c[i], in[i + half] * s[i]);
       for (int64_t i = half; i < width; i++) out[i] = MulAdd(in[i], c[i], in[i - half] * s[i]);
     }
   }
+};
+
+// Rotates queries and keys, and puts them and the values in the order in which attention reads them: by key/value head.
+static ffi::Error Rope(ffi::ThreadPool pool, Floats4 query, Floats4 key, Floats4 value, Floats3 cosine, Floats3 sine,
+                       Floats3 key_cosine, Floats3 key_sine, ffi::ResultBuffer<ffi::F32, 4> queries,
+                       ffi::ResultBuffer<ffi::F32, 4> keys, ffi::ResultBuffer<ffi::F32, 4> values) {
+  auto fits = [](const Floats4& x, const Floats3& table) {
+    auto of = x.dimensions(), at = table.dimensions();
+    return at[0] == of[0] && at[1] == of[1] && at[2] == of[3];
+  };
+  const int64_t batch = query.dimensions()[0], groups = key.dimensions()[2];
+  if (!fits(query, cosine) || !fits(query, sine) || !fits(key, key_cosine) || !fits(key, key_sine) ||
+      !(key.dimensions() == value.dimensions()) || groups < 1 || query.dimensions()[2] % groups != 0)
+    return ffi::Error::InvalidArgument("rope: the tables do not fit the heads");
+  const Heads asking(query, &cosine, &sine), asked(key, &key_cosine, &key_sine), told(value, nullptr, nullptr);
+  float *q = queries->typed_data(), *k = keys->typed_data(), *v = values->typed_data();
+  ByRows(pool, batch * asking.num, asking.count * asking.width, [=](int64_t r) { asking.Write(r, groups, q); });
+  ByRows(pool, batch * asked.num, 2 * groups * asked.width, [=](int64_t r) {
+    asked.Write(r, groups, k);
+    told.Write(r, groups, v);
+  });
   return ffi::Error::Success();
 }
 
