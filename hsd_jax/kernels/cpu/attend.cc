@@ -34,9 +34,9 @@ struct Sight {
   }
 };
 
-// scores[j] = keys[j] . queries for kKeys keys and the queries of kVectors vectors. `turned` is [width, queries].
+// scores[j] = scale keys[j] . queries for kKeys keys and the queries of kVectors vectors. `turned` is [width, queries].
 template <int kVectors, int kKeys>
-static inline void Score(const float* keys, const float* turned, int64_t width, float* scores) {
+__attribute__((noinline)) static void Score(const float* keys, const float* turned, int64_t width, float scale, float* scores) {
   Vec acc[kKeys][kVectors] = {};
   for (int64_t e = 0; e < width; e++) {
     Vec query[kVectors];
@@ -48,13 +48,15 @@ static inline void Score(const float* keys, const float* turned, int64_t width, 
       for (int v = 0; v < kVectors; v++) acc[j][v] = MulAdd(All(keys[j * width + e]), query[v], acc[j][v]);
   }
   for (int j = 0; j < kKeys; j++)
-    for (int v = 0; v < kVectors; v++)
-      std::memcpy(scores + (j * kVectors + v) * kLanes, &acc[j][v], sizeof(Vec));
+    for (int v = 0; v < kVectors; v++) {
+      Vec scaled = acc[j][v] * scale;
+      std::memcpy(scores + (j * kVectors + v) * kLanes, &scaled, sizeof(Vec));
+    }
 }
 
 // out[q][e] = share[q] sum_j weights[j][q] values[j][e] for kQueries queries and kVectors vectors of e from `at` on.
 template <int kQueries, int kVectors>
-static inline void Mix(const float* weights, int64_t stride, const float* share, const Entries (&parts)[2],
+__attribute__((noinline)) static void Mix(const float* weights, int64_t stride, const float* share, const Entries (&parts)[2],
                        int64_t width, int64_t at, float* out) {
   Vec acc[kQueries][kVectors] = {};
   for (const Entries& part : parts) {
@@ -107,7 +109,7 @@ static void MixAll(const float* weights, int64_t stride, const float* share, con
 template <int kVectors>
 static void AttendSome(const float* const* queries, int64_t n, int64_t width, const Entries (&parts)[2],
                        const Sight& sight, float scale, float softcap, float* out) {
-  constexpr int kStride = kVectors * kLanes, kKeys = 8 / kVectors, kQueries = kLanes == 16 ? 4 : 2;
+  constexpr int kStride = kVectors * kLanes, kKeys = kLanes == 16 ? 8 : 8 / kVectors, kQueries = kLanes == 16 ? 4 : 2;
   constexpr float kHidden = -1e30f;
   thread_local std::vector<float> turned, scores;
   turned.assign(width * kStride, 0.0f);
@@ -119,21 +121,29 @@ static void AttendSome(const float* const* queries, int64_t n, int64_t width, co
   for (Vec& most : top) most = All(kHidden);
   float* score = scores.data();
   for (const Entries& part : parts) {
-    float* to = score;
-    int64_t j = 0;
-    for (; j + kKeys <= part.used; j += kKeys, to += kKeys * kStride)
-      Score<kVectors, kKeys>(part.keys + j * width, turned.data(), width, to);
-    for (; j < part.used; j++, to += kStride) Score<kVectors, 1>(part.keys + j * width, turned.data(), width, to);
-    for (j = 0; j < part.used; j++, score += kStride) {
-      for (int i = 0; i < kStride; i++) score[i] *= scale;
-      if (softcap > 0)
-        for (int i = 0; i < kStride; i++) score[i] = std::tanh(score[i] / softcap) * softcap;
-      sight.Hide(&part == &parts[1], j, n, score);
-      for (int v = 0; v < kVectors; v++) {
-        Vec one = Load(score + v * kLanes);
-        top[v] = one > top[v] ? one : top[v];
+    const bool is_node = &part == &parts[1];
+    // The next keys are fetched meanwhile, and the values of these, which the mix reads: the weights of the layers between
+    // have pushed both out of the near caches.
+    auto some = [&](auto keys, int64_t j) __attribute__((always_inline)) {
+      const float *ahead = part.keys + (j + 2 * keys) * width, *values = part.values + j * width;
+      for (int64_t i = 0; i < keys * width; i += 64 / sizeof(float)) {
+        __builtin_prefetch(ahead + i);
+        __builtin_prefetch(values + i, 0, 2);
       }
-    }
+      Score<kVectors, keys>(part.keys + j * width, turned.data(), width, scale, score);
+      for (int64_t last = j + keys; j < last; j++, score += kStride) {
+        if (softcap > 0)
+          for (int i = 0; i < kStride; i++) score[i] = std::tanh(score[i] / softcap) * softcap;
+        sight.Hide(is_node, j, n, score);
+        for (int v = 0; v < kVectors; v++) {
+          Vec one = Load(score + v * kLanes);
+          top[v] = one > top[v] ? one : top[v];
+        }
+      }
+    };
+    int64_t j = 0;
+    for (; j + kKeys <= part.used; j += kKeys) some(std::integral_constant<int, kKeys>(), j);
+    for (; j < part.used; j++) some(std::integral_constant<int, 1>(), j);
   }
   for (score = scores.data(); score != scores.data() + scores.size(); score += kStride)
     for (int v = 0; v < kVectors; v++) {
