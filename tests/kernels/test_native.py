@@ -135,13 +135,23 @@ def test_a_norm_is_right_and_a_row_keeps_its_bits(width):
 
 @with_xla_as_users_have_it
 def test_a_rotation_is_right_and_a_row_keeps_its_bits():
-    x, positions = normal(0, 2, 9, 3, 40), jnp.arange(18).reshape(2, 9) + 137
-    rotate = lambda x, p: ops.apply_rope(x, layers.rope_table(RopeConfig(), 40, p))  # noqa: E731
-    whole = np.asarray(on(rotate, x, positions))
-    np.testing.assert_allclose(whole, rotate(x, positions), atol=1e-6)
-    parts = on(lambda x, p: [rotate(x[:, :n], p[:, :n]) for n in range(1, 10)], x, positions)
+    """Queries of some nodes only, by their own table; and more heads than one thread rotates."""
+    query, key, value = (normal(seed, 2, 9, heads, 40) for seed, heads in enumerate((12, 4, 4)))
+    positions = jnp.arange(18).reshape(2, 9) + 137
+
+    def rotate(query, key, value, positions, asked):
+        table = layers.rope_table(RopeConfig(), 40, positions)
+        return ops.rope(query[:, :asked], key, value, tuple(t[:, :asked] for t in table), table)
+
+    for asked in (9, 3):
+        whole = on(lambda *a: rotate(*a, asked), query, key, value, positions)  # noqa: B023
+        for found, wanted in zip(whole, rotate(query, key, value, positions, asked), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-6)
+    parts = on(lambda *a: [rotate(*(x[:, :n] for x in a), n) for n in range(1, 10)], query, key, value, positions)
+    whole = on(lambda *a: rotate(*a, 9), query, key, value, positions)
     for n, found in enumerate(parts, 1):
-        np.testing.assert_array_equal(found, whole[:, :n])
+        for part, of_all, per_group in zip(found, whole, (3, 1, 1), strict=True):
+            np.testing.assert_array_equal(part, of_all[:, :, : n * per_group])
 
 
 @pytest.mark.parametrize("shape", [(), (2, 0), (2, 3, 4)])
@@ -221,9 +231,8 @@ def test_attention_is_that_of_xla(shape, per_node, softcap):
     blind[:, ::2] = True
     nothing = jnp.asarray(new_mask & ~blind[:, :, None]), args[3], (first, jnp.where(blind, 0, last))
     some = np.asarray(call(None, query, new, *nothing))
-    hidden = np.repeat(blind, per_node, 1)[:, None]
-    assert (some[np.broadcast_to(hidden, some.shape[:3])] == 0).all()
-    np.testing.assert_array_equal(np.where(hidden[..., None], 0, found), some)
+    assert (some[blind] == 0).all()
+    np.testing.assert_array_equal(np.where(blind[..., None], 0, found), some)
 
 
 @pytest.mark.parametrize("num", [1, 8, 21, 4096])

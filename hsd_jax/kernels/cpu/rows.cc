@@ -83,10 +83,15 @@ static ffi::Error Rope(ffi::ThreadPool pool, Floats4 query, Floats4 key, Floats4
     return ffi::Error::InvalidArgument("rope: the tables do not fit the heads");
   const Heads asking(query, &cosine, &sine), asked(key, &key_cosine, &key_sine), told(value, nullptr, nullptr);
   float *q = queries->typed_data(), *k = keys->typed_data(), *v = values->typed_data();
-  ByRows(pool, batch * asking.num, asking.count * asking.width, [=](int64_t r) { asking.Write(r, groups, q); });
-  ByRows(pool, batch * asked.num, 2 * groups * asked.width, [=](int64_t r) {
-    asked.Write(r, groups, k);
-    told.Write(r, groups, v);
+  const int64_t asked_rows = batch * asking.num, rows = batch * asked.num;
+  const int64_t numbers = (asked_rows * asking.count + 2 * rows * groups) * asked.width;
+  const int64_t pieces = std::clamp<int64_t>(numbers / (4 << 10), 1, Threads(pool));
+  Parallel(pool, static_cast<int>(pieces), [=](int i) {
+    for (int64_t r = asked_rows * i / pieces; r < asked_rows * (i + 1) / pieces; r++) asking.Write(r, groups, q);
+    for (int64_t r = rows * i / pieces; r < rows * (i + 1) / pieces; r++) {
+      asked.Write(r, groups, k);
+      told.Write(r, groups, v);
+    }
   });
   return ffi::Error::Success();
 }
