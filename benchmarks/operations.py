@@ -79,12 +79,13 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
         import jax
 
-        from hsd_jax import TreeConfig, decode, load
+        from hsd_jax import decode, load
+        from hsd_jax.measure.speeds import parse_tree
 
         jax.config.update("jax_enable_compilation_cache", False)  # a program of the cache is not dumped
         params, seen = load(args.target, dtype=args.dtype), set()
         for name in args.trees:
-            how = {"speculate": False} if name == "plain" else {"tree": TreeConfig(*map(int, name.split("x")))}
+            how = {"speculate": False} if name == "plain" else {"tree": parse_tree(name)}
 
             def run(how=how):
                 return decode(params, PROMPT, args.new_tokens, temperature=args.temperature, eos=(), **how)
@@ -100,10 +101,10 @@ def main() -> None:
             for event, durations in traced(run, Path(folder) / name).items():
                 # The prompt's pass has operations of the same names, which run once.
                 if event in known and (times := round(len(durations) / num_rounds)):
-                    seconds = 1e-6 * statistics.median(durations) * times
-                    table[known[event]] += seconds
+                    spent = 1e-6 * statistics.median(durations) * times
+                    table[known[event]] += spent
                     runs[known[event]] += times
-                    sums[kind(known[event][1])] += seconds
+                    sums[kind(known[event][1])] += spent
             print(f"{name}: {num_rounds} rounds of {whole:.2f} ms, the prompt's share included")
             for key, milliseconds in table.most_common(args.lines):
                 print(f"  {milliseconds:8.3f} ms {runs[key]:4d} x {key[0]:8s} {key[1]}")

@@ -23,16 +23,18 @@ SIZES = ((1, 32), (1, 256), (8, 64), (32, 64))
 PROMPTS = ["The weather today", "Once upon a time there was", "To cook rice, first", "I would like to book"] * 8
 
 
-def work(target: str, temperature: float) -> None:
+def work(target: str, temperature: float, tree: str | None) -> None:
     """Runs the call that each line of stdin describes and prints its seconds."""
     import hsd_jax
+    from hsd_jax.measure.speeds import parse_tree
 
     params = hsd_jax.load(target)
+    how = {} if tree is None else {"speculate": False} if tree == "plain" else {"tree": parse_tree(tree)}
     print("ready", flush=True)
     for line in sys.stdin:
         rows, new = json.loads(line)
         start = time.perf_counter()
-        hsd_jax.decode(params, PROMPTS[:rows], new, temperature=temperature, eos=())
+        hsd_jax.decode(params, PROMPTS[:rows], new, temperature=temperature, eos=(), **how)
         print(time.perf_counter() - start, flush=True)
 
 
@@ -43,12 +45,14 @@ def main() -> None:
     parser.add_argument("--after", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--target", default="demo")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--tree", help="plain, or nodes x depth x width; without it the library chooses")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--worker", action="store_true", help="for internal use")
     args = parser.parse_args()
     if args.worker:
-        return work(args.target, args.temperature)
+        return work(args.target, args.temperature, args.tree)
     own = ["--worker", "--target", args.target, "--temperature", str(args.temperature)]
+    own += [] if args.tree is None else ["--tree", args.tree]
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, *own],

@@ -170,21 +170,22 @@ def rope(
     query: Float[Array, "B asked heads E"],
     key: Float[Array, "B N G E"],
     value: Float[Array, "B N G E"],
-    asked: tuple[Array, Array],
-    table: tuple[Array, Array],
+    query_table: tuple[Array, Array],
+    key_table: tuple[Array, Array],
 ) -> tuple[Float[Array, "B G n E"], Float[Array, "B G N E"], Float[Array, "B G N E"]]:
-    """Queries and keys rotated by the angles of their `layers.rope_table`, and values, as attention reads them.
+    """Rotates queries and keys by their `layers.rope_table`, and groups both and the values by key/value head.
 
-    They are grouped by key/value head: n = asked x (query heads per key/value head).
+    That is how attention reads them: n = asked x (query heads per key/value head).
     """
     batch, num, groups, width = key.shape
     num_asked = query.shape[1]
     per_group = query.shape[2] // groups
     shapes = (batch, groups, num_asked * per_group, width), *[(batch, groups, num, width)] * 2
     if native.is_on():
-        return tuple(native.call("rope", [native.floats(*s) for s in shapes])(query, key, value, *asked, *table))
-    queries = rotated(query, asked).reshape(batch, num_asked, groups, per_group, width)
-    grouped = queries.transpose(0, 2, 1, 3, 4), *(x.transpose(0, 2, 1, 3) for x in (rotated(key, table), value))
+        kernel = native.call("rope", [native.floats(*shape) for shape in shapes])
+        return tuple(kernel(query, key, value, *query_table, *key_table))
+    queries = rotated(query, query_table).reshape(batch, num_asked, groups, per_group, width)
+    grouped = queries.transpose(0, 2, 1, 3, 4), *(x.transpose(0, 2, 1, 3) for x in (rotated(key, key_table), value))
     return grouped[0].reshape(shapes[0]), grouped[1], grouped[2]
 
 

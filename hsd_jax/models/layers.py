@@ -167,10 +167,10 @@ class Attention(nn.Module):
         if is_packed and cached is not None and asking is None and not c.qk_norm and triton.rope_applies(heads):
             query, key, value = triton.rope(heads, table, cached[0].dtype)
         else:
-            asked = table
+            query_table = table
             if asking is not None:
-                asked, new_mask, seen = jax.tree.map(lambda x: take_nodes(x, asking, 1), (table, new_mask, seen))
-            query, key, value = rope(query, key, value, asked, table)
+                query_table, new_mask, seen = jax.tree.map(lambda x: take_nodes(x, asking, 1), (table, new_mask, seen))
+            query, key, value = rope(query, key, value, query_table, table)
             if cached is not None:  # round as the cache does: a node's logits must not depend on the round
                 key, value = rounded(key, cached[0].dtype), rounded(value, cached[1].dtype)
         out = attend_fn(query, (key, value), new_mask, cached, seen, c.attention_scale, c.attention_softcap)

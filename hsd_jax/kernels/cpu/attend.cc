@@ -36,7 +36,7 @@ struct Sight {
 
 // scores[j] = scale keys[j] . queries for kKeys keys and the queries of kVectors vectors. `turned` is [width, queries].
 template <int kVectors, int kKeys>
-__attribute__((noinline)) static void Score(const float* keys, const float* turned, int64_t width, float scale, float* scores) {
+static inline void Score(const float* keys, const float* turned, int64_t width, float scale, float* scores) {
   Vec acc[kKeys][kVectors] = {};
   for (int64_t e = 0; e < width; e++) {
     Vec query[kVectors];
@@ -56,7 +56,7 @@ __attribute__((noinline)) static void Score(const float* keys, const float* turn
 
 // out[q][e] = share[q] sum_j weights[j][q] values[j][e] for kQueries queries and kVectors vectors of e from `at` on.
 template <int kQueries, int kVectors>
-__attribute__((noinline)) static void Mix(const float* weights, int64_t stride, const float* share, const Entries (&parts)[2],
+static inline void Mix(const float* weights, int64_t stride, const float* share, const Entries (&parts)[2],
                        int64_t width, int64_t at, float* out) {
   Vec acc[kQueries][kVectors] = {};
   for (const Entries& part : parts) {

@@ -81,16 +81,16 @@ static ffi::Error Rope(ffi::ThreadPool pool, Floats4 query, Floats4 key, Floats4
   if (!fits(query, cosine) || !fits(query, sine) || !fits(key, key_cosine) || !fits(key, key_sine) ||
       !(key.dimensions() == value.dimensions()) || groups < 1 || query.dimensions()[2] % groups != 0)
     return ffi::Error::InvalidArgument("rope: the tables do not fit the heads");
-  const Heads asking(query, &cosine, &sine), asked(key, &key_cosine, &key_sine), told(value, nullptr, nullptr);
+  const Heads of_queries(query, &cosine, &sine), of_keys(key, &key_cosine, &key_sine), of_values(value, nullptr, nullptr);
   float *q = queries->typed_data(), *k = keys->typed_data(), *v = values->typed_data();
-  const int64_t asked_rows = batch * asking.num, rows = batch * asked.num;
-  const int64_t numbers = (asked_rows * asking.count + 2 * rows * groups) * asked.width;
+  const int64_t query_rows = batch * of_queries.num, key_rows = batch * of_keys.num;
+  const int64_t numbers = (query_rows * of_queries.count + 2 * key_rows * groups) * of_keys.width;
   const int64_t pieces = std::clamp<int64_t>(numbers / (4 << 10), 1, Threads(pool));
   Parallel(pool, static_cast<int>(pieces), [=](int i) {
-    for (int64_t r = asked_rows * i / pieces; r < asked_rows * (i + 1) / pieces; r++) asking.Write(r, groups, q);
-    for (int64_t r = rows * i / pieces; r < rows * (i + 1) / pieces; r++) {
-      asked.Write(r, groups, k);
-      told.Write(r, groups, v);
+    for (int64_t r = query_rows * i / pieces; r < query_rows * (i + 1) / pieces; r++) of_queries.Write(r, groups, q);
+    for (int64_t r = key_rows * i / pieces; r < key_rows * (i + 1) / pieces; r++) {
+      of_keys.Write(r, groups, k);
+      of_values.Write(r, groups, v);
     }
   });
   return ffi::Error::Success();
