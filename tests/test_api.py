@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from oracles import stops as stops_lib
 from support import chat, setups, toy
+from support.cases import cases
 
 import hsd_jax
 from hsd_jax import pair as pair_lib
@@ -267,7 +268,7 @@ def test_what_is_not_a_setting_here_is_named(params):
         assert with_defaults(params, {"defaults": "checkpoint"})["defaults"] == {}
 
 
-@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("speculate", cases([True, False], slow=[True]))
 def test_a_prompt_of_samples_is_read_once(params, monkeypatch, speculate):
     """Also of several chunks, and for a number of rows that is padded."""
     call = functools.partial(hsd_jax.decode, params, max_new_tokens=9, temperature=1.0, seed=4, speculate=speculate)
@@ -281,6 +282,7 @@ def test_a_prompt_of_samples_is_read_once(params, monkeypatch, speculate):
     assert call(prompt, n=3, max_new_tokens=0).num_tokens.tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_samples_are_the_rows_of_copies(text_params):
     call = functools.partial(hsd_jax.decode, text_params, max_new_tokens=9, temperature=1.0)
     copies = call(["a"] * 3, seed=5)

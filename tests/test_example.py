@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import cases
 
 import hsd_jax
 from hsd_jax.config import ModelConfig, TreeConfig
@@ -89,7 +90,7 @@ def text_without_rounds(one, target, prompt, key, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("tree", [SMALL, CHAIN, pytest.param(WIDE, marks=pytest.mark.slow)], ids=lambda tree: tree.name)
+@pytest.mark.parametrize("tree", cases([SMALL, CHAIN, WIDE], slow=[CHAIN, WIDE]), ids=lambda tree: tree.name)
 def test_texts_and_rounds_are_those_of_the_library(tree, temperature):
     one, models, num_tried = example(tree), toy_models(), 0
     for seed in range(12):  # so that the last round of a text drafts past its end

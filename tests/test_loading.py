@@ -249,6 +249,7 @@ def test_the_cpu_kernels_round_rows_unless_precision_is_exact_or_a_mesh_splits_t
     assert tokens(fast) == tokens(fast, speculate=False)  # XLA multiplies groups too
 
 
+@pytest.mark.slow
 def test_quantized_targets_speak_their_own_text_whatever_drafts(folders):
     """Greedy, sampled and filtered rows; the drafter was trained for the target as it was and passes its check."""
     whole, held = load(folders), load(folders, quantize="int8")

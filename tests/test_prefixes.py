@@ -69,7 +69,7 @@ def conversation(session: Session, prompt: list[int] = LONG, new: int = 24) -> t
 KINDS = ["plain", *setups.OF_EACH_KIND.values(), "ahead", "stack_sd2"]
 
 
-@pytest.mark.parametrize("name", cases(KINDS, slow={*KINDS} - {"plain", "beam", "both", "small_lm"}))
+@pytest.mark.parametrize("name", cases(KINDS, slow={*KINDS} - {"plain", "both"}))
 def test_a_conversation_is_read_on(name):
     """With the states of the drafter, too: it drafts what it would have drafted."""
     with session_of(name, 0) as without, session_of(name, 4) as session:
@@ -78,6 +78,7 @@ def test_a_conversation_is_read_on(name):
     assert cached == ([0, 0, 0] if "sd2" in name else [0, 64, 64])
 
 
+@pytest.mark.slow
 def test_what_the_drafter_has_not_read_is_not_taken():
     """Its cache ends some tokens before that of the target."""
     cached = []

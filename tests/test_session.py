@@ -208,7 +208,9 @@ def test_generate_answers_more_requests_than_slots_in_either_order(plain):
 CONTROLS = {"repetition_penalty": 1.5, "min_p": 0.01}
 
 
-@pytest.mark.parametrize(("name", "slots", "more"), [("plain", 1, {}), ("plain", 3, {}), ("beam", 8, CONTROLS)])
+@pytest.mark.parametrize(
+    ("name", "slots", "more"), [("plain", 1, {}), ("plain", 3, {}), pytest.param("beam", 8, CONTROLS, marks=slow)]
+)
 def test_samples_of_requests_are_the_rows_of_copies_and_read_once(monkeypatch, name, slots, more):
     """In either order, with a wrong request between. From an iterator that meets few free slots a prompt is read more
     often."""
@@ -526,6 +528,7 @@ def test_many_requests_compile_ten_programs_and_none_after_the_first_of_each_kin
         assert num_compiled(session) == expected
 
 
+@pytest.mark.slow
 def test_caches_grow_with_the_rows_that_are_there(monkeypatch, fresh_programs):
     """From 64 slots to 256 and more, while rows run; what they say does not depend on it."""
     for lib in (setup_lib, session_lib):
@@ -587,7 +590,7 @@ def of_many_lengths(num: int) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain", "beam", "both"}))
+@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain", "both"}))
 def test_prompts_of_a_list_are_read_together(monkeypatch, fresh_programs, name):
     """By at most half of the slots. Texts are those of one row alone, and there are fewer passes."""
     (params, how), asked, num = params_of(name), of_many_lengths(19), {}

@@ -347,6 +347,7 @@ def identity_run(folders, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_identity_asks_for_the_distribution_where_a_rule_draws_text_anew(identity_run, capsys):
     """Greedy rows still say what plain decoding says."""
     code, record = identity_run("--precision", "exact", "--accept", "recursive")
@@ -364,6 +365,7 @@ def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
     assert "identity: ok" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_identity_counts_rows_that_differ_between_levels(identity_run, monkeypatch, capsys):
     """Of exact text there are none. Each level has a program of its own, and a level that goes wrong is seen."""
     from hsd_jax.kernels import native
@@ -474,6 +476,7 @@ def test_train_drafter_end_to_end(folders, tmp_path):
     assert hsd("generate", "--target", folders.target, "--drafter", out / "drafter", *SHORT, *small, "the cat") == 0
 
 
+@pytest.mark.slow
 def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys, monkeypatch):
     pair = ["--target", folders.target, "--drafter", folders.target, "--pearl", "2"]
     asked, loaded, load_params = [*SHORT, "--json", "the cat"], [], options.load_params

@@ -76,6 +76,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(aot, "make_mesh", lambda *_, **__: cpu_mesh(2))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_the_command_says_what_the_compiler_says(on_cpu, tmp_path, monkeypatch, capsys):
     convert.save_target(tmp_path / "target", TINY, toy.make_target(TINY), "bfloat16")

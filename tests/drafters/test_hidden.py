@@ -142,9 +142,9 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     ("variant", "proposer"),
     [
         ("llama", "steered"),
-        ("llama", "steered_eagle"),
         ("llama", "steered_block_skip"),
-        ("llama", "layers"),
+        pytest.param("llama", "steered_eagle", marks=pytest.mark.slow),
+        pytest.param("llama", "layers", marks=pytest.mark.slow),
         pytest.param("llama", "eagle_layers", marks=pytest.mark.slow),
         pytest.param("gemma", "steered_block", marks=pytest.mark.slow),
         pytest.param("llama", "steered_skip", marks=pytest.mark.slow),

@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from oracles import injector as oracle
 from oracles.tree import grow_paths, log_softmax, paths_of
 from support import calls, setups, toy
@@ -58,6 +59,7 @@ def test_the_recurrence_is_that_of_plain_loops():
 BEAM = TreeConfig(nodes=12, depth=4, width=3)
 
 
+@pytest.mark.slow
 def test_a_beam_knows_its_paths():
     """Against the oracle's beam, whose logits are those of whole paths; rows without a feature are left out."""
     setup = setups.setup("llama", "path")

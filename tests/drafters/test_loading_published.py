@@ -97,7 +97,7 @@ def test_a_head_of_a_folder_drafts_and_tells_what_it_accepts(target, tmp_path, p
     assert tokens(both, tree=tree) == tokens(plain)
 
 
-@pytest.mark.parametrize(("knows", "layers"), [(0, (0, 1, 2)), (1, (1, 2, 3))])
+@pytest.mark.parametrize(("knows", "layers"), [(0, (0, 1, 2)), pytest.param(1, (1, 2, 3), marks=pytest.mark.slow)])
 def test_both_readings_of_layers_are_tried_and_the_better_one_is_taken(target, tmp_path, probes, capfd, knows, layers):
     """Files of no documented convention: 1 is the output of layer 0 by vLLM, and of layer 1 by SGLang."""
     folder = write(tmp_path / "head", [1, 2, 3], knows)
@@ -111,6 +111,7 @@ def test_both_readings_of_layers_are_tried_and_the_better_one_is_taken(target, t
     assert f"read are {list(layers)}, not" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_probe_runs_once_and_only_where_it_may(target, tmp_path, probes, monkeypatch):
     folder, runs = write(tmp_path / "head", [2, 3, 4], knows=1), []
     run = probe.run_probe
@@ -236,6 +237,7 @@ def test_noise_and_profile():
 # --- what else takes a drafter ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_additions_and_commands_work_or_say_why_not(target, tmp_path, capsys):
     folder = write(tmp_path / "head", [2, 3, 4], knows=1)
     params = hsd_jax.load(target=target, drafter=folder)

@@ -145,6 +145,7 @@ def pair():
     return setups.params_of("small_lm", max_len=128)
 
 
+@pytest.mark.slow
 def test_a_user_drafts_ahead(pair):
     """gamma is given or follows from costs, and rounds are counted by phase."""
     ahead = hsd_jax.pearl(pair, 3)

@@ -57,6 +57,7 @@ def test_rows_of_any_length_say_what_plain_decoding_says(pair, apart):
         assert {x.device.id for x in jax.tree.leaves(getattr(apart, name))} == {device}
 
 
+@pytest.mark.slow
 def test_rows_come_and_go(pair, apart):
     """More requests than slots, in caches smaller than the first size: each says what plain decoding says of it."""
     asked = zip(PROMPTS, CALL["max_new_tokens"], CALL["temperature"], CALL["seed"], strict=True)
@@ -85,6 +86,7 @@ def test_settings_without_a_program_are_refused_at_once(pair, apart, asked):
     np.testing.assert_array_equal(text, hsd_jax.decode(pair, PROMPTS[0], 12, speculate=False).tokens[0])
 
 
+@pytest.mark.slow
 def test_a_row_ends_inside_a_round(pair, apart):
     """Each token of a text in turn ends it: in every place of a round, with rounds in flight behind it."""
     call = {"max_new_tokens": 30, "temperature": 0.8, "seed": 1}

@@ -166,6 +166,7 @@ def test_no_text_changes_and_a_right_prediction_is_accepted_whole(name, tree, ad
     assert (tau[:2] >= 0.9 * (tree.depth + 1)).all() and tau[2] < 0.7 * (tree.depth + 1), tau
 
 
+@pytest.mark.slow
 def test_rows_of_a_session_have_predictions_of_all_sizes_or_none(monkeypatch):
     """Rows come and go; the buffers of predictions grow while rows run, and their counts are those of the call."""
     monkeypatch.setattr(inputs, "SMALLEST_PREDICTION", 4)

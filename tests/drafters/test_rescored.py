@@ -103,7 +103,8 @@ def wanted_tree(logp, base: np.ndarray, hot, text: list[int], temperature: float
     return oracle.grow_paths(logits, text[-1], TREE.nodes, TREE.depth, TREE.width)
 
 
-@pytest.mark.parametrize("proposer", [pytest.param("rescored_lm", marks=pytest.mark.slow), "rescored_hot"])
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", ["rescored_lm", "rescored_hot"])
 def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer):
     """So every round leaves in the states what the next one needs; prompts of one token included."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)

@@ -18,7 +18,6 @@ from oracles import distribution as distribution_oracle
 from oracles import hierarchy as oracle
 from scipy import stats
 from support import calls, setups, toy
-from support.cases import cases
 from support.tiny_pairs import FALSE_ALARM, FEW_SLOTS, decoder_of, many_rows
 
 import hsd_jax
@@ -79,7 +78,8 @@ def three_models(inner: str):
     return config, found, {"target": target, "drafter": {"middle": middle, "inner": weights}}
 
 
-@pytest.mark.parametrize("inner", ["small_lm", pytest.param("stack", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["small_lm", "stack"])
 def test_the_compiled_loop_draws_from_the_target(inner):
     """Of the first two tokens of the texts, and of two after a few rounds; false alarm 10^-6 each."""
     config, drafter_config, models = three_models(inner)
@@ -157,9 +157,8 @@ def first_disagreement(proposer: str, decoder: Decoder) -> str | None:
     return found
 
 
-@pytest.mark.parametrize(
-    "proposer", cases(["stack_lookup", "stack_hidden", "stack_stack"], slow=["stack_hidden", "stack_stack"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", ["stack_lookup", "stack_hidden", "stack_stack"])
 def test_the_levels_agree_on_the_committed_prefix_after_every_round(proposer):
     """With what a fresh read of the prefix gives, whatever was refused, also in rows that are finished."""
     assert first_disagreement(proposer, setups.setup("llama", proposer).decoder) is None

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from support import setups
+from support.cases import cases
 
 from hsd_jax import setup
 from hsd_jax.host import compilation
@@ -39,9 +40,10 @@ def compile_one() -> None:
     jax.jit(lambda x: x + 1)(np.float32(0)).block_until_ready()
 
 
-@pytest.mark.parametrize(
-    ("left", "steps"), [(0, ((50, 0), (51, 1), (50, 1), (51, 2))), (80, ((80, 1), (90, 1), (91, 2), (85, 2)))]
-)
+LEFT = [(0, ((50, 0), (51, 1), (50, 1), (51, 2))), (80, ((80, 1), (90, 1), (91, 2), (85, 2)))]
+
+
+@pytest.mark.parametrize(("left", "steps"), cases(LEFT, slow=LEFT[:1]))
 def test_programs_go_when_they_take_half_of_the_maps_that_others_leave(process, left, steps):
     process.left = left
     for num, wanted in steps:

@@ -86,6 +86,7 @@ def assert_as_one(folder: Path, num: int, devices: int, wanted: dict, what: str,
     assert all(x[what] == wanted for x in found)
 
 
+@pytest.mark.slow
 def test_two_processes_decode_as_one(tmp_path):
     pair = tmp_path / "pair"
     config = toy.target_config()

@@ -145,7 +145,7 @@ FOLLOWING = [name for name in KINDS if name not in ("pearl", "both")]
 
 
 @pytest.mark.parametrize(
-    "proposer", cases(["steered", "decoys_oracle", *KINDS], slow=["decoys_oracle", *setups.LEFT_TO_SLOW])
+    "proposer", cases(["steered", "decoys_oracle", *KINDS], slow=["decoys_oracle", "small_lm", *setups.LEFT_TO_SLOW])
 )
 @pytest.mark.parametrize("prices", PAYS)
 def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
@@ -160,7 +160,8 @@ def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
 
 
 @pytest.mark.parametrize(
-    "proposer", cases([*FOLLOWING, "path_chain"], slow=[x for x in setups.LEFT_TO_SLOW if x in FOLLOWING])
+    "proposer",
+    cases([*FOLLOWING, "path_chain"], slow=["path_chain", *(x for x in setups.LEFT_TO_SLOW if x in FOLLOWING)]),
 )
 def test_a_drafter_follows_plain_rounds(proposer):
     """Behind them it drafts what it drafts behind a prompt of the same tokens."""
@@ -180,6 +181,7 @@ def test_a_drafter_follows_plain_rounds(proposer):
     np.testing.assert_array_equal(jnp.where(own.valid, own.tokens, 0), jnp.where(own.valid, expected.tokens, 0))
 
 
+@pytest.mark.slow
 def test_a_poor_drafter_is_asked_ever_less_often_and_a_good_one_in_every_round():
     call = calls.mixed_call().rows([3]).replace(new_tokens=[44])
     dear = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=20.0), call)

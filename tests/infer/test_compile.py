@@ -42,7 +42,7 @@ def random_call(rng: np.random.Generator, vocab: int) -> calls.Call:
     "proposer",
     cases(
         [*setups.OF_EACH_KIND.values(), "plain", "sampled", "block_skip", "ahead", "block"],
-        slow=["ahead", "block", "lookup", "small_lm", *setups.LEFT_TO_SLOW],
+        slow=["sampled", "ahead", "block", "block_skip", "lookup", "small_lm", *setups.LEFT_TO_SLOW],
     ),
 )
 def test_a_hundred_prompts_compile_once(proposer):

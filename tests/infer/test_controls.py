@@ -66,7 +66,8 @@ COVERED = [
     for tree in TREES
     if drafter != "lookup" or tree == "chain"  # lookup drafts chains
 ]
-FAST = [("lookup", "chain"), ("both", "8x4x2"), ("hidden", "16x7x3"), ("eagle", "chain"), ("small_lm", "8x4x2")]
+OF_EACH = [("lookup", "chain"), ("both", "8x4x2"), ("hidden", "16x7x3"), ("eagle", "chain"), ("small_lm", "8x4x2")]
+FAST = [case for case in OF_EACH if case[0] not in ("hidden", "eagle")]
 
 
 @pytest.mark.parametrize(("drafter", "tree"), cases(COVERED, slow=[case for case in COVERED if case not in FAST]))
@@ -117,7 +118,7 @@ def test_every_kind_of_drafter_drafts_for_rows_with_settings(name, adaptive):
         assert result.stats.accepted_histogram[1:].sum() > 0
 
 
-@pytest.mark.parametrize(("drafter", "tree"), cases(FAST, slow=FAST[1:4]))
+@pytest.mark.parametrize(("drafter", "tree"), cases(OF_EACH, slow=OF_EACH[1:4]))
 def test_a_row_without_settings_is_the_same_beside_others(drafter, tree):
     """Its text and its rounds: its drafts and their logits have not changed."""
     params, rows = pair(drafter, tree), batch("rows")
@@ -306,6 +307,7 @@ def test_log_probabilities_are_those_of_the_target(told):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_rows_ask_for_different_log_probabilities():
     """And get them from calls, streams and sessions, in whatever pieces; nothing asked, nothing told."""
     params, rows = pair("small_lm", "8x4x2"), batch("rows", ("none", "all"))
@@ -331,6 +333,7 @@ def test_rows_ask_for_different_log_probabilities():
                 assert_same_told([answer.logprobs], result.logprobs[answer.index])
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_the_prompt_are_those_of_the_target():
     """Prompts of one token to two chunks; settings change none of them."""
     rng, params = np.random.default_rng(4), dataclasses.replace(pair("lookup"), max_len=160)
@@ -415,7 +418,8 @@ def never_near(logits, tokens, length, path):
     return jnp.where(is_near.any(2), -jnp.inf, logits)
 
 
-@pytest.mark.parametrize(("drafter", "tree"), cases(FAST, slow=FAST[:4]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "tree"), OF_EACH)
 def test_a_function_of_the_caller_sees_the_path(drafter, tree):
     params, rows = pair(drafter, tree), batch("rows", ("none", "all"))
     result = decoded(params, rows, logits_processor=never_near)
@@ -525,6 +529,7 @@ def test_bad_values_are_refused_before_anything_runs(name, value, said, monkeypa
     assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_after_bad_requests():
     params, rows = pair("small_lm", "8x4x2"), batch("rows", ("all", "none"))
     with hsd_jax.Session(params, slots=len(rows.prompts) + 1) as session:

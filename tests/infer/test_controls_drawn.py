@@ -214,7 +214,8 @@ def test_the_compiled_loop_follows_the_changed_distribution(accept, scheme, shap
     assert p_value(accept, scheme, shape, pair) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("case", [LOOPS[0], pytest.param(LOOPS[-1], marks=pytest.mark.slow)], ids=["drawn", "match"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [LOOPS[0], LOOPS[-1]], ids=["drawn", "match"])
 def test_the_compiled_loop_needs_the_path(monkeypatch, case):
     setup_lib.make_decoder.cache_clear()
     monkeypatch.setattr(tree, "path_tokens", forgets_path)

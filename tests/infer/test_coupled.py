@@ -76,7 +76,7 @@ def test_the_comparison_finds_trees_that_see_no_noise():
 
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "xla"])
-@pytest.mark.parametrize("vocab", [24, 1021])
+@pytest.mark.parametrize("vocab", [pytest.param(24, marks=pytest.mark.slow), 1021])
 def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_optimized):
     """[B, 1, V] as plain decoding draws it, alone and fused with its argmax, and [B, D + 1, V] of a round."""
     if is_native and not native.available():

@@ -16,6 +16,7 @@ from oracles import distribution as distribution_oracle
 from oracles import recursive as oracle
 from oracles.optimal import tree_draws
 from support import calls, setups, toy
+from support.cases import cases
 
 import hsd_jax
 from hsd_jax.drafters.table import make_drafter
@@ -71,7 +72,7 @@ def test_the_text_is_that_of_plain_decoding_wherever_chains_end(price):
         assert made < 3 * rounds
 
 
-@pytest.mark.parametrize("scheme", [DrawScheme.COUPLED, DrawScheme.INDEPENDENT])
+@pytest.mark.parametrize("scheme", cases([DrawScheme.COUPLED, DrawScheme.INDEPENDENT], [DrawScheme.INDEPENDENT]))
 def test_a_chain_that_ends_early_is_the_top_of_the_whole_one(scheme):
     """The same drafts, distributions and, where drafts are not drawn, scores; the length is that of a plain loop."""
     setup, call, price = setup_of(scheme), calls.mixed_call(), 0.05
@@ -194,6 +195,7 @@ def test_drawn_chains_whose_length_is_learned_have_keys_of_their_round(scheme):
     assert are_own == [True, scheme is DrawScheme.COUPLED]
 
 
+@pytest.mark.slow
 def test_no_drawn_draft_is_dropped_by_worth():
     """However dear a node is: under `match` it would go."""
     setup, call = setup_of(DrawScheme.INDEPENDENT), calls.mixed_call()
@@ -205,6 +207,7 @@ def test_no_drawn_draft_is_dropped_by_worth():
     ]
 
 
+@pytest.mark.slow
 def test_the_option_of_a_call():
     """Stops and counts where it is asked for; refused where nothing could be left out."""
     small, call = setups.params_of("small_lm"), {"max_new_tokens": 12, "temperature": 0.8, "tree": setups.CHAIN_OF_4}

@@ -261,7 +261,9 @@ def test_a_loop_ends_when_fewer_rows_go_on_than_are_wanted():
     assert setup.decoder.loop._cache_size() == programs
 
 
-@pytest.mark.parametrize("proposer", cases(["steered", "small_lm", "steered_block_skip"], slow=["steered_block_skip"]))
+@pytest.mark.parametrize(
+    "proposer", cases(["steered", "small_lm", "steered_block_skip"], slow=["small_lm", "steered_block_skip"])
+)
 def test_growing_caches_change_nothing(proposer):
     """Between two rounds the loop moves to larger caches.
 

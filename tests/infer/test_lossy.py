@@ -108,9 +108,8 @@ def test_the_compiled_loop_emits_the_formula():
     assert stats.chisquare(lossless, p * ROWS).pvalue > 1e-6
 
 
-@pytest.mark.parametrize(
-    "function", [FUNCTIONS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FUNCTIONS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_epsilon_of_one_is_the_lossless_rule_to_the_bit(function):
     same = {"width": 2, "rows": SOME}
     np.testing.assert_array_equal(texts(Lossy(function, 1.0), **same), texts(None, **same))

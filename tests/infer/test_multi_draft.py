@@ -14,6 +14,7 @@ from oracles import distribution as distribution_oracle
 from oracles import kseq as kseq_oracle
 from oracles import optimal as optimal_oracle
 from oracles import recursive as recursive_oracle
+from support.cases import cases
 from support.rules import Judged, Trees, depths_of, emitted_one_by_one, judged_by_ours
 from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_pair, tiny_small_lm, tiny_texts
 
@@ -259,7 +260,7 @@ LOOPS = [  # rule, scheme, tree, pair, reuse
 
 @pytest.mark.parametrize(
     ("accept", "scheme", "tree", "pair", "reuse"),
-    [*LOOPS[:3], *(pytest.param(*case, marks=pytest.mark.slow) for case in LOOPS[3:])],
+    cases(LOOPS, slow=LOOPS[1:]),
 )
 def test_the_compiled_loop_follows_the_distribution_of_the_target(accept, scheme, tree, pair, reuse):
     """Several rounds, filtered rows included. Eight chi-squares a case, each of which fires falsely once in 10^6."""

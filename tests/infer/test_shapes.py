@@ -57,7 +57,7 @@ def random_call(rng: np.random.Generator, config, longest: int, most_new: int) -
     }
 
 
-def test_calls_of_any_size_compile_few_programs(pair, num_calls=12, longest=600, most_new=24):
+def test_calls_of_any_size_compile_few_programs(pair, num_calls=8, longest=300, most_new=24):
     """Random prompt lengths, batches, new tokens and temperatures; and the same calls again compile nothing."""
     rng = np.random.default_rng(0)
     asked = [random_call(rng, pair.target_config, longest, most_new) for _ in range(num_calls)]

@@ -147,6 +147,7 @@ def test_one_write_of_all_caches_is_a_write_of_each(monkeypatch, spec, at_once):
         jax.tree.map(np.testing.assert_array_equal, found, write())
 
 
+@pytest.mark.slow
 def test_packed_weights_compute_the_same():
     config = toy.target_config(num_heads=4, num_kv_heads=2, qkv_bias=True)
     weights = toy.make_target(config)

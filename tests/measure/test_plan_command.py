@@ -120,6 +120,7 @@ def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
     assert counts.shape == (2, int((texts.length - texts.prompt_length).max()))
 
 
+@pytest.mark.slow
 def test_stacks_by_name(folders, models, prompts, capsys):
     params = hsd_jax.load(target=folders.target, drafter=models[0])
     stacked = stacks.stacked(params, [f"{models[1]}@3", "lookup:2"]).drafter_config

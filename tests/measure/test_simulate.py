@@ -27,13 +27,14 @@ def make_params(**changes) -> Params:
     return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "temperature, changes, is_hot",
     [
         (1.0, {}, True),
-        pytest.param(0.0, {"trunk": PARALLEL}, False, marks=pytest.mark.slow),
-        pytest.param(1.0, {"kind": "eagle"}, False, marks=pytest.mark.slow),
-        pytest.param(1.0, {"kind": "medusa"}, True, marks=pytest.mark.slow),
+        (0.0, {"trunk": PARALLEL}, False),
+        (1.0, {"kind": "eagle"}, False),
+        (1.0, {"kind": "medusa"}, True),
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import Keys
 from safetensors.numpy import load_file
 from support import toy
+from support.cases import cases
 from support.gguf_files import write
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
@@ -186,6 +187,7 @@ WIDE = toy.target_config(
     num_layers=1, hidden_size=256, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=64
 )
 QUANTIZED = [Kind[name] for name in GgufTensor.readable if name not in ("F32", "F16")]
+RARE = [kind for kind in QUANTIZED if kind.name[:2] in ("IQ", "TQ", "NV", "MX") and kind.name != "IQ4_XS"]
 
 
 def quantized(kind: Kind, root: Path) -> tuple[Path, dict[str, np.ndarray]]:
@@ -207,7 +209,7 @@ def quantized(kind: Kind, root: Path) -> tuple[Path, dict[str, np.ndarray]]:
     return write(root / "quantized.gguf", "llama", metadata_of(WIDE), blocks, kind), floats
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", cases(QUANTIZED, slow=RARE), ids=lambda kind: kind.name)
 def test_all_types_are_read_as_dequantized_and_rounded_once(kind, tmp_path, monkeypatch):
     path, floats = quantized(kind, tmp_path)
     monkeypatch.setattr(tensor_files, "_ROWS_BYTES", 3 * 8 * 256)  # blocks of three rows

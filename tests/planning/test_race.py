@@ -141,7 +141,7 @@ def test_process_0_measures_and_decides_for_all(folder, monkeypatch):
     assert race.race_of(1.9, "a call").path is None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts_pay", [False, True])
 def test_no_text_depends_on_a_race(demo, folder, monkeypatch, drafts_pay, temperature):
     """Rounds with drafts take as long as a plain round, or 20 times as long. From then on such calls are plain."""
@@ -172,6 +172,7 @@ class Rounds:
         return num_rounds * a_round + 1e-4, ratio
 
 
+@pytest.mark.slow
 def test_where_rounds_round_differently_a_race_runs_on_a_copy(demo, folder, monkeypatch):
     """Its rounds are those of no text: the statistics are the same as without a race."""
     monkeypatch.setattr(race, "_timed", timed := Rounds())
@@ -260,6 +261,7 @@ def test_races_run_on_cpus_alone(demo, folder, monkeypatch):
     assert found.race is None and found.plan.is_adaptive
 
 
+@pytest.mark.slow
 def test_nothing_is_raced_where_it_is_off_or_a_tree_was_named(demo, folder, monkeypatch):
     monkeypatch.setattr(race, "_timed", timed := Rounds(1.0))
     how = {"prompt": "User: Hi\nAssistant:", "max_new_tokens": 12}

@@ -337,6 +337,7 @@ def test_a_client_that_goes_away_frees_its_slot(engine, stream, leaves_after):
         del lane.session.step
 
 
+@pytest.mark.slow
 def test_a_row_that_is_cancelled_compiles_nothing(engine):
     """Each session has done it before the engine is ready."""
     other, cleared = Engine(engine.params, slots=3), []  # the programs are those of `engine`

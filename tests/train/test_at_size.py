@@ -84,6 +84,7 @@ def test_the_whole_loss(changes):
 # --- recomputation and precision --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again_keep_less():
     config, weights, frozen = make(trunk="parallel")
     batch, rest = batch_of(random_rows()), (jax.random.key(0), jnp.int32(0))
@@ -124,6 +125,7 @@ def test_products_of_narrow_weights_stay_narrow_backwards():
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_devices
 def test_a_state_in_parts_trains_as_a_whole_one():
     """Two steps; every matrix of weights and optimizer that the axis divides is held in parts, before and after."""

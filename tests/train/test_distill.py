@@ -107,6 +107,7 @@ def test_a_cache_of_the_targets_states_changes_nothing(folders, tmp_path, monkey
             np.testing.assert_allclose(found[name], want[name], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path, monkeypatch):
     """Stopped after step 2 of 4, between two refreshes; the result, tried before the run says so, drafts."""
     lines: list[str] = []

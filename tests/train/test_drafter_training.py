@@ -134,9 +134,9 @@ def test_a_document_learns_the_same_alone_and_packed(changes):
     ("kind", "changes"),
     [
         ("half", {}),
-        ("few", {"feature_layers": (0, 1)}),
         ("half", {"trunk": "parallel", "injection": "path", "num_steps": 4}),
-        ("half", EAGLE_MODEL),
+        pytest.param("few", {"feature_layers": (0, 1)}, marks=pytest.mark.slow),
+        pytest.param("half", EAGLE_MODEL, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -292,6 +292,7 @@ def test_real_kills_end_with_the_same_bytes(folder, tmp_path):
     assert out.read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_a_restart_has_programs_of_the_same_sizes(uneven, tokenizer, tmp_path, monkeypatch):
     """However short the rows that are left: without kernels, rounding depends on the size."""
     sizes, run = [], Session.run

@@ -120,7 +120,7 @@ def key_of(share: float, wanted: bool) -> int:
         pytest.param(None, {"injection": "path"}, id="path"),
         pytest.param(EVEN, {"injection": "previous"}, id="hot", marks=pytest.mark.slow),
         pytest.param(None, HEADS, id="heads"),
-        pytest.param(None, EAGLE, id="eagle"),
+        pytest.param(None, EAGLE, id="eagle", marks=pytest.mark.slow),
     ],
 )
 def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):

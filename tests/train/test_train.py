@@ -98,6 +98,7 @@ def finished(files, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_target_that_broke_off_ends_with_the_same_bits(files, tmp_path):
     shutil.copytree(files / "target", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")

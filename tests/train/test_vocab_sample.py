@@ -63,6 +63,7 @@ def test_the_target_is_asked_a_few_places_at_a_time(monkeypatch):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_cache_holds_stands_in_for_the_target():
     """The same sampled loss, from a target whose layers could not be run and whose whole head is not asked."""
     config, weights, frozen = make(feature_layers=(0, 1))

@@ -63,6 +63,7 @@ def test_a_trace_is_counted():
     assert accelerator_sections.activity([host]) == {}
 
 
+@pytest.mark.slow
 def test_replayed_drafts_are_right_as_often_as_asked():
     """The text of a random target is known, and a chain of 3 drafts that are all right emits 4 tokens a round."""
     weights = accelerator_models.random_target(TOY)

@@ -265,6 +265,7 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_method_with_settings_of_the_text_is_compared_with_plain_decoding_that_has_them(folders, tmp_path):
     file, out = tmp_path / "methods.yaml", tmp_path / "out"
     lines = "tree: {tree: 5x3x2}", "few: {tree: 5x3x2, top_k: 2, stop: e}", "chain: {tree: 3x2x1, top_k: 2, stop: [e]}"
@@ -282,6 +283,7 @@ def test_a_method_with_settings_of_the_text_is_compared_with_plain_decoding_that
     assert rows["few"]["num_tokens"] < rows["tree"]["num_tokens"]
 
 
+@pytest.mark.slow
 def test_what_decode_chooses_over_contexts(folders, tmp_path):
     """And trees beside it, with their stages."""
     given = ["--prompts", folders.data, "--max-new-tokens", "8", "--contexts", "6", "--repeats", "1"]
@@ -324,6 +326,7 @@ def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, argu
     assert message in error.splitlines()[-1] and "warming up" not in error  # behind the usage, if there is one
 
 
+@pytest.mark.slow
 def test_nothing_compiles_while_it_is_timed():
     config = toy.target_config(max_position=2048)
     weights, drafter_config = toy.make_target(config), toy.drafter_config(config)

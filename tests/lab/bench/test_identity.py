@@ -68,6 +68,7 @@ def test_places_are_those_of_every_token_of_the_text(pair):
     assert len(found) == 18 and found.max() <= 1.0
 
 
+@pytest.mark.slow
 def test_a_drawn_text_is_the_targets(pair):
     """2,304 tokens; they are not those of another temperature."""
     found = found_at(pair, 0.8, accept="recursive")

@@ -49,7 +49,8 @@ def test_methods_draft_on_devices_of_their_own(pair, tmp_path, monkeypatch, caps
         read(tmp_path, 'a: {devices: "1,1"}')
 
 
-@pytest.mark.parametrize("devices", [None, pytest.param("1,1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [None, "1,1"])
 def test_pearl_is_compared_with_the_best_chain(pair, devices):
     """With the fastest chain of all lengths, not with that of gamma drafts."""
     early = hsd_jax.pearl(pair, GAMMA, devices)

@@ -31,7 +31,7 @@ def nodes_of(tree: page_lib.Node) -> list[page_lib.Node]:
     "settings",
     [
         {"temperature": 0.8, "top_k": 20, "seed": 3},
-        {"temperature": 0.9, "accept": "recursive", "lossy": "linear:0.1"},
+        pytest.param({"temperature": 0.9, "accept": "recursive", "lossy": "linear:0.1"}, marks=pytest.mark.slow),
         pytest.param({"temperature": 0.8, "reuse": "skip:1"}, marks=pytest.mark.slow),
     ],
 )
@@ -123,6 +123,7 @@ def test_show_writes_its_file(folders, tmp_path, capsys):
     assert f"<dt>tau</dt><dd>{12 / len(texts_of(text)):.2f}</dd>" in text
 
 
+@pytest.mark.slow
 def test_show_without_a_tokenizer_shows_ids(folders, tmp_path):
     target, out = tmp_path / "target", tmp_path / "a.html"
     target.mkdir()
