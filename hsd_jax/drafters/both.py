@@ -20,9 +20,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax import validation
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, most_nodes
 from hsd_jax.drafters.lookup import LOOKUP, Copied, LookupConfig, LookupState, copied, lookup_drafter
 from hsd_jax.drafters.method import Based, DraftingMethod, method_of, planning_on_base
+from hsd_jax.drafters.trunk_state import TrunkState, with_room
 from hsd_jax.infer import adapt
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
@@ -55,6 +56,21 @@ class BothConfig(Based):
 
     num_heads = property(attrgetter("base.num_heads"))  # an AttributeError, as of the base, if that has no trunk
     num_kv_heads = property(attrgetter("base.num_kv_heads"))
+
+
+RARE = 0.1
+"""The base grows the levels whose likeliest node is accepted in at least this share of rounds, by its profile. Below
+them only copies are worth a node, and a level costs the base as much as any other."""
+
+
+def grown(config: BothConfig, tree: TreeConfig) -> TreeConfig:
+    """The tree that the base grows: of as many nodes, and as deep as its profile says that drafts are accepted."""
+    if tree.width == 1 or tree.branching is not None or not config.profile:
+        return tree
+    levels = max(int(np.sum(np.cumprod(config.profile) >= RARE)), 1)
+    while most_nodes(levels, tree.width) < tree.nodes:
+        levels += 1
+    return dataclasses.replace(tree, depth=min(levels, tree.depth))
 
 
 SHARED, LEAVES, BEYOND = range(3)
@@ -228,12 +244,13 @@ def both_drafter(
 ) -> Drafter:
     """A `Drafter` whose trees have the best nodes of `config.base` and of lookup.
 
-    For chains each round takes the chain of one of the two, the likelier one.
+    Copies reach down to the last level, the base to that of `grown`. For chains each round takes the chain of one of
+    the two, the likelier one.
     """
     if scheme in DRAWN_SCHEMES:
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled")
     depth, method = tree.depth, method_of(config.base)
-    base = method.make(target_config, config.base, tree, cache_dtype, scheme)
+    base = method.make(target_config, config.base, grown(config, tree), cache_dtype, scheme)
     lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth), cache_dtype, scheme)
     assert base.ready is None and base.follow is not None and base.counts is None, "true of every base without reuse"
     follow_base, follow_lookup, counts, tell = base.follow, lookup.follow, lookup.counts, lookup.predict
@@ -241,6 +258,7 @@ def both_drafter(
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         own, other = base.init(tokens, length, capacity), lookup.init(tokens, length, capacity)
+        own = with_room(own, depth + 1) if isinstance(own, TrunkState) else own
         return BothState(own, other, first_record(len(length)), no_tree(tokens[:, 0], tree, scheme))
 
     def read(models, state: BothState, *chunk: Any):
@@ -280,7 +298,8 @@ def both_drafter(
         return dataclasses.replace(state, lookup=tell(state.lookup, tokens, length))
 
     of_lookup = {"counts": lambda state: counts(state.lookup), "predict": predict}
-    return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, **of_lookup)
+    deep = {"max_depth": depth, "lookahead": max(base.lookahead, depth)}
+    return base._replace(init=init, read=read, draft=draft, commit=commit, follow=follow, **deep, **of_lookup)
 
 
 def copying_seconds(model: Any, config: BothConfig, rows: int, tree: TreeConfig) -> float:
@@ -292,7 +311,7 @@ def copying_seconds(model: Any, config: BothConfig, rows: int, tree: TreeConfig)
 BOTH = DraftingMethod(
     BothConfig,
     both_drafter,
-    planning_on_base(copying_seconds, chains_nest=False),
+    planning_on_base(copying_seconds, chains_nest=False, grown=grown),
     has_weights_of_base=True,
     takes_predictions=True,
 )

@@ -104,6 +104,9 @@ class Planning(NamedTuple):
     """Whether its trees have a score: how likely each node is to be accepted, as the drafter predicts it."""
     chains_nest: bool = True
     """Whether the beginning of a long chain equals a shorter chain from the same position."""
+    grown: Callable[[Any, TreeConfig], TreeConfig] | None = None
+    """`grown(config, tree)`: the part of a tree that it grows; what is deeper are copies, which cost nothing. None: it
+    grows all."""
     ends_early: bool = False
     """Whether each draft of a chain costs a pass, so that chains may end early (`infer/chains.py`)."""
 
@@ -199,14 +202,17 @@ class Based:
     sampled_profile = property(attrgetter("base.sampled_profile"))
 
 
-def planning_on_base(more_seconds: Callable[..., float], chains_nest: bool = True) -> Planning:
+def planning_on_base(
+    more_seconds: Callable[..., float], chains_nest: bool = True, grown: Callable[..., TreeConfig] | None = None
+) -> Planning:
     """The planning of a drafter with a base. `more_seconds` are seconds of drafting in addition to the base."""
 
     def of(config: Any) -> Planning:
         return method_of(config.base).planning
 
     def drafting_seconds(model: Any, config: Any, rows: int, tree: TreeConfig) -> float:
-        own = of(config).drafting_seconds(model, config.base, rows, tree)
+        own_tree = tree if grown is None else grown(config, tree)
+        own = of(config).drafting_seconds(model, config.base, rows, own_tree)
         return own + more_seconds(model, config, rows, tree)
 
     return Planning(
@@ -215,6 +221,7 @@ def planning_on_base(more_seconds: Callable[..., float], chains_nest: bool = Tru
         lambda config: of(config).max_depth(config.base),
         grows_wide=True,
         chains_nest=chains_nest,
+        grown=grown,
     )
 
 

@@ -43,6 +43,15 @@ class TrunkState:
     """Spare states of earlier trunk runs for the positions ahead (`hidden/reuse.py`). None: the drafter keeps none."""
 
 
+def with_room(state: TrunkState, num: int) -> TrunkState:
+    """The state with room for `num` pending features, which deeper trees than its drafter's own leave."""
+    return dataclasses.replace(
+        state,
+        pending=cache_lib.pad_to(state.pending, num, axis=1),
+        next_tokens=cache_lib.pad_to(state.next_tokens, num, axis=1),
+    )
+
+
 class TrunkInputs(NamedTuple):
     """What a trunk reads and how. The defaults are for a trunk that was trained with the target's own embeddings."""
 

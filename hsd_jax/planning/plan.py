@@ -79,14 +79,24 @@ def is_warm(temperature: float) -> bool:
 
 
 def trees_of(
-    config: Any, chains: Sequence[int] = PLANNED_CHAINS, wide: Sequence[tuple[int, int, int]] = PLANNED_WIDE
+    config: Any,
+    chains: Sequence[int] = PLANNED_CHAINS,
+    wide: Sequence[tuple[int, int, int]] = PLANNED_WIDE,
+    is_sampled: bool = False,
 ) -> list[TreeConfig]:
-    """The trees that may be chosen for a drafter: chains that it can make, and wide trees, made small enough."""
+    """The trees that may be chosen for a drafter: chains that it can make, and wide trees, made small enough.
+
+    Trees of greedy rows may end in copies, below the levels that the drafter grows. Sampled text repeats itself too
+    seldom to pay for the noise of these levels.
+    """
     planning = method_of(config).planning
     steps = planning.max_depth(config)
     trees = [TreeConfig.chain(depth) for depth in chains if depth <= steps]
     for nodes, depth, width in wide if planning.grows_wide else ():
-        trees.append(TreeConfig.fitting(nodes, min(depth, steps), min(width, config.draft_vocab_size)))
+        tree = TreeConfig.fitting(nodes, min(depth, steps), min(width, config.draft_vocab_size))
+        if planning.grown is not None and not is_sampled:
+            tree = dataclasses.replace(tree, depth=max(tree.depth, min(tree.nodes - 1, PLANNED_CHAINS[-1])))
+        trees.append(tree)
     return list(dict.fromkeys(trees))
 
 
@@ -116,7 +126,7 @@ def best_plan(
         return model.predicted_speed(rows, AVERAGE_FILL * slots, tree, likely, is_sampled)
 
     wide = (*PLANNED_WIDE, *[PLANNED_WIDEST] * model.are_free(rows, PLANNED_WIDEST[0]))
-    trees = [tree for tree in trees_of(model.drafter, wide=wide) if tree.depth <= len(profile)]
+    trees = [tree for tree in trees_of(model.drafter, wide=wide, is_sampled=is_sampled) if tree.depth <= len(profile)]
     if not trees:
         return Plan(None, reason="this drafter can grow none of the trees that are considered")
     speeds = {tree: speed(tree) for tree in trees}
