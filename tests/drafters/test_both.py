@@ -11,6 +11,7 @@ import pytest
 from oracles import both as oracle
 from oracles import lookup as lookup_oracle
 from support import calls, setups, toy
+from support.texts import first_difference
 from support.trees import assert_well_formed
 
 import hsd_jax
@@ -190,6 +191,29 @@ def test_the_record_is_that_of_the_text():
             found = getattr(state.drafter.record, name)
             np.testing.assert_allclose(found, getattr(wanted, name), rtol=1e-4, atol=1e-6, err_msg=name)
     assert wanted.copied.sum() > 0 and wanted.accepted.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("tree", "profile", "levels"),
+    [
+        (TreeConfig(8, 7, 2), (0.5, 0.5, 0.5, 0.5), 3),  # a third draft is accepted in an eighth of the rounds
+        (TreeConfig(8, 7, 2), (0.05,), 3),  # fewer levels have no eight nodes
+        (TreeConfig(8, 2, 3), (0.9, 0.9, 0.9), 2),
+        (TreeConfig(8, 7, 2), (), 7),
+        (TreeConfig.chain(7), (0.5, 0.1), 7),
+    ],
+)
+def test_the_base_grows_levels_that_are_accepted_often_enough(tree, profile, levels):
+    config = dataclasses.replace(setups.setup("llama", "both_deep").drafter_config.base, profile=profile)
+    assert both.grown(both.BothConfig(config), tree) == dataclasses.replace(tree, depth=levels)
+
+
+def test_copies_are_accepted_below_the_levels_of_the_base():
+    setup, call = setups.setup("llama", "both_deep"), calls.mixed_call()
+    own = both.grown(setup.drafter_config, setups.COPIED_BELOW)
+    state = call.run(setup.decoder, setup.models)
+    assert own.depth == 3 and np.asarray(state.stats.accepted_histogram)[:, own.depth + 1 :].sum() > 0
+    assert first_difference(calls.generated(call, state), setups.expected("llama", call)) is None
 
 
 def test_plain_rounds_are_followed_and_show_nothing():

@@ -10,6 +10,7 @@ from support import toy
 from support.costs import cost_model
 
 from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.both import BothConfig
 from hsd_jax.planning import plan
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.rates import FAR, ROWS, Rates
@@ -91,6 +92,22 @@ def test_each_block_of_rows_reads_the_weights_again():
     assert rows[2] - rows[1] > 4 * (rows[1] - rows[0]) / 7 > 0
     seconds = dataclasses.replace(cost_model(), rates=rates).product(1e9, np.array([7, 8, 9]), 2)
     assert seconds[2] - seconds[1] > 4 * (seconds[1] - seconds[0])
+
+
+def test_greedy_trees_end_in_copies_where_lookup_drafts_too():
+    """Which cost nothing to draft; what they add is unknown."""
+    target = toy.target_config()
+    drafter = toy.drafter_config(target, num_steps=7, profile=(0.5,) * 7)
+    both = BothConfig(drafter)
+
+    def depths(config, is_sampled):
+        return [tree.depth for tree in plan.trees_of(config, chains=(), is_sampled=is_sampled)]
+
+    assert depths(both, False) == [5, 7, 7]
+    assert depths(both, True) == depths(drafter, True) == depths(drafter, False) == [3, 4, 7]
+    model = CostModel(target, both, Rates(1e11, 1e11, 1e-6), 4, 4)
+    speeds = [model.predicted_speed(1, 0, TreeConfig(8, depth, 2), both.profile, False) for depth in (3, 4, 7)]
+    assert speeds[2] < 1.01 * speeds[0] and speeds[2] == pytest.approx(speeds[1], rel=0.01)
 
 
 def test_sampled_siblings_promise_more():

@@ -122,6 +122,8 @@ class Proposer:
 BEAM, CHAIN_OF_4 = TreeConfig(nodes=10, depth=3, width=3), TreeConfig(nodes=5, depth=4, width=1)
 SMALL, MIDDLE = TreeConfig(nodes=6, depth=2, width=2), TreeConfig(nodes=8, depth=3, width=2)
 DRAWN_BEAM = TreeConfig(nodes=9, depth=3, width=3)
+COPIED_BELOW, SELDOM_RIGHT = TreeConfig(nodes=8, depth=6, width=2), {"profile": (0.5, 0.25, 0.1)}
+"""A tree whose last three levels are copies where the drafter is this seldom right."""
 BRANCHING, SMALL_BRANCHING = TreeConfig(branching=(3, 2, 1)), TreeConfig(branching=(2, 2))
 BLOCK, PATHS = {"trunk": PARALLEL}, {"injection": PATH}
 HEADS = {"kind": "medusa"}
@@ -230,6 +232,9 @@ _RESCORED = [
 ]
 _BOTH = [
     Proposer("both", BEAM, PATHS, beside=LookupConfig()),
+    Proposer("both_deep", COPIED_BELOW, PATHS | SELDOM_RIGHT, beside=LookupConfig()),
+    Proposer("both_deep_eagle", COPIED_BELOW, {"kind": "eagle"} | SELDOM_RIGHT, beside=LookupConfig(4), is_slow=True),
+    Proposer("both_deep_heads", COPIED_BELOW, HEADS | SELDOM_RIGHT, beside=LookupConfig(), is_slow=True),
     Proposer("both_eagle", MIDDLE, {"kind": "eagle"}, beside=LookupConfig(4), is_slow=True),
     Proposer("both_branching", BRANCHING, PATHS, beside=LookupConfig(), is_slow=True),
 ]
