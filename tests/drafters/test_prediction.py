@@ -163,7 +163,8 @@ def test_no_text_changes_and_a_right_prediction_is_accepted_whole(name, tree, ad
         return
     assert rejected[2] > accepted[2] and 16 < accepted[3] < NEW and accepted[4] == rejected[4] == 0
     tau = out.stats.per_row.tau
-    assert (tau[:2] >= 0.9 * (tree.depth + 1)).all() and tau[2] < 0.7 * (tree.depth + 1), tau
+    lost = 3 * (name == "both" and tree.width == 1)  # the first chains are the base's, until they have been wrong
+    assert (NEW / tau[:2] <= NEW / (0.9 * (tree.depth + 1)) + lost).all() and tau[2] < 0.7 * (tree.depth + 1), tau
 
 
 @pytest.mark.slow
