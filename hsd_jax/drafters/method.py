@@ -86,6 +86,11 @@ class Distilled(NamedTuple):
     """Whether it reads its target's states. Then it cannot write text alone."""
 
 
+def all_levels(config: Any, tree: TreeConfig) -> TreeConfig:
+    """`Planning.grown` of a drafter that grows every level of a tree."""
+    return tree
+
+
 class Planning(NamedTuple):
     """Properties of a drafter that decide its tree. The defaults are for chains that cost almost nothing."""
 
@@ -104,9 +109,8 @@ class Planning(NamedTuple):
     """Whether its trees have a score: how likely each node is to be accepted, as the drafter predicts it."""
     chains_nest: bool = True
     """Whether the beginning of a long chain equals a shorter chain from the same position."""
-    grown: Callable[[Any, TreeConfig], TreeConfig] | None = None
-    """`grown(config, tree)`: the part of a tree that it grows; what is deeper are copies, which cost nothing. None: it
-    grows all."""
+    grown: Callable[[Any, TreeConfig], TreeConfig] = all_levels
+    """`grown(config, tree)`: the levels of a tree that it grows. Deeper ones are copies, which cost nothing."""
     ends_early: bool = False
     """Whether each draft of a chain costs a pass, so that chains may end early (`infer/chains.py`)."""
 
@@ -203,7 +207,7 @@ class Based:
 
 
 def planning_on_base(
-    more_seconds: Callable[..., float], chains_nest: bool = True, grown: Callable[..., TreeConfig] | None = None
+    more_seconds: Callable[..., float], chains_nest: bool = True, grown: Callable[..., TreeConfig] = all_levels
 ) -> Planning:
     """The planning of a drafter with a base. `more_seconds` are seconds of drafting in addition to the base."""
 
@@ -211,8 +215,7 @@ def planning_on_base(
         return method_of(config.base).planning
 
     def drafting_seconds(model: Any, config: Any, rows: int, tree: TreeConfig) -> float:
-        own_tree = tree if grown is None else grown(config, tree)
-        own = of(config).drafting_seconds(model, config.base, rows, own_tree)
+        own = of(config).drafting_seconds(model, config.base, rows, grown(config, tree))
         return own + more_seconds(model, config, rows, tree)
 
     return Planning(

@@ -127,9 +127,8 @@ class CostModel:
           tree: the largest tree; None: plain decoding.
           profile: acceptance probabilities by depth.
         """
-        grown = method_of(self.drafter).planning.grown
-        own = tree if tree is None or grown is None else grown(self.drafter, tree)
-        tokens = np.ones(1) if own is None else expected_tokens(profile, own, is_sampled)
+        grown = None if tree is None else method_of(self.drafter).planning.grown(self.drafter, tree)
+        tokens = np.ones(1) if grown is None else expected_tokens(profile, grown, is_sampled)
         nodes = np.arange(1, len(tokens) + 1)
         computed = nodes if self.rates.skips_positions else np.full(len(nodes), 1 if tree is None else tree.nodes)
         seconds = self.target_pass(rows * computed) + rows * self.attention(nodes, filled)

@@ -94,9 +94,9 @@ def trees_of(
     trees = [TreeConfig.chain(depth) for depth in chains if depth <= steps]
     for nodes, depth, width in wide if planning.grows_wide else ():
         tree = TreeConfig.fitting(nodes, min(depth, steps), min(width, config.draft_vocab_size))
-        if planning.grown is not None and not is_sampled:
-            tree = dataclasses.replace(tree, depth=max(tree.depth, min(tree.nodes - 1, PLANNED_CHAINS[-1])))
-        trees.append(tree)
+        deep = dataclasses.replace(tree, depth=max(tree.depth, min(tree.nodes - 1, PLANNED_CHAINS[-1])))
+        ends_in_copies = planning.grown(config, deep) != deep
+        trees.append(deep if ends_in_copies and not is_sampled else tree)
     return list(dict.fromkeys(trees))
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import calls, setups, toy
+from support.cases import cases
 
 import hsd_jax
 from hsd_jax import setup
@@ -57,7 +58,8 @@ def random_call(rng: np.random.Generator, config, longest: int, most_new: int) -
     }
 
 
-def test_calls_of_any_size_compile_few_programs(pair, num_calls=8, longest=300, most_new=24):
+@pytest.mark.parametrize(("num_calls", "longest"), cases([(8, 300), (12, 600)], slow=[(12, 600)]))
+def test_calls_of_any_size_compile_few_programs(pair, num_calls, longest, most_new=24):
     """Random prompt lengths, batches, new tokens and temperatures; and the same calls again compile nothing."""
     rng = np.random.default_rng(0)
     asked = [random_call(rng, pair.target_config, longest, most_new) for _ in range(num_calls)]

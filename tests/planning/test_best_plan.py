@@ -105,6 +105,8 @@ def test_greedy_trees_end_in_copies_where_lookup_drafts_too():
 
     assert depths(both, False) == [5, 7, 7]
     assert depths(both, True) == depths(drafter, True) == depths(drafter, False) == [3, 4, 7]
+    often_right = BothConfig(dataclasses.replace(drafter, profile=(0.9,) * 7))  # and grows all levels itself
+    assert depths(often_right, False) == [3, 4, 7]
     model = CostModel(target, both, Rates(1e11, 1e11, 1e-6), 4, 4)
     speeds = [model.predicted_speed(1, 0, TreeConfig(8, depth, 2), both.profile, False) for depth in (3, 4, 7)]
     assert speeds[2] < 1.01 * speeds[0] and speeds[2] == pytest.approx(speeds[1], rel=0.01)
