@@ -28,8 +28,8 @@ static ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
         Vec v = Load(in + i + j * kLanes);
         sums[j] = MulAdd(v, v, sums[j]);
       }
-    float parts[4];
-    Sum4(sums[0], sums[1], sums[2], sums[3], parts);
+    float parts[8];
+    Sum8(sums[0], sums[1], sums[2], sums[3], Vec{}, Vec{}, Vec{}, Vec{}, parts);
     float total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
     for (; i < width; i++) total = MulAdd(in[i], in[i], total);
     float scale = 1.0f / std::sqrt(total / width + epsilon);

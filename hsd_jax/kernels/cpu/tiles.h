@@ -35,58 +35,58 @@ __attribute__((noinline)) static void Tile(const X* x, const W* w, int64_t apart
   Vec acc[kO][kN] = {};
   const int64_t step = apart * k;
   int64_t i = 0;
-  auto add = [&](auto load) __attribute__((always_inline)) {
+  auto add = [&](auto fetch, auto load, auto product) __attribute__((always_inline)) {
+    const X* xi = x + i;
+    const W* wi = w + i;
+    // Hides where they come from. Otherwise the compiler keeps a pointer to each row, and the words from which it takes
+    // both halves of a pair: there are no registers for them, and it moves sums to memory in each step.
+    asm volatile("" : "+r"(xi), "+r"(wi));
     Vec wv[kO];
 #pragma GCC unroll 16
-    for (int a = 0; a < kO; a++) wv[a] = load(w + a * step + i), Hold(wv[a]);
+    for (int a = 0; a < kO; a++) fetch(wi + a * step);
+#pragma GCC unroll 16
+    for (int a = 0; a < kO; a++) wv[a] = load(wi + a * step), Hold(wv[a]);
 #pragma GCC unroll 16
     for (int b = 0; b < kN; b++) {
-      Vec xv = load(x + b * k + i);
+      Vec xv = load(xi + b * k);
       Hold(xv);
 #pragma GCC unroll 16
-      for (int a = 0; a < kO; a++) acc[a][b] = MulAdd(wv[a], xv, acc[a][b]);
+      for (int a = 0; a < kO; a++) acc[a][b] = product(wv[a], xv, acc[a][b]);
     }
+  };
+  auto fetch = [](const W* p) { Fetch<kO>(p); };
+  auto fetch_rest = [](const W* p) {
+    if (kPair * sizeof(W) > 64) Fetch<kO>(p + kLanes);
   };
   for (; i + kPair <= k; i += kPair) {
 #if defined(__AVX512BF16__)
     if constexpr (sizeof(X) == 2) {
-      Vec wv[kO];
-#pragma GCC unroll 16
-      for (int a = 0; a < kO; a++) {
-        Fetch<kO>(w + a * step + i);
-        wv[a] = (Vec)Words(w + a * step + i), Hold(wv[a]);
-      }
-#pragma GCC unroll 16
-      for (int b = 0; b < kN; b++) {
-        Vec xv = (Vec)Words(x + b * k + i);
-        Hold(xv);
-#pragma GCC unroll 16
-        for (int a = 0; a < kO; a++) acc[a][b] = (Vec)_mm512_dpbf16_ps((__m512)acc[a][b], (__m512bh)wv[a], (__m512bh)xv);
-      }
+      auto product = [](Vec a, Vec b, Vec c) { return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); };
+      add(fetch, [](auto* p) { return (Vec)Words(p); }, product);
       continue;
     }
 #endif
-#pragma GCC unroll 16
-    for (int a = 0; a < kO; a++) {
-      Fetch<kO>(w + a * step + i);
-      if (kPair * sizeof(W) > 64) Fetch<kO>(w + a * step + i + kLanes);
-    }
-    add([](auto* p) { return First(p); });
-    add([](auto* p) { return Second(p); });
+    auto product = [](Vec a, Vec b, Vec c) { return MulAdd(a, b, c); };
+    add(fetch, [](auto* p) { return First(p); }, product);
+    add(fetch_rest, [](auto* p) { return Second(p); }, product);
   }
   constexpr int kSums = kO * kN;
-  float sums[kSums + 3];
+  float sums[kSums + 7];
 #pragma GCC unroll 16
-  for (int c = 0; c < kSums; c += 4) {
-    auto at = [&](int j) -> const Vec& { return acc[j < kSums ? j / kN : 0][j < kSums ? j % kN : 0]; };
-    Sum4(at(c), at(c + 1), at(c + 2), at(c + 3), sums + c);
+  for (int c = 0; c < kSums; c += 8) {
+    auto at = [&](int j) { return acc[j < kSums ? j / kN : 0][j < kSums ? j % kN : 0]; };
+    Sum8(at(c), at(c + 1), at(c + 2), at(c + 3), at(c + 4), at(c + 5), at(c + 6), at(c + 7), sums + c);
   }
-  for (int a = 0; a < kO; a++)
-    for (int b = 0; b < kN; b++) {
-      float sum = sums[a * kN + b];
-      for (int64_t j = i; j < k; j++) sum = MulAdd(Scalar(w[a * step + j]), Scalar(x[b * k + j]), sum);
-      y[b * stride + a * apart] = sum;
-    }
+  if (i < k)
+    for (int a = 0; a < kO; a++)
+      for (int b = 0; b < kN; b++) {
+        float& sum = sums[a * kN + b];
+        for (int64_t j = i; j < k; j++) sum = MulAdd(Scalar(w[a * step + j]), Scalar(x[b * k + j]), sum);
+      }
+#pragma GCC unroll 16
+  for (int b = 0; b < kN; b++)
+#pragma GCC unroll 16
+    for (int a = 0; a < kO; a++) y[b * stride + a * apart] = sums[a * kN + b];
 }
 
 // Rows of a tile at most, and its outputs: sums, weights and a vector of a row fit 32 registers of AVX-512, or 16.

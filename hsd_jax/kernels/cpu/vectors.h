@@ -44,19 +44,18 @@ class Aligned {
   std::unique_ptr<float[]> all_;
 };
 
+// A vector that may lie anywhere. Copied byte by byte (`memcpy`), GCC 12 put some through the stack on their way.
 static inline Vec Load(const float* p) {
-  Vec v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
+  typedef Vec __attribute__((aligned(4), may_alias)) Lying;
+  return *reinterpret_cast<const Lying*>(p);
 }
 // x in every lane. To add it to zeros is an operation more, for the compiler may not leave out +0: it changes -0.
 static inline Vec All(float x) { return x - Vec{}; }
 static inline Vec First(const float* p) { return Load(p); }
 static inline Vec Second(const float* p) { return Load(p + kLanes); }
 static inline Word Words(const uint16_t* p) {
-  Word words;
-  std::memcpy(&words, p, sizeof(words));
-  return words;
+  typedef Word __attribute__((aligned(2), may_alias)) Lying;
+  return *reinterpret_cast<const Lying*>(p);
 }
 static inline Vec First(const uint16_t* p) { return (Vec)(Words(p) << 16); }
 static inline Vec Second(const uint16_t* p) { return (Vec)(Words(p) & 0xffff0000u); }
@@ -100,7 +99,7 @@ static inline uint16_t Rounded(float x) {
 #endif
 
 // Keeps a value in a register; the compiler would rather load it again for every product.
-static inline void Hold(Vec& v) { asm("" : "+x"(v)); }
+static inline void Hold(Vec& v) { asm("" : "+v"(v)); }
 // a * b + c, rounded once. Left to itself the compiler fuses here and not there, and the bits of a row would depend on
 // the tile it falls into.
 static inline Vec MulAdd(Vec a, Vec b, Vec c) {
@@ -142,18 +141,32 @@ static inline Vec Exp(Vec x) {
   return (Vec)(bits & ~tiny);
 }
 
-// The sums of four accumulators, together: one at a time they cost as much as the products of a short K.
-static inline void Sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, float* out) {
-  auto half = [](const Vec& v) {
+// The sums of eight accumulators, together: one at a time they cost as much as the products of a short K. Of each, the
+// upper half is added to the lower one, then neighbours, then neighbours of these, and then the two that are left.
 #if defined(__AVX512F__)
-    return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+// The halves of a, added, and those of b.
+static inline __m512 Halves(Vec a, Vec b) {
+  __m512 x = (__m512)a, y = (__m512)b;
+  return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+}
+// The neighbours of a, added, and those of b, by quarters. `vhaddps` knows only half of the registers.
+static inline __m512 Neighbours(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+static inline void Sum8(Vec a, Vec b, Vec c, Vec d, Vec e, Vec f, Vec g, Vec h, float* out) {
+  __m512 two = Neighbours(Neighbours(Halves(a, e), Halves(b, f)), Neighbours(Halves(c, g), Halves(d, h)));
+  __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(two, two, 0x08), _mm512_shuffle_f32x4(two, two, 0x0d));
+  _mm256_storeu_ps(out, _mm512_castps512_ps256(sums));
+}
 #else
-    return (__m256)v;
-#endif
-  };
-  __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
+static inline void Sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  __m256 s = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
+static inline void Sum8(Vec a, Vec b, Vec c, Vec d, Vec e, Vec f, Vec g, Vec h, float* out) {
+  Sum4(a, b, c, d, out), Sum4(e, f, g, h, out + 4);
+}
+#endif
 
 // How far ahead of its use a weight is fetched into the second-level cache, in bytes, of all streams of a tile together.
 // Each output of a tile is the next of a stream of its own, so what lies behind it in memory is what its stream reads
@@ -161,9 +174,10 @@ static inline void Sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, 
 // the tile after next by hand took 1.1 to 1.2 times as long. On two cores of a Zen 4
 // 8 rows then read 33 GB/s, and 25 with a fetch into the first-level cache: the next weights push the rows out of it.
 constexpr int kAhead = 8192;
+// Spelled out, because GCC 12 drops calls of functions that do no more than `__builtin_prefetch`.
 template <int kO>
 static inline void Fetch(const void* weight) {
-  __builtin_prefetch(static_cast<const char*>(weight) + kAhead / kO, 0, 2);
+  asm volatile("prefetcht1 %0" : : "m"(static_cast<const char*>(weight)[kAhead / kO]));
 }
 
 // Rows that go through the weights together: more of them would not stay in the second-level cache.
