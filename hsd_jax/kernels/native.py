@@ -268,7 +268,7 @@ def _load(compiler: str, isa: str) -> ctypes.CDLL:
     The temporary folder is not asked for unless the cache is read-only, full or no place for programs. If neither can
     be used, the error says what is wrong with the cache.
     """
-    name, failures = _library_name(compiler, isa), []
+    name, failures = library_name(isa, compiler), []
     for place in (home_cache, own_temporary_folder):
         try:
             library = place() / name
@@ -280,11 +280,12 @@ def _load(compiler: str, isa: str) -> ctypes.CDLL:
     raise failures[0]
 
 
-def _library_name(compiler: str, isa: str) -> str:
+@functools.cache
+def library_name(isa: str, compiler: str | None) -> str:
     """The file name of the library that this compiler makes of these sources for this machine and this jax."""
     cpu = [line for name, line in cpu_lines().items() if name in ("model name", "flags")]
     sources = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    identity = "\n".join([*sources, compiler, *FLAGS, *compiler_flags(isa), jax.__version__, *cpu])
+    identity = "\n".join([*sources, compiler or "", *FLAGS, *compiler_flags(isa), jax.__version__, *cpu])
     return f"native-{isa}-{sha256(identity)[:16]}.so"
 
 

@@ -2,7 +2,7 @@
 
 The first call that leaves a choice to the cost model (`costs.py`) measures five of them for a second or two: what the
 memory gives, what the cache keeps, and products with weights of four, two and one bytes. The result is kept for this
-user by processor, number of cores and instruction set. `hsd info --rates` measures anew. What the rates predict
+user by processor, number of cores and kernels. `hsd info --rates` measures anew. What the rates predict
 wrongly, a race corrects (`race.py`).
 """
 
@@ -222,8 +222,9 @@ def _computing(kernel: int8.Kernel) -> Callable[[], float]:
 
 
 def kept_path(isa: str) -> Path | None:
-    """The file of this processor's rates; None if rates are not kept."""
-    return kept_file(FOLDER_VARIABLE, "rates", MeasuredRates, device_name(), isa)
+    """The file of the rates of this processor with these kernels; None if rates are not kept."""
+    kernels = native.library_name(isa, native.compiler())
+    return kept_file(FOLDER_VARIABLE, "rates", MeasuredRates, device_name(), kernels)
 
 
 def renewed(isa: str) -> MeasuredRates:
