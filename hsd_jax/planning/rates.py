@@ -34,10 +34,8 @@ FOLDER_VARIABLE = "HSD_RATES"
 
 START = 3.0
 """Each block of rows of a kernel reads all weights again, which takes as long as products of so many rows in float32.
-Fitted, with FAR and `Rates.position_operations`, to passes of 1 to 32 rows of SmolLM2 and the bundled pair, levels
+Fitted, with `Rates.far` and `Rates.position_operations`, to passes of 1 to 32 rows of SmolLM2 and the bundled pair, levels
 avx512_bf16 and avx2 of a Zen 5."""
-FAR = 0.8
-"""The share of `flops_per_second` that products reach whose weights are not in the nearest cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +70,8 @@ class Rates:
     """How many times `flops_per_second` products reach if the weights have two bytes."""
     integer: float = 1.0
     """The same if the weights have one byte and the kernels round rows to 8 bits too (`int8.GroupedInt8`)."""
+    far: float = 0.8
+    """The share of `flops_per_second` that products reach whose weights are not in the nearest cache."""
     cached_bytes: float = 0.0
     """Bytes of the target's weights that the processor's cache keeps from one pass to the next. A drafter's weights
     displace some of them, which is neglected."""
@@ -89,7 +89,7 @@ class Rates:
         def blocks(num: Any) -> Any:
             return num + start * np.ceil(num / self.rows_at_once)
 
-        return blocks(positions) * ROWS / blocks(ROWS) / FAR
+        return blocks(positions) * ROWS / blocks(ROWS) / self.far
 
     def seconds(self, num_bytes: Any, flops: Any) -> Any:
         """Seconds to read `num_bytes` and compute `flops` at the same time.
@@ -107,8 +107,9 @@ CPU_RATES = {  # of one core, by instruction set
     # `narrow` was fitted to products of 1 to 32 rows of a prototype (docs/design.md), far below the tile unit's peak.
     native.AMX: _CPU(12e9, 90e9, 3e-6, narrow=2.2, integer=4.0),
     "avx512_bf16": _CPU(20e9, 90e9, 3e-6, narrow=1.8, integer=4.0, rows_at_once=8),
-    "avx512_vnni": _CPU(24e9, 90e9, 3e-6, integer=4.0, rows_at_once=8),
-    "avx512": _CPU(24e9, 90e9, 3e-6, integer=1.7, rows_at_once=8),
+    # `far` was fitted to passes of 1 to 32 rows of SmolLM2 on a Xeon (Ice Lake).
+    "avx512_vnni": _CPU(24e9, 90e9, 3e-6, integer=4.0, rows_at_once=8, far=1.0),
+    "avx512": _CPU(24e9, 90e9, 3e-6, integer=1.7, rows_at_once=8, far=1.0),
     "avx2": _CPU(20e9, 55e9, 3e-6, integer=2.2, rows_at_once=6),
     native.OFF: Rates(12e9, 40e9, 5e-6, many_positions=2.2),
 }

@@ -13,7 +13,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.both import BothConfig
 from hsd_jax.planning import plan
 from hsd_jax.planning.costs import CostModel
-from hsd_jax.planning.rates import FAR, ROWS, Rates
+from hsd_jax.planning.rates import ROWS, Rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def test_a_race_decides_where_the_model_promises_little(monkeypatch, tmp_path):
 def test_each_block_of_rows_reads_the_weights_again():
     rates = Rates(1e11, 1e11, 1e-6, skips_positions=True, narrow=2.0, rows_at_once=8)
     rows = rates.rows(np.array([1, 8, 9, 16, ROWS]), 2.0)
-    assert rows[4] == ROWS / FAR and rows[3] == pytest.approx(2 * rows[1])
+    assert rows[4] == ROWS / rates.far and rows[3] == pytest.approx(2 * rows[1])
     assert rows[2] - rows[1] > 4 * (rows[1] - rows[0]) / 7 > 0
     seconds = dataclasses.replace(cost_model(), rates=rates).product(1e9, np.array([7, 8, 9]), 2)
     assert seconds[2] - seconds[1] > 4 * (seconds[1] - seconds[0])
