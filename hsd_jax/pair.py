@@ -17,6 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from hsd_jax.config import QUANTIZED, FeatureLayer, ModelConfig, TreeConfig
@@ -176,9 +177,10 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
     if drafter_weights:
         drafter_weights = _with_head(drafter_weights, weights, config)
         drafter_config, drafter_weights = _held_once(drafter_config, drafter_weights, weights)
+    pair = owner.hash, drafter_hash(drafter_config, drafter_weights)
     params = Params(
         weights,
-        drafter_weights,
+        _narrowed(drafter_config, drafter_weights, mesh, asked.precision),
         config,
         drafter_config,
         words and dataclasses.replace(words, parse_special=asked.parse_special),
@@ -188,7 +190,7 @@ def load(name: Source | None = None, **settings: Unpack[LoadSettings]) -> Params
         asked.tree,
         mesh,
         asked.quantize or dtype.name,
-        (owner.hash, drafter_hash(drafter_config, drafter_weights)),
+        pair,
         sampling_defaults=checkpoint.sampling_defaults,
     )
     params = place(arranged(params, mesh, frees=True), mesh)
@@ -336,6 +338,24 @@ def _without_copy(drafter_config: Any, drafter: Weights, target: Weights) -> tup
     return drafter_config, drafter
 
 
+def _narrowed(config: Any, drafter: Weights | None, mesh: Mesh | None, precision: str) -> Weights | None:
+    """The drafter with the matrices that only the CPU kernels read in 8 bits, if they run and precision is fast.
+
+    A draft level reads them whole, so it takes about half as long. They are close to those in bfloat16: of SmolLM2 and
+    of the bundled pair tau stays within a hundredth or two. No text depends on them.
+    """
+    base = config.base if isinstance(config, BothConfig) else config
+    if not drafter or precision != "fast" or mesh is not None or not native.available():
+        return drafter
+    placement = Placement(quantize="int8", rounds_rows=True)
+
+    def held(path: tuple[str, ...], weight: Any) -> Any:
+        is_read_whole = path[-1] in method_of(base).products and not isinstance(weight, int8.Quantized)
+        return placement.quantized(weight) if is_read_whole else weight
+
+    return unflatten_dict({path: held(path, weight) for path, weight in flatten_dict(drafter).items()})
+
+
 def check_loads(folder: Path, params: Params, target: DraftedFor) -> None:
     """Raises the errors of `load` for a drafter of the target of `params`. It reads nothing of the target."""
     config, weights, _ = _load_drafter(folder, target, "bfloat16", Placement(), strict=True)
@@ -364,6 +384,7 @@ def with_drafter(
 def _drafted_by(params: Params, config: Any, weights: Weights) -> Params:
     """The same target with this drafter. A pair that was unknown stays so (`Params.fingerprint_pair`)."""
     pair = params.fingerprint_pair and (params.fingerprint_pair[0], drafter_hash(config, weights))
+    weights = _narrowed(config, weights, params.mesh, params.precision)
     params = dataclasses.replace(params, drafter=weights, drafter_config=config, fingerprint_pair=pair)
     return place(params, params.mesh)
 

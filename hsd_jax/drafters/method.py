@@ -174,6 +174,8 @@ class DraftingMethod(NamedTuple):
     """`lattice(target_config, config, tree, models, state) -> (logits [B, D, C], inject, state)`, for drafters whose
     states read no drafted token: the arguments of `tree.token_free`. `inject` is None if drafted tokens add nothing to
     the logits. `lattice` is None if the drafter's states read drafted tokens."""
+    products: tuple[str, ...] = ()
+    """The last names of matrices that it reads by `ops.matmul` and the like alone. They may be held in 8 bits."""
     takes_predictions: bool = False
     """Whether it drafts from a row's prediction of its text (`Drafter.predict`)."""
     overlapped: Callable[..., Any] | None = None

@@ -18,7 +18,7 @@ import numpy as np
 from hsd_jax.config import SLIDING, ModelConfig, TreeConfig, weights_of_layer
 from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.adapt import first_trust, slots_read
-from hsd_jax.kernels.int8 import Int8
+from hsd_jax.kernels.int8 import GroupedInt8, Int8, Quantized
 from hsd_jax.pair import Params
 from hsd_jax.planning.acceptance import expected_tokens
 from hsd_jax.planning.rates import Rates, rates_here
@@ -42,8 +42,9 @@ class CostModel:
     def of(cls, params: Params) -> CostModel:
         """The costs of `params`, which have a drafter, on this process's device."""
         assert params.drafter_config is not None
-        weights = (x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating))
-        drafter_size = next((x.dtype.itemsize for x in weights), 4)
+        weights = jax.tree.leaves(params.drafter, is_leaf=lambda x: isinstance(x, Quantized))
+        floats = [x.dtype.itemsize for x in weights if jnp.issubdtype(x.dtype, jnp.floating)]
+        drafter_size = 1 if any(isinstance(x, GroupedInt8) for x in weights) else next(iter(floats), 4)
         size = jax.tree.leaves(params.target["embedding"])[0].dtype.itemsize
         rates = rates_here(params.mesh is None)
         if isinstance(params.target["embedding"], Int8):  # its products are in float

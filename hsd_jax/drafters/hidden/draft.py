@@ -117,4 +117,5 @@ HIDDEN = DraftingMethod(
     token_information=TokenInformation(inject, read_paths, token_bias, begin_from),
     reuses=REUSES,
     lattice=lattice,
+    products=("kernel", "head", "bias"),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from hsd_jax import validation
@@ -146,5 +147,5 @@ def without_token_info(params: Params) -> Params:
         can_have = method_of(config).token_information is not None
         has_none = "was trained without (rank 0)" if can_have else f"is of kind {config.kind}"
         raise ValueError(f"token_info: false needs a hidden-state drafter with token information; this one {has_none}")
-    injector = drafter["injector"] | {"bias": jnp.zeros_like(drafter["injector"]["bias"])}
+    injector = drafter["injector"] | {"bias": jax.tree.map(jnp.zeros_like, drafter["injector"]["bias"])}
     return dataclasses.replace(params, drafter=drafter | {"injector": injector})
