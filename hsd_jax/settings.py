@@ -325,7 +325,8 @@ class LoadSettings(TypedDict, total=False):
     """Most tokens of prompt and answer together (default: the model's limit)."""
     precision: Annotated[Precision, Default("fast")]
     """exact is float32 and the highest matmul precision, with which speculation changes no token on one device. With
-    fast, the drafter of a float32 target has the dtype that is fastest here."""
+    fast, the drafter of a float32 target has the dtype that is fastest here, and a hidden-state drafter's matrices have
+    8 bits where the CPU kernels run. No text depends on that."""
     mesh: Annotated[str | Mesh | None, Field(title="SPEC"), Default(None)]
     """Devices, for example "data=2,model=4": rows are split over data, weights over model (default: one device)."""
     tree: Annotated[TreeConfig | None, Default(None)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from hsd_jax.models.checkpoint import find
 from hsd_jax.models.packing import pack
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.planning.costs import CostModel
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
 needs_kernels = pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
@@ -293,3 +295,25 @@ def test_packed_kernels_keep_their_8_bits(folders):
     row = jnp.arange(6)[None]
     wanted, found = (forward_sequence(weights, held.target_config, row).logits for weights in (held.target, joint))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@needs_kernels
+def test_a_drafter_is_held_in_8_bits_where_the_kernels_run(monkeypatch):
+    """Its matrices are, if only products read them. Then the plan knows it, and no text depends on it."""
+    fast, exact = hsd_jax.load("demo", dtype="bfloat16"), hsd_jax.load("demo", precision="exact")
+    monkeypatch.setattr(native, "available", lambda isa=None: False)
+    floats = hsd_jax.load("demo", dtype="bfloat16")
+    monkeypatch.undo()
+    for params, kind in ((fast, int8.GroupedInt8), (exact, jax.Array), (floats, jax.Array)):
+        drafter = params.drafter
+        up = drafter["trunk"]["layer_0"]["mlp"]["up"]["kernel"]
+        for weight in (drafter["head"], drafter["injector"]["bias"], up):
+            assert isinstance(weight, kind)
+        assert not isinstance(drafter["injector"]["previous"], int8.Quantized)  # rows are taken from it
+    assert fast.fingerprints() == floats.fingerprints()
+    assert CostModel.of(fast).drafter_itemsize == 1 and CostModel.of(exact).drafter_itemsize == 4
+    call = {"prompt": "I need a table for two.", "max_new_tokens": 40, "tree": hsd_jax.TreeConfig.chain(7)}
+    texts = [hsd_jax.decode(params, **call) for params in (fast, dataclasses.replace(fast, drafter=floats.drafter))]
+    assert texts[0].text == texts[1].text == hsd_jax.decode(fast, **call | {"tree": None}, speculate=False).text
+    passes = [int(text.stats.num_target_passes) for text in texts]
+    assert abs(passes[0] - passes[1]) <= 2

@@ -34,8 +34,8 @@ FOLDER_VARIABLE = "HSD_RATES"
 
 START = 3.0
 """Each block of rows of a kernel reads all weights again, which takes as long as products of so many rows in float32.
-Fitted, with `Rates.far` and `Rates.position_operations`, to passes of 1 to 32 rows of SmolLM2 and the bundled pair, levels
-avx512_bf16 and avx2 of a Zen 5."""
+Fitted, with `Rates.far` and `Rates.position_operations`, to passes of 1 to 32 rows of SmolLM2 and the bundled pair,
+levels avx512_bf16 and avx2 of a Zen 5."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,12 @@ def test_the_first_use_measures_and_all_others_read(folder, measured, capsys):
     assert json.loads(next(folder.glob("*.json")).read_text()) == dataclasses.asdict(found)
 
 
+def test_other_kernels_have_rates_of_their_own(folder, measured, monkeypatch):
+    before = rates.kept_path(ISA)
+    monkeypatch.setattr(native, "library_name", lambda isa, compiler: f"{isa}-of-another-version.so")
+    assert len({before, rates.kept_path(ISA), rates.kept_path(native.OFF)}) == 3
+
+
 def test_what_is_shipped_counts_where_nothing_is_measured(folder, measured, monkeypatch):
     assert rates.rates_here(False) == rates.shipped(native.OFF)  # on a mesh
     monkeypatch.setenv(rates.FOLDER_VARIABLE, "off")
