@@ -55,16 +55,18 @@ class Placement:
             return dict.fromkeys(flatten_dict(weights, sep="."))
         return dict(flatten_dict(sharding_lib.weight_shardings(self.mesh, weights, *heads), sep="."))
 
-    def quantized(self, weight: Array) -> Any:
-        """Quantizes a matrix if `quantize` is set. Each part stays on its device."""
+    def quantized(self, weight: Any) -> Any:
+        """Quantizes a matrix if `quantize` is set and it is not quantized. Each part stays on its device."""
         if not self._is_quantized(weight):
             return weight
         is_grouped = self.rounds_rows and self.mesh is None and native.available()
         held = _grouped(weight) if is_grouped else _quantize(weight)
         return jax.block_until_ready(held)  # one at a time: the floats of a second one may not fit
 
-    def _is_quantized(self, weight: Array | jax.ShapeDtypeStruct) -> bool:
-        return self.quantize is not None and weight.ndim == 2 and jnp.issubdtype(weight.dtype, jnp.floating)
+    def _is_quantized(self, weight: Any) -> bool:
+        if self.quantize is None or isinstance(weight, int8.Quantized):
+            return False
+        return weight.ndim == 2 and jnp.issubdtype(weight.dtype, jnp.floating)
 
     def check_room(self, floats: Weights, heads: tuple[int, int], what: str) -> None:
         """Checks that weights with these shapes and dtypes, before quantization, fit into memory."""
