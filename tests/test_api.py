@@ -25,6 +25,7 @@ from hsd_jax import pair as pair_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.inputs import rows_of, sampling_arrays, with_defaults
+from hsd_jax.kernels import int8
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.placement import Placement
@@ -508,19 +509,22 @@ def test_params_are_a_pytree(params):
 
 
 def test_dtypes_of_weights(folders):
+    """What a weight in 8 bits acts as counts, too."""
+
+    def dtypes(weights):
+        return {x.dtype for x in jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, int8.Quantized))}
+
     both = {"target": folders / "ids", "drafter": folders / "drafter"}
     loaded = hsd_jax.load(**both, dtype=jnp.bfloat16)
-    assert {x.dtype for x in jax.tree.leaves(loaded)} == {Placement(widens=True).held_dtype(jnp.bfloat16)}
+    assert dtypes(loaded) == {Placement(widens=True).held_dtype(jnp.bfloat16)}
     assert loaded.dtype == "bfloat16" and "bfloat16 weights" in loaded.arithmetic
     exact = hsd_jax.load(**both, precision="exact")
-    assert {x.dtype for x in jax.tree.leaves(exact)} == {jnp.dtype(jnp.float32)}
+    assert dtypes(exact) == {jnp.dtype(jnp.float32)}
     mixed = hsd_jax.load(**both, dtype="float32")
-    assert {x.dtype for x in jax.tree.leaves(mixed.target)} == {jnp.dtype(jnp.float32)}
-    assert {x.dtype for x in jax.tree.leaves(mixed.drafter)} == {jnp.dtype(pair_lib.fastest_dtype())}
+    assert dtypes(mixed.target) == {jnp.dtype(jnp.float32)}
+    assert dtypes(mixed.drafter) == {jnp.dtype(pair_lib.fastest_dtype())}
     on_mesh = hsd_jax.load(**both, mesh="data=1")  # where the kernels are off
-    assert {x.dtype for x in jax.tree.leaves((on_mesh.target, on_mesh.drafter))} == {
-        jnp.dtype(pair_lib.fastest_dtype(has_kernels=False))
-    }
+    assert dtypes((on_mesh.target, on_mesh.drafter)) == {jnp.dtype(pair_lib.fastest_dtype(has_kernels=False))}
     hot = hsd_jax.restrict(mixed, [0, 2, 5])
     assert hot.drafter["head"].dtype == mixed.drafter["output_norm"]["weight"].dtype
     texts = [hsd_jax.decode(hot, [[3, 1, 4]], max_new_tokens=8, speculate=s).tokens.tolist() for s in (True, False)]
