@@ -342,7 +342,7 @@ def _narrowed(config: Any, drafter: Weights, mesh: Mesh | None, precision: str) 
     """The drafter with its matrices in 8 bits, if the CPU kernels read them and precision is fast.
 
     A round reads them whole, so it drafts in about half the time. The tau of SmolLM2 and of the bundled pair stays
-    within two hundredths of that with bfloat16. No text depends on it.
+    within 2 per cent of that with bfloat16. No text depends on it.
     """
     base = config.base if isinstance(config, BothConfig) else config
     if precision != "fast" or mesh is not None or not native.available():
