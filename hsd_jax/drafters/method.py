@@ -175,7 +175,7 @@ class DraftingMethod(NamedTuple):
     states read no drafted token: the arguments of `tree.token_free`. `inject` is None if drafted tokens add nothing to
     the logits. `lattice` is None if the drafter's states read drafted tokens."""
     products: tuple[str, ...] = ()
-    """The last names of matrices that it reads by `ops.matmul` and the like alone. They may be held in 8 bits."""
+    """The names of its matrices that only products read (the last parts of their paths). They may be held in 8 bits."""
     takes_predictions: bool = False
     """Whether it drafts from a row's prediction of its text (`Drafter.predict`)."""
     overlapped: Callable[..., Any] | None = None

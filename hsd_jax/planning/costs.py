@@ -42,9 +42,9 @@ class CostModel:
     def of(cls, params: Params) -> CostModel:
         """The costs of `params`, which have a drafter, on this process's device."""
         assert params.drafter_config is not None
-        weights = jax.tree.leaves(params.drafter, is_leaf=lambda x: isinstance(x, Quantized))
-        floats = [x.dtype.itemsize for x in weights if jnp.issubdtype(x.dtype, jnp.floating)]
-        drafter_size = 1 if any(isinstance(x, GroupedInt8) for x in weights) else next(iter(floats), 4)
+        held = jax.tree.leaves(params.drafter, is_leaf=lambda x: isinstance(x, Quantized))
+        floats = [x for x in held if jnp.issubdtype(x.dtype, jnp.floating)]  # or what stands for them in 8 bits
+        drafter_size = min((1 if isinstance(x, GroupedInt8) else x.dtype.itemsize for x in floats), default=4)
         size = jax.tree.leaves(params.target["embedding"])[0].dtype.itemsize
         rates = rates_here(params.mesh is None)
         if isinstance(params.target["embedding"], Int8):  # its products are in float
