@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hsd_jax
+from hsd_jax.host.files import sha256
 from hsd_jax.kernels import native, ops, program
 
 HERE = Path(__file__).parent
@@ -30,9 +32,8 @@ extern "C" void Product(const uint16_t* x, const uint16_t* w, float* y, int64_t 
 }
 """
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-needs_avx512 = pytest.mark.skipif(
-    COMPILER is None or "avx512" not in native.cpu_isas(), reason="rows are turned by AVX-512"
-)
+PROCESSOR_S = native.cpu_isas()
+needs_avx512 = pytest.mark.skipif(COMPILER is None or "avx512" not in PROCESSOR_S, reason="rows are turned by AVX-512")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
@@ -96,15 +97,31 @@ def test_the_compiler_builds_the_real_level(tmp_path):
     assert "tdpbf16ps" in (tmp_path / "out.s").read_text()
 
 
+@pytest.fixture
+def emulated_level(monkeypatch):
+    """The level `amx` on a processor with AVX-512, whose own instructions it takes as far as there are any."""
+    here, real = PROCESSOR_S, native.compiler_flags
+    if native.AMX in here:
+        pytest.skip("this processor has tiles: the tests of all levels run the real ones")
+    version = f"-DHSD_EMULATED=0x{sha256(EMULATED.read_text())[:8]}"  # part of the library's name
+    flags = [*real(here[-1]), "-include", str(EMULATED), version]
+    monkeypatch.setattr(native, "compiler_flags", lambda isa: real(isa) if isa in here else flags)
+    monkeypatch.setattr(native, "cpu_isas", lambda: tuple(native.ISAS))
+    for name in ("_grants_tiles", "_is_known_to_compiler"):
+        monkeypatch.setattr(native, name, lambda *_: True)
+    caches = native._fault, native._select_isa, native.library_name
+    for cache in caches:
+        cache.cache_clear()
+    with native.at_isa(native.AMX):
+        yield
+    for cache in caches:
+        cache.cache_clear()
+
+
 @pytest.mark.slow
-@pytest.mark.skipif("avx512_bf16" not in native.cpu_isas(), reason="rows are rounded by AVX-512 with bfloat16")
-def test_whole_kernels_on_emulated_tiles(monkeypatch):
+@needs_avx512
+def test_whole_kernels_on_emulated_tiles(emulated_level):
     """Products and the gated MLP by the library of the level: a row's bits, and values near those of avx512_bf16."""
-    flags = native.compiler_flags("avx512_bf16")
-    emulated = {native.AMX: [*flags, "-include", str(EMULATED)], "avx512_bf16": flags}
-    monkeypatch.setattr(native, "compiler_flags", emulated.get)
-    monkeypatch.setattr(native, "_grants_tiles", lambda: True)
-    native._fault.cache_clear()
     k, width = 160, 112
     weights = [
         jnp.asarray(numbers(o, i, s), jnp.bfloat16) for s, (o, i) in enumerate([(width, k), (width, k), (k, width)])
@@ -122,4 +139,18 @@ def test_whole_kernels_on_emulated_tiles(monkeypatch):
     for n in (1, 8, 16, 33):
         for a, b in zip(results(native.AMX, x[:n]), whole, strict=True):
             np.testing.assert_array_equal(a, b[:n])
-    native._fault.cache_clear()
+
+
+@pytest.mark.slow
+@needs_avx512
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_on_emulated_tiles(emulated_level, fully_optimized, temperature):
+    """The bundled pair in bfloat16: trees of 8 and 16 nodes, one row and two, give the text of plain decoding."""
+    pair = hsd_jax.load("demo", dtype="bfloat16")
+    prompts = ["User: I need a room for two nights.\nAssistant:", "Question: Ann has 3 apples and buys 12.\nAnswer:"]
+    call = {"max_new_tokens": 32, "temperature": temperature, "seed": 5}
+    plain = hsd_jax.decode(pair, prompts, speculate=False, **call)
+    for shape, rows in (((8, 4, 2), 2), ((16, 7, 2), 1)):
+        out = hsd_jax.decode(pair, prompts[:rows], tree=hsd_jax.TreeConfig(*shape), **call)
+        assert out.text == plain.text[:rows]
+        assert out.stats.tau > 2
