@@ -7,6 +7,7 @@ import codecs
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
                 ids = out.tokens[row, : out.num_tokens[row]]
                 print(out.text[row] if out.text else " ".join(map(str, ids.tolist())))
         _summary(args, int(out.num_tokens.sum()), out.stats, out.stats.decode_seconds, "compilation included")
+        _hint(args, params, out.num_tokens.tolist(), out.stop_reason)
         return 0
     pieces, times, stats = print_pieces(hsd_jax.stream(params, prompts, **settings))
     print()
@@ -108,7 +110,16 @@ def run(args: argparse.Namespace) -> int:
         _summary(args, sum(counts), stats, times[-1] - times[0], "first piece excluded", timed)
     else:
         _summary(args, sum(counts), stats, stats.decode_seconds, "compilation included")
+    _hint(args, params, [sum(counts)], [pieces[-1].stop_reason])
     return 0
+
+
+def _hint(args: argparse.Namespace, params, num_tokens: Sequence[int], ends: Sequence[str | int | None]) -> None:
+    """Says what to try where a chat model got a prompt that is no message, and its first token ended the text."""
+    has_template = params.tokenizer is not None and params.tokenizer.has_chat_template
+    is_empty = any(n == 1 and isinstance(end, int) for n, end in zip(num_tokens, ends, strict=True))
+    if is_empty and has_template and not args.chat and not args.ids:
+        options.say("the model ended its text at once. It was made for messages: try --chat")
 
 
 def read_prompt(prompt: str, args: argparse.Namespace) -> str | bytes:

@@ -171,6 +171,7 @@ def add_command(commands, name: str, run, help: str, description: str, examples:
         description=description,
         epilog="examples:\n" + "".join(f"  {line}\n" for line in examples.strip().splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # --prompt is not --prompt-logprobs
     )
     parser.set_defaults(run=run)
     return parser

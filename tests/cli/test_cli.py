@@ -214,6 +214,15 @@ def test_generate_applies_the_chat_template(folders, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == expected.text
 
 
+def test_generate_names_chat_where_a_chat_model_writes_nothing(folders, capsys):
+    first = hsd_jax.decode(hsd_jax.load(target=folders.target), "the dog", 1).tokens[0, 0]
+    for more, is_named in (["--eos", first], True), ([], False), (["--eos", first, "--ids"], False):
+        for prompts in ["the dog"], ["the dog", "the dog"]:
+            asked = prompts if "--ids" not in more else ["1 2"] * len(prompts)
+            assert hsd("generate", "--target", folders.target, *SHORT, *asked, *more) == 0
+            assert ("--chat" in capsys.readouterr().err) == is_named
+
+
 def test_generate_takes_tools_and_variables_of_the_template(tmp_path, capsys):
     folder, tools = chat.write_target(tmp_path / "agent", chat.AGENT), [{"name": "at", "parameters": {}}]
     (tmp_path / "tools.json").write_text(json.dumps(tools))
@@ -263,6 +272,8 @@ def test_argparse_errors_end_with_2(capsys):
     assert "--demo --target" in capsys.readouterr().err
     assert hsd("generate", "--demo", "--temperature", "nan", "text") == 2
     assert "--temperature: 'nan': " in capsys.readouterr().err
+    assert hsd("generate", "--demo", "--prompt", "text") == 2  # no short form of --prompt-logprobs
+    assert "unrecognized arguments: --prompt" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch, tmp_path):
