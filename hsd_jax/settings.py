@@ -86,6 +86,9 @@ else:
         BeforeValidator(lambda x: _as_words(x) if isinstance(x, (list, tuple, np.ndarray)) else x),
     ]
     """Sequences of token ids. An id alone is a sequence of one."""
+Structure = Annotated[
+    dict[Literal["json", "json_object", "regex", "choice"], Any], Field(min_length=1, max_length=1, title="JSON")
+]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS, title="K")]
 Told = NumLogprobs | Annotated[str, Field(pattern=r"^processed(:\d{1,2})?$")]
@@ -145,6 +148,12 @@ class SamplingSettings(TypedDict, total=False):
     tokens)."""
     min_tokens: Annotated[PerRow[Whole], Default(0)]
     """Fewest new tokens of a row: before them it draws no end token (as in vLLM)."""
+    structured_outputs: Annotated[Structure | None, Default(None)]
+    """What the text of all rows must be, as in vLLM, one of: {"json": a JSON schema}, {"json_object": true},
+    {"regex": a regular expression for the whole text}, {"choice": a list of texts}. An end token comes where the text
+    may end, and only there. A text that reaches `max_new_tokens` is the beginning of such a text. Properties of objects
+    come in the order of the schema, objects of json_object hold two levels, and keywords that cannot be kept are
+    refused. Needs the package outlines-core."""
     logprobs: Annotated[PerRow[Told | None], Default(None)]
     """Log-probabilities of each new token and of the K likeliest ones, 0 to 20, of the target's own distribution before
     all settings. "processed" or "processed:K": of the distribution from which the row draws. None: none."""
