@@ -241,20 +241,11 @@ class Processing(TypedDict, total=False):
     prompt included, and then its path: drafted tokens up to the node's own, then -1. It comes after the other settings
     of logits and before temperature, and drafters call it with their own logits. Each function has programs of its own.
 
-    For example a regular expression, as a table of states: `table[state, token]` is the next state, or negative if the
-    token is not allowed. Here the prompts have 12 tokens:
+    For example only `letters` [V] at every third place:
 
         def process(logits, tokens, length, path):
-            def after(state, token):
-                return jnp.where(token < 0, state, table[state, token])
-
-            places = jnp.arange(tokens.shape[1])
-            new = jnp.where((places >= 12) & (places < length[:, None]), tokens, -1)
-            state, _ = jax.lax.scan(lambda s, t: (after(s, t), None), jnp.zeros(len(tokens), jnp.int32), new.T)
-            state = jnp.broadcast_to(state[:, None], path.shape[:2])
-            for token in jnp.moveaxis(path, 2, 0):
-                state = after(state, token)
-            return jnp.where(table[state] >= 0, logits, -jnp.inf)
+            place = length[:, None] + jnp.sum(path >= 0, -1)
+            return jnp.where((place % 3 == 0)[..., None] & ~letters, -jnp.inf, logits)
     """
 
 

@@ -22,7 +22,7 @@ LAYERS = [
     "validation",
     "axes types config",
     "host",
-    "tokenizer kernels",
+    "tokenizer kernels grammar grammar_worker",
     "models",
     "infer",
     "drafters",

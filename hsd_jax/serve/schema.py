@@ -277,15 +277,16 @@ def _content_of(prediction: dict[str, Any]) -> str:
 
 def _structure_of(asked: Any) -> dict[str, Any]:
     """The setting of OpenAI's `response_format`."""
-    match asked.response_format:
-        case {"type": "text", **rest} if not rest:
-            return {}
-        case _ if asked.structured_outputs is not None:
-            raise Refused(400, "response_format: refused beside structured_outputs", "response_format")
-        case {"type": "json_object", **rest} if not rest:
-            return {"structured_outputs": {"json_object": True}}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return {"structured_outputs": {"json": schema}}
+    what = asked.response_format
+    if what == {"type": "text"}:
+        return {}
+    if asked.structured_outputs is not None:
+        raise Refused(400, "response_format: refused beside structured_outputs", "response_format")
+    if what == {"type": "json_object"}:
+        return {"structured_outputs": {"json_object": True}}
+    about = what.get("json_schema") if what.get("type") == "json_schema" else None
+    if isinstance(about, dict) and isinstance(about.get("schema"), dict):
+        return {"structured_outputs": {"json": about["schema"]}}
     kinds = '{"type": "text"}, {"type": "json_object"} and {"type": "json_schema", "json_schema": {"schema": ...}}'
     raise Refused(400, f"response_format: allowed are {kinds}", "response_format")
 

@@ -117,6 +117,14 @@ def test_structured_rows_share_a_session(table):
     assert [found[number] for number in range(len(requests))] == [x for both in zip(*wanted, strict=True) for x in both]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["data=2", "model=2"])
+def test_structured_rows_on_several_devices(table, spec):
+    params, rows = pair("small_lm", "8x4x2"), controlled.structured()
+    found = texts(decoded(hsd_jax.place(params, make_mesh(spec)), rows))
+    assert found == texts(decoded(params, rows, speculate=False))
+
+
 OTHERS = [name for name in setups.OF_EACH_KIND.values() if name not in ("beam", "eagle", "lookup", "small_lm", "both")]
 OTHERS += [
     "branching",
@@ -139,15 +147,15 @@ UNSURE = "medusa", "pearl"
     ("name", "adaptive"),
     [*((name, False) for name in OTHERS), *((name, True) for name in OTHERS if name not in UNSURE)],
 )
-def test_every_kind_of_drafter_drafts_for_rows_with_settings(name, adaptive):
+def test_every_kind_of_drafter_drafts_for_rows_with_settings(table, name, adaptive):
     """Those that read the changed logits, those that have columns for some tokens alone, and those that do neither."""
     one = setups.PROPOSERS[name]
     params = setups.params_of(name, max_len=controlled.MAX_LEN, precision="exact", tree=one.tree)
     how = {"adaptive": adaptive, **({"reuse": str(one.reuse)} if one.reuse != NO_REUSE else {})}
-    for call in OF_CALLS:
-        result = decoded(params, batch(call), **how)
-        wanted = texts(decoded(pair("lookup"), batch(call), speculate=False))
-        assert first_difference(texts(result), wanted) is None, call
+    for rows in (*map(batch, OF_CALLS), controlled.structured()):
+        result = decoded(params, rows, **how)
+        wanted = texts(decoded(pair("lookup"), rows, speculate=False))
+        assert first_difference(texts(result), wanted) is None
         assert result.stats.accepted_histogram[1:].sum() > 0
 
 
