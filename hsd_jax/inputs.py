@@ -211,7 +211,9 @@ def given_of(
     keys = row_keys([(row.asked.seed, row.fold) for row in filled])
     sampling = sampling_arrays([row.asked for row in filled])
     if controlled_vocab is not None:
-        sampling = dataclasses.replace(sampling, controls=controls_of(filled, controlled_vocab))
+        has_room = not is_all or any(row.table is not None for row in rows)
+        controls = controls_of(filled, controlled_vocab, GRAMMAR_CELLS if has_room else 1)
+        sampling = dataclasses.replace(sampling, controls=controls)
     bounds: Any = most, eos
     host: Any = tokens, length, keys, Limits(*bounds), with_exclusions(sampling) if is_all else sampling
     given = Given(*host)
@@ -296,14 +298,17 @@ def num_logprobs(told: int | str | None) -> tuple[int, bool]:
     return take(NumLogprobs, int(told.partition(":")[2] or 0), "logprobs"), True
 
 
-def controls_of(rows: Sequence[Row], vocab_size: int) -> Controls:
-    """The settings of rows that change logits, or that tell log-probabilities, as the loop reads them."""
+def controls_of(rows: Sequence[Row], vocab_size: int, num_cells: int = 1) -> Controls:
+    """The settings of rows that change logits, or that tell log-probabilities, as the loop reads them.
+
+    `num_cells`: the room of each row for structured outputs.
+    """
 
     def of_rows(of_row: Callable[[Row], Any], dtype: Any = np.float32) -> Any:
         return np.array([of_row(row) for row in rows], dtype)
 
     bias, prompt = (of_rows(lambda _: np.zeros(vocab_size), dtype) for dtype in (np.float32, bool))
-    token_class, moves = (np.zeros((len(rows), size), np.int16) for size in (vocab_size, GRAMMAR_CELLS))
+    token_class, moves = (np.zeros((len(rows), size), np.int16) for size in (vocab_size, num_cells))
     words = of_rows(lambda _: np.full((MOST_BAD_WORDS, LONGEST_BAD_WORD), NO_TOKEN), np.int32)
     for i, row in enumerate(rows):
         prompt[i, row.tokens] = True

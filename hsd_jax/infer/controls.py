@@ -70,7 +70,8 @@ def transformed(
         allow, own = functools.partial(_allowed, controls=controls), (columns,)
     else:
         allow, own = functools.partial(_allowed, controls=controls, columns=columns), ()
-    logits = _of_used_rows(allow, controls.num_classes > 0, logits, numbers, past.place, path, *own)
+    has_table = controls.is_used & (controls.num_classes > 0)
+    logits = _of_used_rows(allow, has_table, logits, numbers, past.place, path, *own)
     if past.process is not None:
         whole = past.process(to_vocabulary(columns, logits, past.counts.shape[-1]), past.tokens, past.length, path)
         logits = draft_columns(columns, whole)
