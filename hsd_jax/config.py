@@ -23,8 +23,6 @@ RECURRENT, PARALLEL = TRUNKS = ("recurrent", "parallel")
 LARGEST_TREE = 256
 """The largest number of nodes of a tree."""
 MOST_BAD_WORDS, LONGEST_BAD_WORD = 64, 8
-GRAMMAR_CELLS = 1 << 18
-"""The most states times classes of tokens of structured outputs. Each row has room for them where some may come."""
 """The largest number of forbidden sequences of a row, and of tokens of one. Single tokens are not among them."""
 MOST_LOGPROBS = 20
 """The largest number of likeliest tokens whose log-probabilities a row may ask for."""

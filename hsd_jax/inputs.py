@@ -9,15 +9,14 @@ import dataclasses
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.config import GRAMMAR_CELLS, LONGEST_BAD_WORD, MOST_BAD_WORDS, bucket
+from hsd_jax.config import LONGEST_BAD_WORD, MOST_BAD_WORDS, bucket
 from hsd_jax.drafters.table import method_of
-from hsd_jax.grammar import Table, table_of
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import of_first, put
 from hsd_jax.host.files import decoded
@@ -51,8 +50,6 @@ class Row:
     """The number that is folded into the key of its seed: the row's, or 0 if it has a seed of its own."""
     prediction: tuple[int, ...] = ()
     """The token ids of its predicted text."""
-    table: Table | None = None
-    """Its structured outputs."""
 
     @property
     def longest(self) -> int:
@@ -96,10 +93,8 @@ def rows_of(params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, 
     folds = [row * num_samples if np.ndim(asked.seed) == 0 else 0 for row in range(len(prompts))]
     ends = [end_tokens_of(params, asked, one) for one in given]
     own, max_len = enumerate(zip(prompts, per_row, ends, folds, strict=True)), params.max_len
-    table = _table(params, asked)
     rows = [
-        _row(f"prompt {row}", tokens, asked, values, eos, max_len, table, fold)
-        for row, (tokens, values, eos, fold) in own
+        _row(f"prompt {row}", tokens, asked, values, eos, max_len, fold) for row, (tokens, values, eos, fold) in own
     ]
     told = _predictions(params, asked.prediction, len(rows))
     rows = [dataclasses.replace(row, prediction=one) for row, one in zip(rows, told, strict=True)]
@@ -113,8 +108,7 @@ def row_of(params: Params, prompt: Prompt, asked: Sampling, max_len: int) -> Row
     _check_is_read(params, asked, [prompt])
     tokens, asked = _encode_one(params, prompt, "the prompt", asked), _seeded(asked)
     values = [take(hint, _plain(getattr(asked, name)), name) for name, hint in ROW_HINTS.items()]
-    ends = end_tokens_of(params, asked, prompt)
-    row = _row("the prompt", tokens, asked, values, ends, max_len, _table(params, asked))
+    row = _row("the prompt", tokens, asked, values, end_tokens_of(params, asked, prompt), max_len)
     return dataclasses.replace(row, prediction=_prediction(params, asked.prediction))
 
 
@@ -141,7 +135,6 @@ def _row(
     values: Iterable[Any],
     eos: tuple[int, ...],
     max_len: int,
-    table: Table | None,
     fold: int = 0,
 ) -> Row:
     """The row of checked values of ROW_HINTS, if it is not too long. `name` is that of its prompt, for the error."""
@@ -151,20 +144,9 @@ def _row(
     if own["min_tokens"] > own["max_new_tokens"]:
         raise ValueError(f"min_tokens={own['min_tokens']}: more than max_new_tokens={own['max_new_tokens']}")
     num_logprobs(own["logprobs"])
-    if own["min_tokens"] and table is not None:
-        raise ValueError(
-            f"min_tokens={own['min_tokens']}: refused with structured_outputs, which say where a text ends"
-        )
-    if table is not None and not eos:
-        raise ValueError("structured_outputs: refused without end tokens, because they end the text")
-    row = Row(tokens, dataclasses.replace(asked, **own, eos=eos, tools=None, template=None), fold, table=table)
+    row = Row(tokens, dataclasses.replace(asked, **own, eos=eos, tools=None, template=None), fold)
     check_length(name, len(tokens), row.asked.max_new_tokens, max_len)
     return row
-
-
-def _table(params: Params, asked: Sampling) -> Table | None:
-    what = asked.structured_outputs
-    return None if what is None else table_of(params.tokenizer, params.target_config.vocab_size, what)
 
 
 def _seeded(asked: Sampling) -> Sampling:
@@ -211,9 +193,7 @@ def given_of(
     keys = row_keys([(row.asked.seed, row.fold) for row in filled])
     sampling = sampling_arrays([row.asked for row in filled])
     if controlled_vocab is not None:
-        has_room = not is_all or any(row.table is not None for row in rows)
-        controls = controls_of(filled, controlled_vocab, GRAMMAR_CELLS if has_room else 1)
-        sampling = dataclasses.replace(sampling, controls=controls)
+        sampling = dataclasses.replace(sampling, controls=controls_of(filled, controlled_vocab))
     bounds: Any = most, eos
     host: Any = tokens, length, keys, Limits(*bounds), with_exclusions(sampling) if is_all else sampling
     given = Given(*host)
@@ -277,8 +257,7 @@ def sampling_arrays(asked: Sequence[Sampling]) -> SamplingParams:
 
 
 _PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
-_OTHERS = "min_p", "logit_bias", "bad_words", "min_tokens", "structured_outputs"
-_CHANGES = {name: _PARTS[name].default for name in (*_PENALTIES, *_OTHERS)}
+_CHANGES = {name: _PARTS[name].default for name in ("min_p", *_PENALTIES, "logit_bias", "bad_words", "min_tokens")}
 
 
 def changes_logits(asked: Sampling) -> bool:
@@ -298,17 +277,13 @@ def num_logprobs(told: int | str | None) -> tuple[int, bool]:
     return take(NumLogprobs, int(told.partition(":")[2] or 0), "logprobs"), True
 
 
-def controls_of(rows: Sequence[Row], vocab_size: int, num_cells: int = 1) -> Controls:
-    """The settings of rows that change logits, or that tell log-probabilities, as the loop reads them.
-
-    `num_cells`: the room of each row for structured outputs.
-    """
+def controls_of(rows: Sequence[Row], vocab_size: int) -> Controls:
+    """The settings of rows that change logits, or that tell log-probabilities, as the loop reads them."""
 
     def of_rows(of_row: Callable[[Row], Any], dtype: Any = np.float32) -> Any:
         return np.array([of_row(row) for row in rows], dtype)
 
     bias, prompt = (of_rows(lambda _: np.zeros(vocab_size), dtype) for dtype in (np.float32, bool))
-    token_class, moves = (np.zeros((len(rows), size), np.int16) for size in (vocab_size, num_cells))
     words = of_rows(lambda _: np.full((MOST_BAD_WORDS, LONGEST_BAD_WORD), NO_TOKEN), np.int32)
     for i, row in enumerate(rows):
         prompt[i, row.tokens] = True
@@ -317,9 +292,6 @@ def controls_of(rows: Sequence[Row], vocab_size: int, num_cells: int = 1) -> Con
         bias[i, [word[0] for word in row.asked.bad_words if len(word) == 1]] = -np.inf
         for place, word in enumerate(word for word in row.asked.bad_words if len(word) > 1):
             words[i, place, -len(word) :] = word
-        if row.table is not None:
-            token_class[i], moves[i, : row.table.moves.size] = row.table.token_class, row.table.moves.reshape(-1)
-            token_class[i, list(row.asked.eos)] = row.table.num_classes - 1
 
     return Controls(
         is_used=of_rows(lambda row: changes_logits(row.asked), bool),
@@ -334,9 +306,6 @@ def controls_of(rows: Sequence[Row], vocab_size: int, num_cells: int = 1) -> Con
         min_p=of_rows(lambda row: row.asked.min_p or 0.0),
         num_logprobs=of_rows(lambda row: num_logprobs(row.asked.logprobs)[0], np.int32),
         processed=of_rows(lambda row: num_logprobs(row.asked.logprobs)[1], bool),
-        num_classes=of_rows(lambda row: 0 if row.table is None else row.table.num_classes, np.int32),
-        token_class=cast(Any, token_class),
-        moves=cast(Any, moves),
     )
 
 

@@ -86,9 +86,6 @@ else:
         BeforeValidator(lambda x: _as_words(x) if isinstance(x, (list, tuple, np.ndarray)) else x),
     ]
     """Sequences of token ids. An id alone is a sequence of one."""
-Structure = Annotated[
-    dict[Literal["json", "json_object", "regex", "choice"], Any], Field(min_length=1, max_length=1, title="JSON")
-]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS, title="K")]
 Told = NumLogprobs | Annotated[str, Field(pattern=r"^processed(:\d{1,2})?$")]
@@ -148,12 +145,6 @@ class SamplingSettings(TypedDict, total=False):
     tokens)."""
     min_tokens: Annotated[PerRow[Whole], Default(0)]
     """Fewest new tokens of a row: before them it draws no end token (as in vLLM)."""
-    structured_outputs: Annotated[Structure | None, Default(None)]
-    """What the text of all rows must be, as in vLLM, one of: {"json": a JSON schema}, {"json_object": true},
-    {"regex": a regular expression for the whole text}, {"choice": a list of texts}. An end token comes where the text
-    may end, and only there. A text that reaches `max_new_tokens` is the beginning of such a text. Properties of objects
-    come in the order of the schema, objects of json_object hold two levels, and keywords that cannot be kept are
-    refused. Needs the package outlines-core."""
     logprobs: Annotated[PerRow[Told | None], Default(None)]
     """Log-probabilities of each new token and of the K likeliest ones, 0 to 20, of the target's own distribution before
     all settings. "processed" or "processed:K": of the distribution from which the row draws. None: none."""
@@ -241,11 +232,20 @@ class Processing(TypedDict, total=False):
     prompt included, and then its path: drafted tokens up to the node's own, then -1. It comes after the other settings
     of logits and before temperature, and drafters call it with their own logits. Each function has programs of its own.
 
-    For example only `letters` [V] at every third place:
+    For example a regular expression, as a table of states: `table[state, token]` is the next state, or negative if the
+    token is not allowed. Here the prompts have 12 tokens:
 
         def process(logits, tokens, length, path):
-            place = length[:, None] + jnp.sum(path >= 0, -1)
-            return jnp.where((place % 3 == 0)[..., None] & ~letters, -jnp.inf, logits)
+            def after(state, token):
+                return jnp.where(token < 0, state, table[state, token])
+
+            places = jnp.arange(tokens.shape[1])
+            new = jnp.where((places >= 12) & (places < length[:, None]), tokens, -1)
+            state, _ = jax.lax.scan(lambda s, t: (after(s, t), None), jnp.zeros(len(tokens), jnp.int32), new.T)
+            state = jnp.broadcast_to(state[:, None], path.shape[:2])
+            for token in jnp.moveaxis(path, 2, 0):
+                state = after(state, token)
+            return jnp.where(table[state] >= 0, logits, -jnp.inf)
     """
 
 

@@ -158,11 +158,6 @@ class Controls:
     """How many of the likeliest tokens a row wants to know; -1: it wants no log-probabilities at all."""
     processed: Bool[Array, "B"]
     """Whether log-probabilities are those of the distribution from which the row draws."""
-    num_classes: Int[Array, "B"]
-    """How many classes of tokens the row's structured outputs have (`grammar.Table`). 0: it has none."""
-    token_class: Int[Array, "B V"]
-    moves: Int[Array, "B _"]
-    """The states after each class of tokens from each state, one state behind the other."""
 
 
 @flax.struct.dataclass
@@ -286,8 +281,6 @@ class Controlled:
 
     counts: Int[Array, "B V"]
     """How often each token is among the new ones."""
-    place: Int[Array, "B"]
-    """The state of the row's structured outputs after the new tokens."""
     logprobs: Logprobs
 
 
@@ -320,7 +313,6 @@ class Past:
     tokens: Int[Array, "B T"]
     length: Int[Array, "B"]
     counts: Int[Array, "B V"]
-    place: Int[Array, "B"]
     eos: Int[Array, "B num_eos"]
     process: Processor | None = flax.struct.field(pytree_node=False, default=None)
     """The caller's function of the logits."""

@@ -22,7 +22,7 @@ LAYERS = [
     "validation",
     "axes types config",
     "host",
-    "tokenizer kernels grammar grammar_worker",
+    "tokenizer kernels",
     "models",
     "infer",
     "drafters",

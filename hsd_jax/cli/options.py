@@ -63,7 +63,6 @@ def _ids(text: str) -> list[int]:
 OF_TOKENS: dict[str, Any] = {
     "logit_bias": {"type": value_of(Json[dict[str, float]]), "metavar": "JSON"},
     "bad_words": {"type": _ids, "metavar": "N,N"},
-    "structured_outputs": {"type": value_of(Json[dict[str, Any]]), "metavar": "JSON"},
 }
 """How the command line writes the settings that name tokens, as `changes` of `add_record`."""
 
@@ -228,7 +227,7 @@ def add_text_settings(parser: argparse.ArgumentParser, *names: str, **defaults: 
     changes = {name: {"default": value} for name, value in defaults.items()}
     changes["defaults"] = {"type": str, "choices": ["checkpoint"]}
     others = ["eos", "stop", "include_stop", "skip_special_tokens", "prediction", "tools", "template"]
-    others += ["logit_bias", "bad_words", "structured_outputs", "logprobs", "prompt_logprobs"]
+    others += ["logit_bias", "bad_words", "logprobs", "prompt_logprobs"]
     for kind in (Length, SamplingSettings):
         add_record(group, kind, *names, **changes | dict.fromkeys(others))
 

@@ -4,7 +4,6 @@ Under `match` a text stays that of plain decoding for any function of the path, 
 logits that plain decoding would draw from there. `tree.grow_tree` applies the same changes to the drafter's logits, so
 that drafts are accepted as often; lookup, static trees, PEARL and stacks do not. A row without controls keeps its bits.
 The order is that of vLLM: bias, forbidden tokens, penalties, the caller's function, and min_p before top-k and top-p.
-Structured outputs forbid tokens behind the penalties.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def past_of(state: DecodeState, limits: Limits, process: Processor | None) -> Pa
     """What the controls of a round read. None: its program has none."""
     if state.controlled is None:
         return None
-    return Past(state.tokens, state.length, state.controlled.counts, state.controlled.place, limits.eos, process)
+    return Past(state.tokens, state.length, state.controlled.counts, limits.eos, process)
 
 
 def no_path(batch: int) -> Int[Array, "B 1 1"]:
@@ -65,13 +64,6 @@ def transformed(
         logits = _of_used_rows(_penalised, controls.is_used, logits, *of_rows, columns)
     else:
         logits = _of_used_rows(functools.partial(_penalised, columns=columns), controls.is_used, logits, *of_rows)
-    numbers = jnp.arange(len(logits))
-    if columns is not None and columns.ndim == 3:
-        allow, own = functools.partial(_allowed, controls=controls), (columns,)
-    else:
-        allow, own = functools.partial(_allowed, controls=controls, columns=columns), ()
-    has_table = controls.is_used & (controls.num_classes > 0)
-    logits = _of_used_rows(allow, has_table, logits, numbers, past.place, path, *own)
     if past.process is not None:
         whole = past.process(to_vocabulary(columns, logits, past.counts.shape[-1]), past.tokens, past.length, path)
         logits = draft_columns(columns, whole)
@@ -135,34 +127,6 @@ def _penalised(
     return put(found, jnp.concatenate(forbidden, 1), sampling_lib.REMOVED)
 
 
-def _allowed(
-    logits: Float[Array, "M C"],
-    row: Int[Array, ""],
-    place: Int[Array, ""],
-    path: Int[Array, "M D"],
-    columns: Int[Array, "C"] | Int[Array, "M C"] | None,
-    controls: Controls,
-) -> Float[Array, "M C"]:
-    """The logits of the tokens that the structured outputs of a row allow at its nodes. `row` is its number."""
-    state = jnp.broadcast_to(place, len(path))
-    for token in path.T:
-        state = _moved(controls, row, state, token)
-    allowed = _move(controls, row, state[:, None], jnp.arange(logits.shape[1]) if columns is None else columns)
-    return jnp.where((allowed >= 0) | (state < 0)[:, None], logits, sampling_lib.REMOVED)
-
-
-def _move(controls: Controls, row: Array, state: Array, token: Array) -> Array:
-    """The state after a token, negative if the token is not allowed."""
-    here = jnp.maximum(state, 0) * controls.num_classes[row] + controls.token_class[row, token].astype(jnp.int32)
-    return controls.moves[row, here].astype(jnp.int32)
-
-
-def _moved(controls: Controls, row: Array, state: Array, token: Array) -> Array:
-    """The same for tokens of a path, behind which comes NO_TOKEN. What follows a token that is not allowed is never
-    reached, and everything is allowed there."""
-    return jnp.where((token < 0) | (state < 0), state, _move(controls, row, state, jnp.maximum(token, 0)))
-
-
 def _columns_of(columns: Array | None, tokens: Int[Array, "M k"]) -> tuple[Array, Array]:
     """The column of each token at its node, and whether it has one."""
     if columns is None or columns.ndim == 1:
@@ -178,8 +142,7 @@ def _above_min_p(logits: Float[Array, "M C"], min_p: Float[Array, ""], temperatu
 
 def first_controlled(batch: int, vocab_size: int, num_places: int) -> Controlled:
     """What is remembered of rows without new tokens."""
-    counts, place = jnp.zeros((batch, vocab_size), jnp.int32), jnp.zeros(batch, jnp.int32)
-    return Controlled(counts, place, none_told(batch, num_places, vocab_size))
+    return Controlled(jnp.zeros((batch, vocab_size), jnp.int32), none_told(batch, num_places, vocab_size))
 
 
 def told_of(logits: Float[Array, "B M V"], tokens: Int[Array, "B M"]) -> Logprobs:
@@ -225,26 +188,14 @@ def logprobs_of(
 
 
 def remembered(
-    state: DecodeState,
-    emitted: Int[Array, "B M"],
-    count: Int[Array, "B"],
-    found: Logprobs | None,
-    sampling: SamplingParams,
-) -> Controlled | None:
-    """What is remembered once the first `count` emitted tokens of each row are committed."""
-    known, controls = state.controlled, sampling.controls
-    if known is None or found is None or controls is None:
-        return known
-    is_new, start, rows = jnp.arange(emitted.shape[1]) < count[:, None], state.length, jnp.arange(len(emitted))[:, None]
+    known: Controlled, emitted: Int[Array, "B M"], is_new: Bool[Array, "B M"], start: Int[Array, "B"], found: Logprobs
+) -> Controlled:
+    """What is remembered after the `is_new` tokens were written at `start`, as `round.advance` writes them."""
+    rows = jnp.arange(len(emitted))[:, None]
     counts = known.counts.at[rows, jnp.maximum(emitted, 0)].add((is_new & (emitted >= 0)).astype(jnp.int32))
     places = start[:, None] + jnp.arange(emitted.shape[1])
 
     def written(old: Array, new: Array) -> Array:
         return old.at[rows, jnp.where(is_new, places, old.shape[1])].set(new, mode="drop")
 
-    def moved() -> Array:
-        steps = jnp.where(is_new, emitted, NO_TOKEN).T
-        return lax.scan(lambda place, token: (_moved(controls, rows[:, 0], place, token), None), known.place, steps)[0]
-
-    place = sampling_lib.if_any(controls.num_classes > 0, moved, lambda: known.place)
-    return Controlled(counts, place, jax.tree.map(written, known.logprobs, found))
+    return Controlled(counts, jax.tree.map(written, known.logprobs, found))

@@ -72,8 +72,7 @@ def plain_round(
     with jax.named_scope("commit"):
         first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
         cache = cache_lib.commit(state.cache, first, None, count, after=emitted)
-        controlled = controls.remembered(state, emitted, count, told, sampling)
-        return advance(state, emitted, count, done, cache, state.drafter, controlled=controlled), output, emitted, count
+        return advance(state, emitted, count, done, cache, state.drafter, told=told), output, emitted, count
 
 
 def follow_path(

@@ -27,12 +27,12 @@ from hsd_jax.types import (
     DRAWN_SCHEMES,
     INVALID_TOKEN,
     AcceptRule,
-    Controlled,
     Costs,
     DecodeState,
     Drafter,
     DraftTree,
     Limits,
+    Logprobs,
     ModelOutput,
     Past,
     Processor,
@@ -159,8 +159,7 @@ def judge_and_commit(
         cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, count)
         drafter_state = drafter.commit(models, state.drafter, verdict, output, count)
         has_draft = jnp.any(tree.valid & (tree.depth > 0), 1)
-        controlled = controls.remembered(state, emitted, count, told, sampling)
-        return advance(state, emitted, count, done, cache, drafter_state, has_draft, controlled), verdict, count
+        return advance(state, emitted, count, done, cache, drafter_state, has_draft, told), verdict, count
 
 
 def or_invalid(
@@ -205,11 +204,11 @@ def advance(
     cache,
     drafter_state,
     has_draft: Bool[Array, "B"] | bool = False,
-    controlled: Controlled | None = None,
+    told: Logprobs | None = None,
 ) -> DecodeState:
     """Appends `count` emitted tokens to every row. The token buffer of a finished row does not change.
 
-    `controlled` is what `controls.remembered` gives; None: nothing of it changes.
+    `told` are the log-probabilities of these tokens; None in a program without `Controls`.
     """
     # Near the end of its buffer a finished row has no room for M tokens. The write then repeats its own tokens.
     start = jnp.minimum(state.length, state.tokens.shape[1] - emitted.shape[1])
@@ -223,9 +222,13 @@ def advance(
         accepted_histogram=histogram + bins.astype(jnp.int32),
         num_drafted=state.stats.num_drafted + ((count > 0) & has_draft).astype(jnp.int32),
     )
+    controlled = state.controlled
+    if controlled is not None and told is not None:
+        is_new = jnp.arange(emitted.shape[1]) < count[:, None]
+        controlled = controls.remembered(controlled, emitted, is_new, state.length, told)
     return dataclasses.replace(
         state,
-        controlled=state.controlled if controlled is None else controlled,
+        controlled=controlled,
         tokens=cache_lib.write_rows(state.tokens, kept, start, axis=1),
         length=state.length + count,
         done=done,

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from hsd_jax.host.distributed import fail, told
 from hsd_jax.inputs import Row, row_of
@@ -118,7 +118,7 @@ class _Seat:
 Plan = tuple[list[int], dict[int, Row], int, bool]
 """What a session does next: rows to be cancelled, new rows, the number of rounds, and whether someone waits for the
 tokens of each. Rows are named by numbers."""
-_PLANS = TypeAdapter(list[Plan], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
+_PLANS = TypeAdapter(list[Plan])
 
 
 def _agreed(plans: list[Plan] | None) -> list[Plan] | None:

@@ -31,7 +31,6 @@ from hsd_jax.validation import MOST, Count, Whole, parts_of
 
 SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SAME += ("logit_bias", "seed", "stop", "min_tokens", "ignore_eos", "skip_special_tokens", "prompt_logprobs", "tools")
-SAME += ("structured_outputs",)
 RENAMED = {
     "max_completion_tokens": "max_new_tokens",
     "max_tokens": "max_new_tokens",
@@ -44,11 +43,13 @@ OF_CHAT = "max_completion_tokens", "tools", "chat_template_kwargs"
 LABELS = "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"
 """Fields that change no answer with OpenAI, either. They are not stored."""
 _TEMPLATE = "chat templates come from the checkpoint alone"
-_GUIDED = "give structured_outputs"
+_GRAMMAR = "the text is not constrained by a grammar"
 _BEAMS = "there is no beam search"
 _CALLS = "calls of tools stay in the text"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), _GUIDED)),
+    "response_format": (({"type": "text"},), _GRAMMAR),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ((), _GRAMMAR)),
+    "guided_grammar": ((), _GRAMMAR),
     "tool_choice": (("none", "auto"), _CALLS),
     "parallel_tool_calls": ((True,), _CALLS),
     "functions": ((), "give tools"),
@@ -111,7 +112,6 @@ _COMMON = _fields(
     speculate=bool,
     return_passes=bool,
     prediction=dict[str, Any],
-    response_format=dict[str, Any],
     **dict.fromkeys((*LABELS, *REFUSED), Any),
 )
 Chat: Any = create_model(
@@ -228,8 +228,6 @@ def _settings_of(asked: Any, params: Params) -> dict[str, Any]:
         raise Refused(400, f"{name}: log-probabilities of the prompt are refused with stream", name)
     if asked.prediction is not None:
         given["prediction"] = _content_of(asked.prediction)
-    if asked.response_format is not None:
-        given |= _structure_of(asked)
     # Drawn here: the library would ask all processes of a run.
     usual = {"temperature": 1.0, "seed": secrets.randbelow(2**32), "max_new_tokens": None if is_chat else 16}
     own = with_defaults(params, {"defaults": "checkpoint"})
@@ -275,22 +273,6 @@ def _content_of(prediction: dict[str, Any]) -> str:
     return content
 
 
-def _structure_of(asked: Any) -> dict[str, Any]:
-    """The setting of OpenAI's `response_format`."""
-    what = asked.response_format
-    if what == {"type": "text"}:
-        return {}
-    if asked.structured_outputs is not None:
-        raise Refused(400, "response_format: refused beside structured_outputs", "response_format")
-    if what == {"type": "json_object"}:
-        return {"structured_outputs": {"json_object": True}}
-    about = what.get("json_schema") if what.get("type") == "json_schema" else None
-    if isinstance(about, dict) and isinstance(about.get("schema"), dict):
-        return {"structured_outputs": {"json": about["schema"]}}
-    kinds = '{"type": "text"}, {"type": "json_object"} and {"type": "json_schema", "json_schema": {"schema": ...}}'
-    raise Refused(400, f"response_format: allowed are {kinds}", "response_format")
-
-
 def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
     """The tokens of a word, and those after a space unless they hold the others."""
     texts = word, f" {word.lstrip()}"
@@ -305,13 +287,10 @@ def _refused(message: str, asked: Any) -> Refused:
     of_prompt = "messages" if isinstance(asked, Chat) else "prompt"
     if "together over max_len" in message:
         return Refused(400, _renamed(message, asked), of_prompt, "context_length_exceeded")
-    if getattr(asked, "response_format", None) is not None:
-        message = message.replace("structured_outputs", "response_format")
     named = re.match(r"[a-z_]+", message.removeprefix("the prompt: "))
     own = named[0] if named else ""
     field = next((name for name, one in SETTINGS.items() if one == own and getattr(asked, name, None)), None)
-    is_own = own in ("bad_words", "prediction", "response_format")
-    return Refused(400, _renamed(message, asked), own if is_own else field or of_prompt)
+    return Refused(400, _renamed(message, asked), own if own in ("bad_words", "prediction") else field or of_prompt)
 
 
 def _renamed(message: str, asked: Any) -> str:

@@ -24,7 +24,6 @@ from hsd_jax.validation import Count, Seed, Temperature
 
 _PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 TEXT = ("top_k", "top_p", "min_p", *_PENALTIES, "logit_bias", "bad_words", "min_tokens", "stop", "include_stop")
-TEXT += ("structured_outputs",)
 """The settings of the text that all responses of a run share."""
 Text: Any = validation.record("Text", SamplingSettings, names=TEXT, is_of_row=True)
 

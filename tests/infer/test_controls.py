@@ -84,47 +84,6 @@ def test_speculative_text_is_plain_text(drafter, tree):
     assert (by_setting > 0).all(), dict(zip(controlled.OWN, by_setting, strict=True))
 
 
-@pytest.fixture
-def table(monkeypatch):
-    """What `structured_outputs` of a model without tokenizer means."""
-    monkeypatch.setattr(inputs, "table_of", lambda *_: controlled.random_table())
-
-
-def test_plain_text_is_what_the_table_allows(table):
-    params, rows = pair("lookup"), controlled.structured()
-    found = texts(decoded(params, rows, speculate=False))
-    controlled.assert_drawn_by_the_oracle(params, rows, found)
-    assert found != texts(decoded(params, batch("rows", controlled.STRUCTURED), speculate=False))
-    assert any(len(text) < controlled.NEW_TOKENS for text in found)
-
-
-@pytest.mark.parametrize(("drafter", "tree"), cases(COVERED, slow=[case for case in COVERED if case not in FAST]))
-def test_structured_text_on_trees_is_plain_text(table, drafter, tree):
-    """A place in the text belongs to a node, not to a row."""
-    params, rows = pair(drafter, tree), controlled.structured()
-    result = decoded(params, rows)
-    assert first_difference(texts(result), texts(decoded(params, rows, speculate=False))) is None
-    assert result.stats.accepted_histogram[1:].sum() > 0
-
-
-def test_structured_rows_share_a_session(table):
-    """Beside rows without, and in slots that others have left."""
-    params, rows, others = pair("small_lm", "8x4x2"), controlled.structured(), batch("rows", controlled.STRUCTURED)
-    requests = [one for both in zip(rows.requests(), others.requests(), strict=True) for one in both]
-    wanted = [texts(decoded(params, one, speculate=False)) for one in (rows, others)]
-    with hsd_jax.Session(params, slots=3) as session:
-        found = {answer.index: answer.tokens.tolist() for answer in session.generate(requests)}
-    assert [found[number] for number in range(len(requests))] == [x for both in zip(*wanted, strict=True) for x in both]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["data=2", "model=2"])
-def test_structured_rows_on_several_devices(table, spec):
-    params, rows = pair("small_lm", "8x4x2"), controlled.structured()
-    found = texts(decoded(hsd_jax.place(params, make_mesh(spec)), rows))
-    assert found == texts(decoded(params, rows, speculate=False))
-
-
 OTHERS = [name for name in setups.OF_EACH_KIND.values() if name not in ("beam", "eagle", "lookup", "small_lm", "both")]
 OTHERS += [
     "branching",
@@ -147,15 +106,15 @@ UNSURE = "medusa", "pearl"
     ("name", "adaptive"),
     [*((name, False) for name in OTHERS), *((name, True) for name in OTHERS if name not in UNSURE)],
 )
-def test_every_kind_of_drafter_drafts_for_rows_with_settings(table, name, adaptive):
+def test_every_kind_of_drafter_drafts_for_rows_with_settings(name, adaptive):
     """Those that read the changed logits, those that have columns for some tokens alone, and those that do neither."""
     one = setups.PROPOSERS[name]
     params = setups.params_of(name, max_len=controlled.MAX_LEN, precision="exact", tree=one.tree)
     how = {"adaptive": adaptive, **({"reuse": str(one.reuse)} if one.reuse != NO_REUSE else {})}
-    for rows in (*map(batch, OF_CALLS), controlled.structured()):
-        result = decoded(params, rows, **how)
-        wanted = texts(decoded(pair("lookup"), rows, speculate=False))
-        assert first_difference(texts(result), wanted) is None
+    for call in OF_CALLS:
+        result = decoded(params, batch(call), **how)
+        wanted = texts(decoded(pair("lookup"), batch(call), speculate=False))
+        assert first_difference(texts(result), wanted) is None, call
         assert result.stats.accepted_histogram[1:].sum() > 0
 
 
@@ -232,13 +191,13 @@ def test_a_node_has_the_bits_that_plain_decoding_gives_it(fully_optimized):
         path[row, node, : min(node, depth)] = rng.integers(0, 48, min(node, depth))
     logits = rng.normal(0, 3, (len(rows), num, vocab)).astype(np.float32)
     changed = jax.jit(controls.transformed)
-    found = np.asarray(changed(logits, sampling, Past(text, length, counts, np.zeros_like(length), ends), path))
+    found = np.asarray(changed(logits, sampling, Past(text, length, counts, ends), path))
     for node in range(num):
         own, there = path[:, node], min(node, depth)
         whole = text.copy()
         whole[:, 35 : 35 + depth] = own
         more = counts + np.stack([np.bincount(one[one >= 0], minlength=vocab) for one in own]).astype(np.int32)
-        past = Past(whole, length + np.int32(there), more, np.zeros_like(length), ends)
+        past = Past(whole, length + np.int32(there), more, ends)
         plain = changed(logits[:, node : node + 1], sampling, past, controls.no_path(len(rows)))
         np.testing.assert_array_equal(found[:, node], np.asarray(plain)[:, 0], err_msg=f"node {node}")
     assert (found != logits).any((1, 2)).all()

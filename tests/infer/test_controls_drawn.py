@@ -73,8 +73,7 @@ def records_of(asked: Asked) -> tuple[sampling.SamplingParams, Past]:
     text = np.array([[*PROMPT, *NEW, NO_TOKEN, NO_TOKEN]], np.int32)
     counts = np.bincount(NEW, minlength=4)[None].astype(np.int32)
     ends = np.array([[*asked.eos, *[NO_TOKEN] * (4 - len(asked.eos))]], np.int32)
-    length = np.array([len(PROMPT) + len(NEW)], np.int32)
-    return found, Past(text, length, counts, np.zeros_like(length), ends)
+    return found, Past(text, np.array([len(PROMPT) + len(NEW)], np.int32), counts, ends)
 
 
 def judged_by_ours(rule: Callable, target, draft, parents, trees: Trees, scheme, asked: Asked) -> list[Judged]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,20 +25,6 @@ class Asked:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
     eos: Sequence[int] = ()
-    structured_outputs: Mapping[str, Any] | None = None
-
-
-def allowed(new: Sequence[int], asked: Asked) -> np.ndarray:
-    """Which tokens [V] may follow, by the moves of "table", whose last class is that of end tokens."""
-    assert asked.structured_outputs is not None
-    table = asked.structured_outputs["table"]
-    token_class, moves = table.token_class, table.moves
-    end, state = moves.shape[1] - 1, 0
-    for token in new:
-        state = moves[state, token_class[token]]
-    after = np.array([moves[state, one] for one in token_class])
-    after[list(asked.eos)] = moves[state, end]
-    return after >= 0
 
 
 def transformed(logits: np.ndarray, prompt: Sequence[int], new: Sequence[int], asked: Asked) -> np.ndarray:
@@ -59,8 +44,6 @@ def transformed(logits: np.ndarray, prompt: Sequence[int], new: Sequence[int], a
     for token in set(new):
         found[token] -= number(asked.frequency_penalty) * number(list(new).count(token))
         found[token] -= number(asked.presence_penalty)
-    if asked.structured_outputs is not None:
-        found[~allowed(new, asked)] = -np.inf
     return found
 
 

@@ -142,7 +142,7 @@ def ask_all(client, other, openai, params) -> None:
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"model": "other"}, openai.NotFoundError, "model"),
         ({"extra_body": {"wrong": 1}}, openai.BadRequestError, "wrong"),
-        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
     ):
         with pytest.raises(kind) as found:

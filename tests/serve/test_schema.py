@@ -55,7 +55,6 @@ HONOURED = {
     "seed": (12, "seed", 12),
     "stop": (["a", "b"], "stop", ("a", "b")),
     "min_tokens": (3, "min_tokens", 3),
-    "structured_outputs": ({"choice": ["a"]}, "structured_outputs", {"choice": ["a"]}),
     "ignore_eos": (True, "eos", ()),
     "skip_special_tokens": (False, "skip_special_tokens", False),
     "prompt_logprobs": (2, "prompt_logprobs", 2),
@@ -71,47 +70,6 @@ def test_settings_reach_the_row(params, kind, name):
     assert getattr(row(params, kind, **{name: value}).asked, own) == wanted
     usual = row(params, kind)
     assert getattr(row(params, kind, **{name: None}).asked, own) == getattr(usual.asked, own) or own == "seed"
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-
-
-@KINDS
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, {"json_object": True}),
-        ({"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}, {"json": SCHEMA}),
-    ],
-)
-def test_response_format_is_a_structure(params, kind, given, wanted):
-    assert row(params, kind, response_format=given).asked.structured_outputs == wanted
-
-
-@KINDS
-@pytest.mark.parametrize(
-    ("fields", "named", "said"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format", "allowed are"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "allowed are"),
-        (
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "response_format",
-            "beside",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"minimum": 1}}}},
-            "response_format",
-            "response_format: json=.*keyword 'minimum'",
-        ),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "regex='.a'"),
-        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", "refused with structured_outputs"),
-    ],
-)
-def test_structures_that_cannot_be_kept(params, kind, fields, named, said):
-    error = refused(params, kind, **fields)
-    assert error.param == named and re.search(said, str(error))
 
 
 def test_what_is_not_given(params):

@@ -178,29 +178,6 @@ def test_bad_words_and_bias(client, params):
     assert not set(biased["token_ids"]) & set(whole["token_ids"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_schema(client, params, stream):
-    """The answer is that of `decode`, and JSON of the schema."""
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", 7]}, "b": {"type": "boolean"}},
-        "required": ["a", "b"],
-    }
-    about = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
-    body = {"messages": TALK, "max_completion_tokens": 40, "temperature": 0.9, "seed": 2, "response_format": about}
-    how = {"temperature": 0.9, "seed": [2], "structured_outputs": {"json": schema}, "speculate": False}
-    wanted = hsd_jax.decode(params, TALK, 40, **how)
-    assert wanted.finish_reason == ["stop"]
-    found = client.post(CHAT, json=body | {"stream": stream})
-    text = (
-        "".join(chunk["choices"][0]["delta"]["content"] for chunk in events(found) if chunk["choices"])
-        if stream
-        else ""
-    )
-    assert (text or found.json()["choices"][0]["message"]["content"]) == wanted.text[0]
-    assert json.loads(wanted.text[0]).keys() == {"a", "b"}
-
-
 def test_log_probabilities(client, params):
     told = hsd_jax.decode(params, PROMPT, 8, logprobs=3, prompt_logprobs=3, speculate=False)
     chosen, best = told.logprobs[0].chosen, told.logprobs[0].values

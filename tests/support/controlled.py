@@ -12,7 +12,6 @@ from oracles import controls as oracle
 from oracles.controls import Asked
 
 import hsd_jax
-from hsd_jax import grammar
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.both import BothConfig
 from hsd_jax.drafters.lookup import LookupConfig
@@ -71,25 +70,6 @@ OF_CALLS: dict[str, dict[str, Any]] = {
 """Settings that all rows of a call have."""
 
 
-def random_table(num_states: int = 9, num_classes: int = 6, seed: int = 3) -> grammar.Table:
-    """States from each of which a text can end, in which a third of the tokens is allowed."""
-    rng = np.random.default_rng(seed)
-    moves = rng.integers(0, num_states, (num_states, num_classes + 1))
-    moves[rng.random(moves.shape) < 0.6] = grammar.NEVER
-    moves[:, -1] = np.where(rng.random(num_states) < 0.3, np.arange(num_states), grammar.NEVER)
-    moves[:-1, 0], moves[-1, -1] = np.arange(1, num_states), num_states - 1
-    return grammar.Table.of(rng.integers(0, num_classes, toy.VOCAB), moves)
-
-
-STRUCTURED = "none", "repeats", "frequency", "min_p"
-
-
-def structured(names: tuple[str, ...] = STRUCTURED, seed: int = 0) -> Batch:
-    """Rows whose texts `random_table` allows; `inputs.table_of` must give it."""
-    rows, what = batch("rows", names, seed), {"table": random_table()}
-    return dataclasses.replace(rows, asked=[dataclasses.replace(one, structured_outputs=what) for one in rows.asked])
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Rows of one call."""
@@ -103,9 +83,7 @@ class Batch:
         found: dict[str, Any] = {"seed": self.seeds}
         for field in dataclasses.fields(Asked):
             values = [getattr(one, field.name) for one in self.asked]
-            if field.name == "structured_outputs":
-                found |= {} if values[0] is None else {field.name: {"regex": "of the table"}}
-            elif field.name in ("logit_bias", "bad_words", "eos"):
+            if field.name in ("logit_bias", "bad_words", "eos"):
                 value = values[0]
                 found |= {field.name: value} if value or field.name == "eos" else {}
             elif any(value != field.default for value in values):
