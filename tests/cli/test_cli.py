@@ -215,12 +215,23 @@ def test_generate_applies_the_chat_template(folders, capsys):
 
 
 def test_generate_names_chat_where_a_chat_model_writes_nothing(folders, capsys):
-    first = hsd_jax.decode(hsd_jax.load(target=folders.target), "the dog", 1).tokens[0, 0]
-    for more, is_named in (["--eos", first], True), ([], False), (["--eos", first, "--ids"], False):
-        for prompts in ["the dog"], ["the dog", "the dog"]:
-            asked = prompts if "--ids" not in more else ["1 2"] * len(prompts)
-            assert hsd("generate", "--target", folders.target, *SHORT, *asked, *more) == 0
-            assert ("--chat" in capsys.readouterr().err) == is_named
+    params = hsd_jax.load(target=folders.target)
+    first, *others = hsd_jax.decode(params, "the dog", 12, eos=()).tokens[0]
+    later = next(token for token in others if token != first)
+    answered = hsd_jax.decode(params, [{"role": "user", "content": "the dog"}], 1).tokens[0, 0]
+    ids = " ".join(map(str, params.tokenizer.encode("the dog")))
+    for prompt, more, is_named in (
+        ("the dog", ["--eos", first], True),
+        ("the dog", [], False),
+        ("the dog", ["--eos", later], False),
+        ("the dog", ["--max-new-tokens", "0"], False),
+        ("the dog", ["--max-new-tokens", "1"], False),
+        ("the dog", ["--eos", answered, "--chat"], False),
+        (ids, ["--eos", first, "--ids"], False),
+    ):
+        for prompts in [prompt], [prompt, prompt]:
+            assert hsd("generate", "--target", folders.target, *SHORT, *prompts, *more) == 0
+            assert ("--chat" in capsys.readouterr().err) == is_named, more
 
 
 def test_generate_takes_tools_and_variables_of_the_template(tmp_path, capsys):
