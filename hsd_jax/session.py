@@ -188,7 +188,7 @@ class _Request:
             return None
         count = max(num_logprobs(self.row.asked.logprobs)[0], 0)
         none = TokenLogprobs(np.zeros(0, np.float32), np.zeros((0, count), np.int32), np.zeros((0, count), np.float32))
-        whole = TokenLogprobs(*map(np.concatenate, zip(none, *self.told, strict=True)))
+        whole = TokenLogprobs(*map(np.concatenate, zip(*self.told or [none], strict=True)))
         self.told = [TokenLogprobs(*(x[num:] for x in whole))]
         return TokenLogprobs(*(x[:num] for x in whole))
 

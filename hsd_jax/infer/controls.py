@@ -66,7 +66,7 @@ def transformed(
         logits = _of_used_rows(functools.partial(_penalised, columns=columns), controls.is_used, logits, *of_rows)
     if past.process is not None:
         whole = past.process(to_vocabulary(columns, logits, past.counts.shape[-1]), past.tokens, past.length, path)
-        logits = draft_columns(columns, whole)
+        logits = jnp.minimum(draft_columns(columns, whole), sampling_lib.HIGHEST)
     is_cut = controls.is_used & (controls.min_p > 0.0) & (sampling.temperature > 0.0)
     return _of_used_rows(_above_min_p, is_cut, logits, controls.min_p, sampling.temperature)
 
@@ -99,6 +99,7 @@ def _penalised(
     def changed(x: Array, counts: Array, in_prompt: Array, bias: Array) -> Array:
         x, is_seen = x + bias, in_prompt | (counts > 0)
         x = jnp.where(is_seen, jnp.where(x > 0, x / own.repetition, x * own.repetition), x)
+        x = jnp.minimum(x, sampling_lib.HIGHEST)  # a repetition penalty near 0 makes logits infinite
         return x - (own.frequency * counts.astype(jnp.float32) + jnp.where(counts > 0, own.presence, 0.0))
 
     def put(x: Array, tokens: Int[Array, "M k"], values: Array | float) -> Array:

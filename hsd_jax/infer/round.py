@@ -152,6 +152,9 @@ def judge_and_commit(
         verdict = rule.judge(state.keys, tree, drawn_from.logits, sampling, state.length - 1, noise)
         verdict = without_bonus(verdict, tree)
         emitted = or_invalid(verdict.emitted, verdict.path, drawn_from, rule.emits_argmax)
+        if past is not None and past.process is not None:
+            is_nan = jnp.any(jnp.isnan(cache_lib.take_nodes(drawn_from.logits, verdict.path, axis=1)), -1)
+            emitted = jnp.where(is_nan, INVALID_TOKEN, emitted)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
         if past is not None:
             told = controls.logprobs_of(output.logits, drawn_from.logits, verdict.path, emitted, sampling)

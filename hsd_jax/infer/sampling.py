@@ -22,6 +22,8 @@ from hsd_jax.types import SamplingParams
 
 REMOVED = -jnp.inf
 """The logit of a token that a filter removed."""
+HIGHEST = 1e30
+"""The largest logit that a setting or a function may give: the softmax of an infinite one is no number."""
 DRAFT_NOISE = 2**32 - 1
 """The tag of a drafter's draws. No position is as large as a tag, so no noise is used twice."""
 JUDGE_NOISE = 2**32 - 2

@@ -14,8 +14,9 @@ import pytest
 from oracles import controls as oracle
 from support import controlled, setups, toy
 from support.cases import cases
-from support.controlled import DRAFTERS, OF_CALLS, TREES, batch, decoded, pair, texts
+from support.controlled import CHAIN, DRAFTERS, OF_CALLS, TREES, batch, decoded, pair, texts
 from support.texts import first_difference
+from support.tiny_pairs import TINY, tiny_small_lm
 
 import hsd_jax
 from hsd_jax import inputs
@@ -24,6 +25,7 @@ from hsd_jax.config import NO_REUSE
 from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import controls
 from hsd_jax.infer import tree as tree_lib
+from hsd_jax.pair import Params
 from hsd_jax.session import TokenLogprobs
 from hsd_jax.settings import Sampling
 from hsd_jax.types import Past
@@ -308,6 +310,14 @@ def test_log_probabilities_are_those_of_the_target(told):
 
 
 @pytest.mark.slow
+def test_more_log_probabilities_than_tokens_are_those_of_all():
+    config, _, own, models = tiny_small_lm()
+    params = Params(models["target"], models["drafter"], config, own, max_len=16, precision="exact", tree=CHAIN)
+    result = hsd_jax.decode(params, [1, 2], 4, logprobs=TINY + 1, eos=())
+    assert result.logprobs[0].values.shape == (4, TINY)
+
+
+@pytest.mark.slow
 def test_rows_ask_for_different_log_probabilities():
     """And get them from calls, streams and sessions, in whatever pieces; nothing asked, nothing told."""
     params, rows = pair("small_lm", "8x4x2"), batch("rows", ("none", "all"))
@@ -465,6 +475,34 @@ def test_bad_functions_are_refused(function, said):
     with pytest.raises(ValueError, match=said) as error:
         hsd_jax.decode(params, [1, 2], 4, logits_processor=function)
     assert "\n" not in str(error.value)
+
+
+def test_a_function_that_gives_no_number_ends_drafts_as_it_ends_plain_text():
+    """Whichever node of a tree it is: a round reads the place from its root or from a draft."""
+
+    def nan_at_12(logits, tokens, length, path):
+        place = length[:, None] + jnp.sum(path >= 0, 2)
+        return jnp.where((place[..., None] == 12) & (jnp.arange(toy.VOCAB) == 9), jnp.nan, logits)
+
+    for length in range(4, 12):
+        with pytest.raises(ValueError, match="row 0"):
+            hsd_jax.decode(pair("small_lm", "8x4x2"), list(range(length)), 12, eos=(), logits_processor=nan_at_12)
+
+
+@pytest.mark.slow
+def test_infinite_logits_have_all_of_the_probability():
+    """Those of a function that forces a token, and those of a repetition penalty near 0."""
+
+    def only_3(logits, tokens, length, path):
+        return jnp.where(jnp.arange(toy.VOCAB) == 3, jnp.inf, logits)
+
+    params, settings = pair("small_lm", "8x4x2"), {"eos": (), "accept": "recursive"}
+    assert (hsd_jax.decode(params, [1, 2], 6, temperature=1.0, logits_processor=only_3, **settings).tokens[0] == 3).all()
+    penalised, plain = (
+        hsd_jax.decode(params, [1, 2], 6, repetition_penalty=1e-38, speculate=on, **settings) for on in (True, False)
+    )
+    assert set(texts(plain)[0][1:]) <= {1, 2, texts(plain)[0][0]}
+    assert texts(penalised) == texts(plain)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
