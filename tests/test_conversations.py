@@ -278,6 +278,7 @@ def test_a_line_end_ends_an_answer_where_every_turn_is_one_line(params, found):
     assert rows_of(params, [HI], Sampling())[0].asked.eos == params.eos
 
 
+@pytest.mark.slow
 def test_the_bundled_pairs_answer_to_a_conversation_is_one_line():
     demo = hsd_jax.load("demo")
     asked = [{"role": "user", "content": "Is there a concert\ntonight?"}]

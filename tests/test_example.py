@@ -106,7 +106,7 @@ def test_texts_and_rounds_are_those_of_the_library(tree, temperature):
     assert num_tried > 10  # rounds that accepted drafts
 
 
-@pytest.mark.parametrize("tree", [SMALL, CHAIN, WIDE], ids=lambda tree: tree.name)
+@pytest.mark.parametrize("tree", cases([SMALL, CHAIN, WIDE], slow=[CHAIN, WIDE]), ids=lambda tree: tree.name)
 def test_noise_trees_and_verdicts_are_those_of_the_library(tree):
     one, keys, seen = example(tree), row_keys([(3, 0)]), set()
     added = functools.partial(inject, real_params().drafter, real_params().drafter_config)

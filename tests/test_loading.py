@@ -287,6 +287,7 @@ def test_quantized_targets_on_a_mesh(folders):
     assert tokens(alone) == tokens(spread)
 
 
+@pytest.mark.slow
 def test_packed_kernels_keep_their_8_bits(folders):
     """Scales are packed as outputs are; the logits are those of the projections one by one."""
     held = load(folders, quantize="int8", precision="exact")

@@ -130,7 +130,7 @@ def assert_as_alone(asked: list[Asked], found: dict[int, tuple[list[int], str]])
         assert end == ("stop" if text and text[-1] in one.settings["eos"] else "length")
 
 
-@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain", "beam", "both", "pearl"}))
+@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain", "beam"}))
 def test_a_row_says_what_it_says_alone(name):
     params, how = params_of(name)
     asked = requests(24)
@@ -158,6 +158,7 @@ def keeps_the_cache(into, slot, source, row=0):
 _copied = row_lib.copied
 
 
+@pytest.mark.slow
 def test_a_slot_that_is_not_cleared_is_found(monkeypatch, fresh_programs):
     params, how = params_of("plain")
     asked = requests(12)
@@ -668,7 +669,7 @@ def test_a_long_prompt_does_not_hold_a_step_of_few_rounds(plain):
         assert session.take(handle).tokens.tolist() == text_of(params, prompt, 5)[:1]
 
 
-@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain", "beam"}))
+@pytest.mark.parametrize("name", cases(OF_EACH_KIND, slow={*OF_EACH_KIND} - {"plain"}))
 def test_rows_are_packed_into_a_state_of_as_few_rows_as_they_need(monkeypatch, name):
     """Where programs of any number of rows give the same bits."""
     (params, how), asked, sizes = params_of(name), requests(24), set()
@@ -723,6 +724,7 @@ def test_caches_that_are_reserved_have_one_size(plain):
             session.reserve()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", pytest.param("beam", marks=slow)])
 def test_a_session_on_a_mesh_says_the_same_and_its_empty_slots_are_split(fresh_programs, name):
     params, how = params_of(name)

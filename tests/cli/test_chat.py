@@ -71,6 +71,7 @@ def test_a_turn_reads_only_what_is_new(templated):
     assert cached[0] == 0 < cached[1]
 
 
+@pytest.mark.slow
 def test_plain_decodes_without_drafts(folders, talk):
     status, out, err = talk(*both(folders), *SHORT, *TREE, lines=["the cat", "/plain", "a dog"])
     assert (status, out) == (0, printed(*answers(folders.target, "the cat", "a dog", max_new_tokens=12)))

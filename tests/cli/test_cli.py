@@ -319,6 +319,7 @@ def test_the_demo_takes_the_bundled_pair_where_smollm2_is_not_installed(folders,
     assert first.strip() and second.split("]", 1)[1].strip().startswith(first.strip())  # both streamed the same text
 
 
+@pytest.mark.slow
 def test_the_demo_asks_a_chat_model_questions(tmp_path, capsys):
     folder = chat.write_target(tmp_path / "chat", chat.CHATML)
     wanted = ["demo", "--target", folder, "--drafter", "lookup", "--limit", "1", "--max-new-tokens", "4"]
@@ -378,6 +379,7 @@ def test_identity_asks_for_the_distribution_where_a_rule_draws_text_anew(identit
     assert "chi-square p" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
     code, record = identity_run("--precision", "exact")
     assert code == 0 and record["ok"]

@@ -87,6 +87,7 @@ def assert_trie(tree: DraftTree) -> None:
 # --- one tree of both -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_best_nodes_of_both_are_those_of_plain_loops():
     """Chains that lie in the tree, go on from a node of it, or share nothing with it; rows without a chain."""
     rng, seen = np.random.default_rng(0), set()
@@ -134,6 +135,7 @@ def count_chain(record: both.Record, paths: dict, chain: list[int], run: int, te
         record.tried[cell] += 1
 
 
+@pytest.mark.slow
 def test_scores_are_products_of_what_edges_are_worth():
     """Of the tree its own scores times its trust for each edge, of a chain the rates of growing repetitions."""
     rng = np.random.default_rng(3)

@@ -114,7 +114,7 @@ def log_sigmoid(x: float) -> float:
     return -float(np.log1p(np.exp(-x)))
 
 
-@pytest.mark.parametrize("name", cases(list(FILES), slow=FILES.keys() - {"dflash", "reduced"}))
+@pytest.mark.parametrize("name", cases(list(FILES), slow=FILES.keys() - {"dflash"}))
 def test_chains_are_those_of_blocks_that_are_computed_anew(read, name):
     """In a decode with pending features of several lengths: the logits of every depth, the greedy chain, its score."""
     one, call = read(name), calls.mixed_call()
@@ -175,6 +175,7 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(read, name):
         assert found == [list(x) for x in wanted]
 
 
+@pytest.mark.slow
 def test_the_cache_holds_the_context_alone():
     """After rounds: what one pass over the whole text gives, and nothing of a block."""
     setup = setups.setup("llama", "dspark")

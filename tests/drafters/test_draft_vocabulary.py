@@ -166,6 +166,7 @@ def trained():
     )
 
 
+@pytest.mark.slow
 def test_loss_and_overlap_against_loops():
     """Both models decode every prefix; p is not renormalised, neither in the loss nor in the overlap."""
     config, learned, frozen, models = trained()

@@ -76,6 +76,7 @@ def logits_of_paths(setup: setups.Setup, models: dict, text: np.ndarray):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["eagle", pytest.param("eagle_layers", marks=pytest.mark.slow)])
 def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
     """Mid-text, with pending features of several lengths; two levels and more make ancestors matter."""

@@ -124,6 +124,7 @@ def head_of(setup: setups.Setup) -> oracle.Head:
     return oracle.Head(tensors, keys, np.asarray(setup.models["target"]["embedding"], np.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["eagle3", pytest.param("eagle3_own", marks=pytest.mark.slow)])
 def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
     """Mid-text, with pending features of several lengths: of rounds that accepted nothing and more."""
@@ -182,6 +183,7 @@ LEGAL = [(rule, scheme) for rule in RULES for scheme in drawn_schemes(rule)]
 FIRST = ("recursive", DrawScheme.WITHOUT_REPLACEMENT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accept", "scheme"), cases(LEGAL, slow=[case for case in LEGAL if case != FIRST]))
 def test_every_rule_judges_its_trees(accept, scheme):
     """Greedy rows beside sampled ones say what plain decoding says, over a reduced vocabulary."""

@@ -142,7 +142,7 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     ("variant", "proposer"),
     [
         ("llama", "steered"),
-        ("llama", "steered_block_skip"),
+        pytest.param("llama", "steered_block_skip", marks=pytest.mark.slow),
         pytest.param("llama", "steered_eagle", marks=pytest.mark.slow),
         pytest.param("llama", "layers", marks=pytest.mark.slow),
         pytest.param("llama", "eagle_layers", marks=pytest.mark.slow),

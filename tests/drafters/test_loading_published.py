@@ -199,7 +199,10 @@ def test_what_is_refused(target, tmp_path):
     refused("Medusa heads with projections of their own, which is not read", **given)
 
 
-@pytest.mark.parametrize("kept", [{"feature_layers": [9], "histogram": [1]}, {"feature_layers": [1], "histogram": []}])
+DAMAGED = {"feature_layers": [9], "histogram": [1]}, {"feature_layers": [1], "histogram": []}
+
+
+@pytest.mark.parametrize("kept", [DAMAGED[0], pytest.param(DAMAGED[1], marks=pytest.mark.slow)])
 def test_what_a_damaged_file_says_is_not_used(target, tmp_path, probes, kept):
     folder = write(tmp_path / "head", [2, 3, 4], knows=1)
     hsd_jax.load(target=target, drafter=folder)

@@ -48,6 +48,7 @@ def assert_scheduled(found: hsd_jax.DecodeResult, scheduled: hsd_jax.DecodeResul
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_of_any_length_say_what_plain_decoding_says(pair, apart):
     """Greedy and sampled rows, which end in different rounds; the weights of each model lie on its own device."""
     found = hsd_jax.decode(apart, PROMPTS, **CALL)

@@ -32,7 +32,7 @@ MAX_LEN, NEW = 128, 48
 CHAIN = TreeConfig.chain(4)
 
 
-@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_drafts_and_counts_are_those_of_plain_loops(max_ngram, min_ngram):
     """Texts over few values that follow their predictions, leave them, or have none, round after round."""
     rng, config = np.random.default_rng(max_ngram), LookupConfig(max_ngram, min_ngram)
@@ -145,7 +145,7 @@ TREES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "tree", "adaptive"), cases(TREES, slow=[TREES[3]]))
+@pytest.mark.parametrize(("name", "tree", "adaptive"), cases(TREES, slow=TREES[2:]))
 def test_no_text_changes_and_a_right_prediction_is_accepted_whole(name, tree, adaptive):
     """In a batch of rows with every kind of prediction, in calls and in streams."""
     params, how = params_of(name, tree), HOW | {"adaptive": adaptive}
@@ -197,6 +197,7 @@ def fresh_programs():
     setup_lib.make_decoder.cache_clear()
 
 
+@pytest.mark.slow
 def test_predictions_of_many_sizes_share_a_program(monkeypatch, fresh_programs):
     """A call without one runs a program that searches none."""
     monkeypatch.setattr(inputs, "SMALLEST_PREDICTION", 16)

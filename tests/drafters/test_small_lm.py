@@ -43,6 +43,7 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("proposer", "wanted"), [("small_lm", {1, 2}), ("small_lm_branching", {1, 2, 3, 4})])
 def test_the_cache_is_consistent_after_every_round(proposer, wanted):
     """Whatever was refused, through growing buckets, and for finished rows that are carried along."""
@@ -83,6 +84,7 @@ def test_a_tree_has_the_likeliest_children_of_every_node():
             assert int(tree.tokens[row, node]) == np.argsort(-behind, kind="stable")[rank]
 
 
+@pytest.mark.slow
 def test_acceptance_is_that_of_speculative_sampling():
     """Two tables of one overlap at every node: accepted counts are geometric, in the first rounds and in later ones.
 

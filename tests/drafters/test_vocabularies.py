@@ -125,6 +125,7 @@ def assert_same_text(params, **options) -> None:
     assert found.stats.tau > 1.1
 
 
+@pytest.mark.slow
 def test_fewer_rows_draft_trees(folders):
     params = load(target=with_words(folders / "target"), drafter=with_words(folders / f"untied{FEWER}"))
     assert_same_text(params, tree=TreeConfig(nodes=6, depth=2, width=3))

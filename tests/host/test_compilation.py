@@ -43,6 +43,7 @@ def compile_one() -> None:
 LEFT = [(0, ((50, 0), (51, 1), (50, 1), (51, 2))), (80, ((80, 1), (90, 1), (91, 2), (85, 2)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("left", "steps"), cases(LEFT, slow=LEFT[:1]))
 def test_programs_go_when_they_take_half_of_the_maps_that_others_leave(process, left, steps):
     process.left = left

@@ -161,7 +161,9 @@ def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
 
 @pytest.mark.parametrize(
     "proposer",
-    cases([*FOLLOWING, "path_chain"], slow=["path_chain", *(x for x in setups.LEFT_TO_SLOW if x in FOLLOWING)]),
+    cases(
+        [*FOLLOWING, "path_chain"], slow={"path_chain", "small_lm", *setups.LEFT_TO_SLOW} & {*FOLLOWING, "path_chain"}
+    ),
 )
 def test_a_drafter_follows_plain_rounds(proposer):
     """Behind them it drafts what it drafts behind a prompt of the same tokens."""
@@ -190,6 +192,7 @@ def test_a_poor_drafter_is_asked_ever_less_often_and_a_good_one_in_every_round()
     assert int(good.stats.num_drafted[0]) == int(good.stats.num_target_passes[0])
 
 
+@pytest.mark.slow
 def test_calls_of_one_round_wait_as_long_as_one_call():
     """A stream, and a session that reads prompts, call the loop for a round at a time."""
     call = calls.mixed_call().rows([3]).replace(new_tokens=[44])
@@ -223,6 +226,7 @@ def test_a_correction_is_of_the_whole_plain_round():
     assert float(adapt.plain_seconds(state, priced)) == 2 * float(adapt.plain_seconds(state, corrected)) > 2.0
 
 
+@pytest.mark.slow
 def test_nothing_compiles_anew_where_drafts_stop_paying():
     setup, call = setups.setup("llama", "path_chain"), calls.mixed_call()
     decoder = setup.decoder_with()

@@ -118,6 +118,7 @@ def test_the_layout_is_fixed_before_anything_is_drawn(scheme, branching):
         assert (np.take_along_axis(tree.score, np.maximum(tree.parents, 0), 1) >= tree.score)[:, 1:].all()
 
 
+@pytest.mark.slow
 def test_rows_without_noise_have_the_likeliest_children():
     """Greedy rows of a drawn tree, beside rows that draw."""
     temperature = np.array([0.0, 1.0, 0.0, 0.7])

@@ -157,7 +157,7 @@ LOOPS = {  # target, changes of its drafter (None: no drafter), batch, and how d
 }
 
 
-@pytest.mark.parametrize("name", cases(LOOPS, slow=["small", "4 rows", "ahead"]))
+@pytest.mark.parametrize("name", cases(LOOPS, slow=["small", "4 rows", "ahead", "sampled"]))
 def test_the_loop_holds_no_second_cache(name):
     """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place. Nor does the
     branch that may run the trunk or not: it reads the cache, and what it returns is written behind."""

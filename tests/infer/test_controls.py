@@ -52,6 +52,7 @@ def unsettled(rows: controlled.Batch) -> controlled.Batch:
     return controlled.Batch(rows.prompts, kept, rows.seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", cases(range(4), slow=[1, 2, 3]))
 def test_random_settings_in_one_call(seed):
     rows, params = controlled.random_batch(24, seed), pair("small_lm", "8x4x2")
@@ -69,7 +70,7 @@ COVERED = [
     if drafter != "lookup" or tree == "chain"  # lookup drafts chains
 ]
 OF_EACH = [("lookup", "chain"), ("both", "8x4x2"), ("hidden", "16x7x3"), ("eagle", "chain"), ("small_lm", "8x4x2")]
-FAST = [case for case in OF_EACH if case[0] not in ("hidden", "eagle")]
+FAST = [case for case in OF_EACH if case[0] not in ("both", "hidden", "eagle")]
 
 
 @pytest.mark.parametrize(("drafter", "tree"), cases(COVERED, slow=[case for case in COVERED if case not in FAST]))
@@ -132,6 +133,7 @@ def test_a_row_without_settings_is_the_same_beside_others(drafter, tree):
     np.testing.assert_array_equal(found, alone.stats.per_row.accepted_histogram)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", cases(["hidden", "small_lm"], slow=["hidden"]))
 def test_drafts_are_made_for_the_changed_distribution(monkeypatch, drafter):
     """A third of the tokens is forbidden and others are drawn once at most: drafts that do not know it are refused."""
@@ -156,6 +158,7 @@ def forgetful(expand, inputs, max_depth):
     return expand_unchanged
 
 
+@pytest.mark.slow
 def test_other_values_compile_nothing():
     """All settings are traced: one program without them and one with them, whatever their values."""
     params = pair("small_lm", "8x4x2")
@@ -208,6 +211,7 @@ def test_a_node_has_the_bits_that_plain_decoding_gives_it(fully_optimized):
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_told", cases([False, True], slow=[True]))
 def test_rows_of_both_kinds_share_a_session(is_told):
     """A row with settings joins rows without, which go on as before; a slot that had some is used without."""
@@ -497,7 +501,8 @@ def test_infinite_logits_have_all_of_the_probability():
         return jnp.where(jnp.arange(toy.VOCAB) == 3, jnp.inf, logits)
 
     params, settings = pair("small_lm", "8x4x2"), {"eos": (), "accept": "recursive"}
-    assert (hsd_jax.decode(params, [1, 2], 6, temperature=1.0, logits_processor=only_3, **settings).tokens[0] == 3).all()
+    forced = hsd_jax.decode(params, [1, 2], 6, temperature=1.0, logits_processor=only_3, **settings)
+    assert (forced.tokens[0] == 3).all()
     penalised, plain = (
         hsd_jax.decode(params, [1, 2], 6, repetition_penalty=1e-38, speculate=on, **settings) for on in (True, False)
     )

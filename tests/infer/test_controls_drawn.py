@@ -209,6 +209,7 @@ def p_value(accept: str, scheme: DrawScheme, shape: TreeConfig, pair: Callable) 
     return float(stats.chisquare(counts, expected).pvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accept", "scheme", "shape", "pair"), cases(LOOPS, slow=LOOPS[1:]))
 def test_the_compiled_loop_follows_the_changed_distribution(accept, scheme, shape, pair):
     assert p_value(accept, scheme, shape, pair) > FALSE_ALARM

@@ -72,6 +72,7 @@ def test_the_text_is_that_of_plain_decoding_wherever_chains_end(price):
         assert made < 3 * rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", cases([DrawScheme.COUPLED, DrawScheme.INDEPENDENT], [DrawScheme.INDEPENDENT]))
 def test_a_chain_that_ends_early_is_the_top_of_the_whole_one(scheme):
     """The same drafts, distributions and, where drafts are not drawn, scores; the length is that of a plain loop."""
@@ -96,6 +97,7 @@ def test_a_chain_that_ends_early_is_the_top_of_the_whole_one(scheme):
         np.testing.assert_allclose(free.score, whole.score, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_drafting_really_stops():
     """`expand` counts its calls in the carry: one for every draft made, none for those left out."""
 

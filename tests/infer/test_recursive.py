@@ -161,6 +161,7 @@ def test_coins_and_drafts_are_those_of_their_absolute_position():
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_rounds_and_buckets_do_not_show():
     """Permuted rows, rounds one at a time and growing caches give the same texts; another seed another."""
     call, setup, order = calls.mixed_call(), setups.sampled(DrawScheme.WITHOUT_REPLACEMENT), [4, 2, 0, 5, 3, 1]

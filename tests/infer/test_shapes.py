@@ -58,6 +58,7 @@ def random_call(rng: np.random.Generator, config, longest: int, most_new: int) -
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_calls", "longest"), cases([(8, 300), (12, 600)], slow=[(12, 600)]))
 def test_calls_of_any_size_compile_few_programs(pair, num_calls, longest, most_new=24):
     """Random prompt lengths, batches, new tokens and temperatures; and the same calls again compile nothing."""
@@ -75,6 +76,7 @@ def test_calls_of_any_size_compile_few_programs(pair, num_calls, longest, most_n
     assert not again and found
 
 
+@pytest.mark.slow
 def test_only_none_is_chosen(pair):
     """A tree that `load` or `decode` was given is that tree, whatever it is equal to, and is verified whole."""
     tree = setup.default_tree(pair.drafter_config)
@@ -90,6 +92,7 @@ def test_only_none_is_chosen(pair):
         hsd_jax.decode(pair, **call, tree=5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
 @pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.parametrize(("dtype", "nums"), [("bfloat16", (33,)), pytest.param("float32", (1, 17, 33), marks=slow)])

@@ -175,6 +175,7 @@ def test_heads_that_the_devices_do_not_divide_stay_apart():
     assert "gate_up" in packed["layer_0"]["mlp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [pytest.param(None, marks=pytest.mark.slow), "data=2,model=2"])
 def test_a_pass_by_our_kernels_follows_xla(spec):
     """Prefill and a pass over nodes, packed, with caches in bfloat16; on a mesh each device on its own heads."""
@@ -260,7 +261,7 @@ OFF = (0, 1.0)
 @pytest.mark.parametrize(
     "warm, filters, is_branching",
     [
-        (0.9, (OFF, OFF), False),
+        pytest.param(0.9, (OFF, OFF), False, marks=pytest.mark.slow),
         (0.9, ((5, 1.0), OFF), False),
         (0.9, (OFF, (0, 0.9)), True),
         (0.0, (OFF, (0, 0.9)), False),

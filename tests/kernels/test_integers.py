@@ -156,6 +156,7 @@ def test_weights_of_all_kinds_share_a_call_and_rows_that_do_not_count_are_zeros(
         fewer = alone
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.usefixtures("fully_optimized")
 @every_isa

@@ -133,6 +133,7 @@ def test_a_norm_is_right_and_a_row_keeps_its_bits(width):
     np.testing.assert_allclose(whole, ops.rms_norm(x, weight, 1e-5), rtol=2e-6)
 
 
+@pytest.mark.slow
 @with_xla_as_users_have_it
 def test_a_rotation_is_right_and_a_row_keeps_its_bits():
     """Queries of some nodes only, by their own table; and more heads than one thread rotates."""

@@ -187,7 +187,7 @@ WIDE = toy.target_config(
     num_layers=1, hidden_size=256, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=64
 )
 QUANTIZED = [Kind[name] for name in GgufTensor.readable if name not in ("F32", "F16")]
-RARE = [kind for kind in QUANTIZED if kind.name[:2] in ("IQ", "TQ", "NV", "MX") and kind.name != "IQ4_XS"]
+RARE = [kind for kind in QUANTIZED if kind.name[:2] in ("IQ", "TQ", "NV", "MX", "Q2", "Q3") or kind.name == "Q5_K"]
 
 
 def quantized(kind: Kind, root: Path) -> tuple[Path, dict[str, np.ndarray]]:

@@ -65,7 +65,7 @@ def test_no_logits_of_all_nodes():
     assert largest(CHUNKED) <= ROWS * 3 * config.num_steps
 
 
-@pytest.mark.parametrize("changes", [{"chunk": 3}, {"sample": len(HOT)}], ids=str)
+@pytest.mark.parametrize("changes", [pytest.param({"chunk": 3}, marks=pytest.mark.slow), {"sample": len(HOT)}], ids=str)
 def test_the_whole_loss(changes):
     """In chunks, and by a sample that holds all columns."""
     kind = {"trunk": "parallel", "injection": "path"}

@@ -35,6 +35,7 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, losses
 
+slow = lambda *values: [pytest.param(value, marks=pytest.mark.slow) for value in values]  # noqa: E731
 EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for kind in ("eagle", "medusa"))
 
 
@@ -46,10 +47,12 @@ EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for ki
     [
         {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
         {"trunk": "parallel", "num_steps": 1},
-        EAGLE_MODEL | {"feature_layers": (0, 1)},
         MEDUSA_MODEL,
-        {"num_steps": 3, "window": 6},
-        {"trunk": "parallel", "num_layers": 2, "num_steps": 3, "window": 7},
+        *slow(
+            EAGLE_MODEL | {"feature_layers": (0, 1)},
+            {"num_steps": 3, "window": 6},
+            {"trunk": "parallel", "num_layers": 2, "num_steps": 3, "window": 7},
+        ),
     ],
     ids=str,
 )
@@ -108,9 +111,8 @@ def packed_and_alone(lengths: tuple[int, int, int]) -> tuple[dict[str, jax.Array
     "changes",
     [
         {"injection": "path"},
-        {"trunk": "parallel", "num_layers": 2, "window": 6},
-        EAGLE_MODEL | {"feature_layers": (0, 1)},
         MEDUSA_MODEL,
+        *slow({"trunk": "parallel", "num_layers": 2, "window": 6}, EAGLE_MODEL | {"feature_layers": (0, 1)}),
     ],
     ids=str,
 )
@@ -134,7 +136,7 @@ def test_a_document_learns_the_same_alone_and_packed(changes):
     ("kind", "changes"),
     [
         ("half", {}),
-        ("half", {"trunk": "parallel", "injection": "path", "num_steps": 4}),
+        pytest.param("half", {"trunk": "parallel", "injection": "path", "num_steps": 4}, marks=pytest.mark.slow),
         pytest.param("few", {"feature_layers": (0, 1)}, marks=pytest.mark.slow),
         pytest.param("half", EAGLE_MODEL, marks=pytest.mark.slow),
     ],

@@ -117,7 +117,7 @@ def key_of(share: float, wanted: bool) -> int:
 @pytest.mark.parametrize(
     ("draft_to_target", "changes"),
     [
-        pytest.param(None, {"injection": "path"}, id="path"),
+        pytest.param(None, {"injection": "path"}, id="path", marks=pytest.mark.slow),
         pytest.param(EVEN, {"injection": "previous"}, id="hot", marks=pytest.mark.slow),
         pytest.param(None, HEADS, id="heads"),
         pytest.param(None, EAGLE, id="eagle", marks=pytest.mark.slow),

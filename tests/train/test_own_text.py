@@ -56,6 +56,7 @@ def test_held_out_divergences():
 # --- text the drafter writes itself -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_hold_what_plain_decoding_of_the_drafter_says():
     """At temperature 0, token by token from whole causal passes; labels are what was written, the end token too."""
     weights = random_weights(init_target, SMALL, 1)

@@ -71,6 +71,7 @@ def test_a_trunk_of_other_sizes_begins_with_what_fits():
     jax.tree.map(np.testing.assert_array_equal, layer["mlp"], fresh["trunk"]["layer_0"]["mlp"])
 
 
+@pytest.mark.slow
 def test_a_deeper_trunk_begins_as_the_trained_one():
     config = drafter.drafter_config(training.MODEL, training.TARGET)
     deeper = dataclasses.replace(config, num_layers=3)

@@ -27,6 +27,7 @@ def nodes_of(tree: page_lib.Node) -> list[page_lib.Node]:
     return [tree, *(node for child in tree.children for node in nodes_of(child))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
