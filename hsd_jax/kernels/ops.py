@@ -234,7 +234,7 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     vocab_size = x.shape[-1]
     index = jnp.arange(vocab_size, dtype=jnp.int32)
     if program.here().mesh is None:
-        # In a row with a NaN no element may equal the maximum. It gives the last index; `step.or_invalid` finds it.
+        # In a row with a NaN no element may equal the maximum. It gives the last index; `round.or_invalid` finds it.
         return jnp.min(jnp.where(x == jnp.max(x, -1, keepdims=True), index, vocab_size - 1), -1)
     num_shards = program.shards("model", vocab_size)  # on a mesh a later check as in `step` would cost collectives
     if num_shards > 1:
