@@ -151,10 +151,8 @@ def judge_and_commit(
     with jax.named_scope("judge"), native.only(live):
         verdict = rule.judge(state.keys, tree, drawn_from.logits, sampling, state.length - 1, noise)
         verdict = without_bonus(verdict, tree)
-        emitted = or_invalid(verdict.emitted, verdict.path, drawn_from, rule.emits_argmax)
-        if past is not None and past.process is not None:
-            is_nan = jnp.any(jnp.isnan(cache_lib.take_nodes(drawn_from.logits, verdict.path, axis=1)), -1)
-            emitted = jnp.where(is_nan, INVALID_TOKEN, emitted)
+        is_processed = past is not None and past.process is not None
+        emitted = or_invalid(verdict.emitted, verdict.path, drawn_from, rule.emits_argmax, is_processed)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
         if past is not None:
             told = controls.logprobs_of(output.logits, drawn_from.logits, verdict.path, emitted, sampling)
@@ -166,19 +164,25 @@ def judge_and_commit(
 
 
 def or_invalid(
-    emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput, emits_argmax: bool
+    emitted: Int[Array, "B M"],
+    path: Int[Array, "B M"],
+    output: ModelOutput,
+    emits_argmax: bool,
+    is_processed: bool = False,
 ) -> Int[Array, "B M"]:
     """The emitted tokens, with INVALID_TOKEN for each token for which the target gave no distribution.
 
     A check of every logit would cost more than 1 % of a round. Three cheaper checks find the same rows. A NaN in a
     hidden state makes all logits of its node NaN. A NaN in a row of the LM head makes one logit of every node NaN, also
-    of the root. If all logits are -inf, the logit of the chosen token is -inf.
+    of the root. If all logits are -inf, the logit of the chosen token is -inf. A caller's function may write NaN at any
+    node: with `is_processed` the logits of the whole path are checked.
     """
     if emits_argmax and program.here().mesh is not None:
         return emitted
     chosen = output.logits[jnp.arange(emitted.shape[0])[:, None], path, emitted]
     is_nan = jnp.any(jnp.isnan(cache_lib.take_nodes(output.hidden, path, axis=1)), -1)
-    is_nan |= jnp.any(jnp.isnan(output.logits[:, 0]), -1)[:, None]
+    checked = cache_lib.take_nodes(output.logits, path, axis=1) if is_processed else output.logits[:, :1]
+    is_nan |= jnp.any(jnp.isnan(checked), -1)
     return jnp.where(is_nan | ~(chosen > -jnp.inf), INVALID_TOKEN, emitted)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import command_line, hub_server, published, toy
+from support.cases import cases
 
 import hsd_jax
 from hsd_jax.drafters import files as drafter_files
@@ -202,7 +203,7 @@ def test_what_is_refused(target, tmp_path):
 DAMAGED = {"feature_layers": [9], "histogram": [1]}, {"feature_layers": [1], "histogram": []}
 
 
-@pytest.mark.parametrize("kept", [DAMAGED[0], pytest.param(DAMAGED[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kept", cases(DAMAGED, slow=DAMAGED[1:]))
 def test_what_a_damaged_file_says_is_not_used(target, tmp_path, probes, kept):
     folder = write(tmp_path / "head", [2, 3, 4], knows=1)
     hsd_jax.load(target=target, drafter=folder)

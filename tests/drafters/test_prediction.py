@@ -32,7 +32,7 @@ MAX_LEN, NEW = 128, 48
 CHAIN = TreeConfig.chain(4)
 
 
-@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("max_ngram", "min_ngram"), cases([(3, 1), (4, 2)], slow=[(4, 2)]))
 def test_drafts_and_counts_are_those_of_plain_loops(max_ngram, min_ngram):
     """Texts over few values that follow their predictions, leave them, or have none, round after round."""
     rng, config = np.random.default_rng(max_ngram), LookupConfig(max_ngram, min_ngram)

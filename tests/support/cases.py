@@ -13,9 +13,12 @@ def cases(every: Iterable[Any], slow: Collection[Any] = ()) -> list[Any]:
 
     So what a table gains runs in `make test` until it is called slow.
     """
-    found = dict.fromkeys(every)
+    found: list[Any] = []
+    for case in every:
+        if case not in found:
+            found.append(case)
     if unknown := [case for case in slow if case not in found]:
-        raise ValueError(f"slow={unknown}: no such case, known are {list(found)}")
+        raise ValueError(f"slow={unknown}: no such case, known are {found}")
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.slow] * (case in slow))
         for case in found

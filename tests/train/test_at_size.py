@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from support.cases import cases
 from support.training import ALL, LENGTH, ROWS, TARGET, batch_of, graded, jit, make, random_rows, some_mask
 
 from hsd_jax.host import sharding
@@ -65,7 +66,7 @@ def test_no_logits_of_all_nodes():
     assert largest(CHUNKED) <= ROWS * 3 * config.num_steps
 
 
-@pytest.mark.parametrize("changes", [pytest.param({"chunk": 3}, marks=pytest.mark.slow), {"sample": len(HOT)}], ids=str)
+@pytest.mark.parametrize("changes", cases([{"chunk": 3}, {"sample": len(HOT)}], slow=[{"chunk": 3}]), ids=str)
 def test_the_whole_loss(changes):
     """In chunks, and by a sample that holds all columns."""
     kind = {"trunk": "parallel", "injection": "path"}

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles.divergence import log_softmax
+from support.cases import cases
 from support.training import (
     LENGTH,
     MODEL,
@@ -35,25 +36,25 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, losses
 
-slow = lambda *values: [pytest.param(value, marks=pytest.mark.slow) for value in values]  # noqa: E731
 EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for kind in ("eagle", "medusa"))
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
+UNROLLED = [
+    {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
+    {"trunk": "parallel", "num_steps": 1},
+    MEDUSA_MODEL,
+    EAGLE_MODEL | {"feature_layers": (0, 1)},
+    {"num_steps": 3, "window": 6},
+    {"trunk": "parallel", "num_layers": 2, "num_steps": 3, "window": 7},
+]
+
+
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
-        {"trunk": "parallel", "num_steps": 1},
-        MEDUSA_MODEL,
-        *slow(
-            EAGLE_MODEL | {"feature_layers": (0, 1)},
-            {"num_steps": 3, "window": 6},
-            {"trunk": "parallel", "num_layers": 2, "num_steps": 3, "window": 7},
-        ),
-    ],
+    cases(UNROLLED, slow=UNROLLED[3:]),
     ids=str,
 )
 def test_unroll_equals_inference(changes):
@@ -107,13 +108,17 @@ def packed_and_alone(lengths: tuple[int, int, int]) -> tuple[dict[str, jax.Array
     return jax.tree.map(jnp.asarray, packed), jax.tree.map(jnp.asarray, alone)
 
 
+PACKED = [
+    {"injection": "path"},
+    MEDUSA_MODEL,
+    {"trunk": "parallel", "num_layers": 2, "window": 6},
+    EAGLE_MODEL | {"feature_layers": (0, 1)},
+]
+
+
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"injection": "path"},
-        MEDUSA_MODEL,
-        *slow({"trunk": "parallel", "num_layers": 2, "window": 6}, EAGLE_MODEL | {"feature_layers": (0, 1)}),
-    ],
+    cases(PACKED, slow=PACKED[2:]),
     ids=str,
 )
 def test_a_document_learns_the_same_alone_and_packed(changes):

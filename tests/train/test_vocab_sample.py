@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import cases
 from support.training import ALL, ROWS, TARGET, batch_of, graded, jit, make, random_rows, read_rows, some_mask
 
 from hsd_jax.train import drafter, vocab_sample
@@ -86,7 +87,7 @@ def test_what_a_cache_holds_stands_in_for_the_target():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"kind": "medusa", "rank": 128}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({"trunk": "parallel"}, {}))],
+    cases([{"kind": "medusa", "rank": 128}, {"trunk": "parallel"}, {}], slow=[{"trunk": "parallel"}, {}]),
     ids=["medusa", "parallel", "recurrent"],
 )
 def test_a_stage_is_a_shallower_drafter(changes):
