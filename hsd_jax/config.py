@@ -37,7 +37,7 @@ ChainLength = Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)]
 FeatureLayer = Annotated[int, Field(ge=-1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)]
 PRECISIONS = ("fast", "exact")
-"""Allowed values of `precision`, see `params.load`."""
+"""Allowed values of `precision`, see `pair.load`."""
 Precision = Annotated[str, OneOf(PRECISIONS)]
 QUANTIZED = ("int8",)
 """Types to which weights may be quantized."""

@@ -181,7 +181,7 @@ def set_up(
         drafting = Drafting(params.drafter_config, plan.tree, rule, scheme, reuse, lossy, params.drafter_mesh)
     dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
     pad_rows = asked.pad_rows if drafting is None else 1
-    # first of all, because it refuses what no drafter can grow
+    # made here, because it refuses what no drafter can grow
     make = functools.partial(make_decoder, own, params.target_config, drafting, dtype, pad_rows)
     decoder = make()
     costs_after: Any = None

@@ -32,15 +32,14 @@ if CHECKS_SHAPES:
     import jaxtyping
 
     assert not any(name.startswith("hsd_jax.") for name in sys.modules), "hsd_jax was imported before its import hook"
-    rooms = (REPO / "hsd_jax" / "drafters").glob("*/[a-z]*.py")
     packages = [
         "hsd_jax.kernels",
         "hsd_jax.models",
+        "hsd_jax.drafters",
         "hsd_jax.infer",
         "hsd_jax.lab.bench.identity",
         "hsd_jax.lab.bench.replay",
         "hsd_jax.planning.timing",
-        *(f"hsd_jax.drafters.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "config"),
     ]
     jaxtyping.install_import_hook(packages, "beartype.beartype")
 

@@ -20,9 +20,10 @@ def add_parser(commands) -> None:
         run,
         "compare the speed of speculative and plain decoding",
         "Decode the prompts of every task by every method, for every temperature and batch size. The methods and\n"
-        "plain decoding take turns on every prompt, in one process. Times plain and tokens/s exclude prefill, and end\n"
-        "tokens are honoured. Speeds are medians over the repeats. Ratios have a 95 % interval over prompts (paired\n"
-        "bootstrap). The exit status is 1 if a text differs from that of plain decoding where it must not.",
+        "plain decoding take turns on every prompt, in one process. Times plain and tokens/s exclude prefill. End\n"
+        "tokens are honoured without --contexts. Speeds are medians over the repeats. Ratios have a 95 % interval\n"
+        "over batches of prompts, from 8 batches on (paired bootstrap). The exit status is 1 if a text differs from\n"
+        "that of plain decoding where it must not.",
         """
 hsd bench --demo
 hsd bench --target smollm2 --spec-bench question.jsonl --limit 80 --repeats 1 --temperatures 0 0.8 --out runs/tasks

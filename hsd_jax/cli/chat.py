@@ -52,7 +52,7 @@ hsd chat --system "Answer briefly." < questions.txt
     )
     options.add_model_arguments(parser, is_required=False)
     text = parser.add_argument_group("text")
-    text.add_argument("--system", type=options.argument_text, metavar="TEXT", help="system message")
+    text.add_argument("--system", metavar="TEXT", help="system message")
     of_chat: Any = {"type": options.value_of(Json[dict[str, Any]]), "nargs": None, "metavar": "JSON"}
     options.add_record(text, SamplingSettings, "template", template=of_chat)
     options.add_text_settings(parser, "max_new_tokens", *SAMPLING, max_new_tokens=512)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(is_terminal: bool) -> str:
     """The next line. Ctrl-C at the prompt shows how to leave."""
     try:
-        return options.argument_text(input("\n> " if is_terminal else ""))
+        return input("\n> " if is_terminal else "")
     except EOFError:
         return "/quit"
     except KeyboardInterrupt:

@@ -46,7 +46,7 @@ GPUS = {
 }
 TPUS = {"v5e": (16 * 2**30, "1x1"), "v6e": (32 * 2**30, "1x1"), "v5p": (95 * 2**30, "2x2x1")}
 """Bytes of a device, and the smallest slice."""
-ALLOWED = f"{', '.join(GPUS)}, or N of them (h100:2); {', '.join(TPUS)}, or a slice (v5e:2x4)"
+ALLOWED = f"{', '.join(GPUS)}, or up to 9 of them (h100:2); {', '.join(TPUS)}, or a slice (v5e:2x4)"
 
 
 class Devices(NamedTuple):

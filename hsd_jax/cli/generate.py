@@ -54,7 +54,7 @@ def add_text_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None
     text = parser.add_argument_group("text")
     either = text.add_mutually_exclusive_group()
     either.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
-    text.add_argument("--system", type=options.argument_text, metavar="TEXT", help="system message, with --chat")
+    text.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     kinds = {"tools": (_tools, "FILE"), "template": (options.value_of(Json[dict[str, Any]]), "JSON")}
     of_chat: Any = {name: {"type": kind, "nargs": None, "metavar": what} for name, (kind, what) in kinds.items()}
     options.add_record(text, SamplingSettings, *kinds, **of_chat)
@@ -131,7 +131,7 @@ def read_prompt(prompt: str, args: argparse.Namespace) -> str | bytes:
         if sys.stdin is None:
             raise ValueError('prompt "-" reads stdin, which is closed')
         return sys.stdin.buffer.read()  # the library checks that it is UTF-8
-    return options.argument_text(prompt)
+    return prompt
 
 
 def encode_prompt(params, text: str | bytes, args: argparse.Namespace):

@@ -69,12 +69,10 @@ def _run(argv: list[str]) -> int:
     plain = warnings.showwarning
     try:
         _check_streams()
-        from hsd_jax.cli.options import argument_text
         from hsd_jax.host.compilation import use_setting
 
         args = build_parser().parse_args(argv)
-        command = argument_text(" ".join(["hsd", *argv]))
-        args.command_line = command.encode("utf-8", "replace").decode()  # for results, which are UTF-8
+        args.command_line = " ".join(["hsd", *argv]).encode("utf-8", "replace").decode()  # for results, which are UTF-8
         warnings.showwarning = _show_warning
         use_setting()
         if getattr(args, "distributed", False) or ("distributed" in args and os.environ.get("HSD_COORDINATOR")):

@@ -7,8 +7,6 @@ setting of the library, such as --out, is declared by `add_value` in its command
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import re
 import typing
 from collections.abc import Callable
@@ -151,16 +149,6 @@ def add_value(
         without = f"{default:g}"
     more |= {"type": kind, "default": default, "metavar": metavar or None}
     group.add_argument(name, help=help + (f" (default: {without})" if without else ""), **more)
-
-
-def argument_text(argument: str) -> str:
-    """A text of the command line. Bytes that the locale's encoding lacks (as under LC_ALL=C) are read as UTF-8."""
-    try:
-        argument.encode("utf-8")
-    except UnicodeEncodeError:  # Python has replaced such bytes by lone surrogates
-        with contextlib.suppress(UnicodeError):  # else the library refuses the text
-            return os.fsencode(argument).decode("utf-8")
-    return argument
 
 
 def add_command(commands, name: str, run, help: str, description: str, examples: str) -> argparse.ArgumentParser:

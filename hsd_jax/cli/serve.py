@@ -53,7 +53,8 @@ HSD_API_KEY=... hsd serve --demo --host 0.0.0.0 --port 8000
     options.add_value(group, "--plain-slots N", options.value_of(Whole), what, 1)
     what = "room for the states of answers that have ended: a prompt that begins as one is read from where it differs"
     options.add_value(group, "--prefix-tokens N", options.value_of(Whole), what, without="that of two slots")
-    options.add_value(group, "--max-waiting N", options.COUNT, "answers that may wait for a slot; others get 429", 256)
+    what = "requests get 429 while so many answers wait for a slot"
+    options.add_value(group, "--max-waiting N", options.COUNT, what, 256)
     options.add_value(group, "--max-n N", options.COUNT, "answers that one request may ask for", 16)
     options.add_value(group, "--max-body BYTES", options.COUNT, "the largest body of a request", 4 * 2**20)
     options.add_value(group, "--max-seconds S", options.value_of(Positive), "time of a request, its wait included", 600)

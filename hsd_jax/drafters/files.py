@@ -104,7 +104,7 @@ def _stored(key: jax.Array, config: DrafterConfig) -> Weights:
 def read_scorer(
     scorer: Source, target: DraftedFor, dtype: Any = "float32", placement: Placement = HERE
 ) -> tuple[Any, Weights]:
-    """The configuration and the weights of a scorer, named as in `params.rescore`."""
+    """The configuration and the weights of a scorer, named as in `pair.rescore`."""
     if scorer == ZERO_GRAM:
         return None, {}
     checkpoint = find(scorer)

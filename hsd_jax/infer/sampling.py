@@ -1,6 +1,7 @@
 """Temperature, top-k, top-p and position-keyed noise: all draws from logits are made here.
 
-Every setting is traced and per row. There is no greedy mode: at temperature 0 the same code takes the argmax.
+Every setting is traced and per row. At temperature 0 the same code takes the argmax; a program whose rows are all
+greedy, or cut no tokens, leaves out what they do not need.
 Thresholds are found by bisection on the bits of the float and not by sorting.
 """
 

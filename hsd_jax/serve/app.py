@@ -188,6 +188,8 @@ async def _events(answer: Answer, job: Job, news: asyncio.Event) -> AsyncIterato
             yield b"data: " + to_json(chunk) + b"\n\n"
         if not job.is_over:
             await asyncio.sleep(COALESCED_SECONDS)
+    for chunk in answer.chunks(job.drain()):  # what came before a failure
+        yield b"data: " + to_json(chunk) + b"\n\n"
     if job.failure is not None:
         yield b"data: " + to_json(_error(job.failure)) + b"\n\n"
     yield b"data: [DONE]\n\n"

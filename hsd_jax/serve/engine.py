@@ -199,7 +199,7 @@ class Engine:
       slots: as of `Session`.
       plain_slots: slots of a second session for requests that want no drafts. 0: such requests are refused, unless
         the session never drafts.
-      max_waiting: largest number of rows that wait for a slot.
+      max_waiting: requests are refused while so many rows wait for a slot.
       prefix_tokens: as of `Session`, for each session. None: the tokens of two slots.
       settings: further arguments of `Session`.
     """

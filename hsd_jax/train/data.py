@@ -106,8 +106,8 @@ class Batches:
     If rows pack several documents, a batch also has "starts" int32 [B, T+1] (`rows.Rows`). If there are `features`, it
     has theirs, too.
 
-    Batch `i` depends only on rows, `batch`, `seed` and `i`, whatever the number of processes. Process p reads the p-th
-    part of it: B = batch / process_count rows. An epoch leaves out rows that fill no batch.
+    Batch `i` depends only on rows, `batch`, `seed` and `i`, whatever the number of processes. A process reads its
+    `part` of it: B = batch / number of parts. An epoch leaves out rows that fill no batch.
 
     Args:
       batch: rows of a step, over all processes.

@@ -59,7 +59,7 @@ def of_run(
     report: Report,
     started: jax.Array | None = None,
 ) -> jax.Array:
-    """The `draft_to_target` ids of a run. They are chosen once at its start and kept in `out`.
+    """The `draft_to_target` ids of a run. They are chosen once at its start, and `keep` writes them to `out`.
 
     The rows of `injector/bias` follow these ids. Because the ids are kept, `--force` with other data cannot give a
     half-trained row to another token. A run that starts from a drafter with as many hot tokens keeps the drafter's ids,
@@ -73,10 +73,13 @@ def of_run(
     else:
         ids = most_frequent(labels, config.draft_vocab_size, config.vocab_size, eos)
     draft_to_target = draft_vocab.checked_ids(ids, config.vocab_size, str(path))
-    if not is_begun:
-        write_json(path, draft_to_target.tolist())
     if len(draft_to_target) != config.reduced_vocab_size:
         now = config.reduced_vocab_size
         raise ValueError(f"{path} holds {len(draft_to_target)} tokens, but model.draft_vocab now gives {now}")
     report(describe(draft_to_target, labels, "labels to train on"))
     return jnp.asarray(draft_to_target)
+
+
+def keep(out: Path, draft_to_target: jax.Array) -> None:
+    """Writes the ids of a run that begins."""
+    write_json(out / FILE, np.asarray(draft_to_target).tolist())

@@ -209,7 +209,10 @@ class DrafterTask(TaughtTask):
         frequency = draft_vocab.draft_columns(self.hot, frequent_tokens.smoothed(labels, self.reads.vocab_size))
         of_loss = self.reads, self.config, self.recipe.loss, self.hot, train.remat, frequency
         losses = [*drafter.make_stages(*of_loss), (train.steps, drafter.make_loss(*of_loss))]
-        return Model(self.config, self._first_weights(rows), losses, target)
+        weights = self._first_weights(rows)
+        if self.hot is not None and not manifest.has_checkpoints(self.out):
+            frequent_tokens.keep(self.out, self.hot)  # after all that may refuse the run
+        return Model(self.config, weights, losses, target)
 
     def _hot_tokens(self, labels: np.ndarray) -> jax.Array | None:
         if self.config.reduced_vocab_size is None:

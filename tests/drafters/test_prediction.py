@@ -29,6 +29,7 @@ from hsd_jax.types import ModelOutput
 
 BATCH, ROOM, DEPTH = 200, 40, 4
 MAX_LEN, NEW = 128, 48
+NO_OUTPUT = ModelOutput(None, None, (), None)
 CHAIN = TreeConfig.chain(4)
 
 
@@ -52,7 +53,7 @@ def test_drafts_and_counts_are_those_of_plain_loops(max_ngram, min_ngram):
     state = drafter.predict(LookupState(jnp.asarray(tokens), length), jnp.asarray(told), num_told)
 
     def after(state, text, num, is_plain):
-        return (drafter.follow if is_plain else drafter.commit)(None, state, verdict_of(text, num), None, num)
+        return (drafter.follow if is_plain else drafter.commit)(None, state, verdict_of(text, num), NO_OUTPUT, num)
 
     after = jax.jit(after, static_argnums=3)
     find, seen = jax.jit(lambda state: lookup.copied(state, config, DEPTH)), set()
