@@ -23,12 +23,12 @@ pytest.importorskip("httpx")
 import uvicorn
 from starlette.testclient import TestClient
 
-from hsd_jax.serve.app import make_app
+from hsd_jax.serve.app import _events, make_app
 from hsd_jax.serve.engine import READY, Engine, Job, Refused
 from hsd_jax.serve.metrics import Metrics
 from hsd_jax.serve.schema import Limits
 from hsd_jax.serve.server import serve
-from hsd_jax.session import Session
+from hsd_jax.session import Session, Taken
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TALK = [{"role": "user", "content": "I need a taxi to the museum."}]
@@ -505,6 +505,21 @@ def test_a_device_error_is_told_to_all(params):
     assert health.status_code == 503 and "the device is lost" in health.json()["error"]
     assert error_of(client.post(TEXT, json=ENDLESS), 503)["code"] == "not_ready"
     engine.close()
+
+
+def test_a_stream_that_fails_sends_what_came_before(params):
+    class Pieces:
+        def chunks(self, pieces):
+            return [{"piece": number} for number, _ in pieces]
+
+    async def read() -> bytes:
+        job, news = Job(()), asyncio.Event()
+        job.num_left, job.failure = 1, Refused(504, "it took too long", code="timeout")
+        job.pieces.append((7, Taken(np.zeros(1, np.int32), "a")))
+        return b"".join([event async for event in _events(Pieces(), job, news)])
+
+    first, error, done = asyncio.run(read()).decode().split("\n\n")[:3]
+    assert first == 'data: {"piece":7}' and '"timeout"' in error and done == "data: [DONE]"
 
 
 def test_draining_ends_what_runs_and_refuses_what_comes(params):
