@@ -64,11 +64,6 @@ class Stats:
     """The settings that were taken from the checkpoint, with their values. None if `defaults` did not ask for any."""
 
     @property
-    def mean_accepted(self) -> float:
-        """Drafts kept per target pass: tau - 1."""
-        return self.tau - 1.0
-
-    @property
     def conditional_acceptance(self) -> np.ndarray:
         """[D]: the share of the rounds that kept a draft at depth d, among those that kept one at depth d - 1.
 

@@ -1175,7 +1175,7 @@ def prepare(
     if process is not None or needs_controls(rows):
         setup = setup.controlled(checked_processor(params, process))
     capacity = first_capacity(*lengths, setup.lookahead, params.max_len)  # a requested tree may need more
-    known = params.fingerprint_pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
+    known = params.fingerprint_pair, params.dtype, params.precision, params.max_len
     asked = rows, dataclasses.replace(setup.plan, reason=""), setup.drafting
     check_same("models, prompts and settings of the call", repr((known, asked, setup.race is None)))
     session = Session.__new__(Session)

@@ -54,8 +54,6 @@ AUTO = "auto"
 """The rule `match`, under which the tokens of a row depend only on its prompt, settings and seed."""
 NEW_TOKENS = 128
 """The default of `max_new_tokens`."""
-MOST_PAD_ROWS = 256
-"""The largest number of rows to which plain decoding is padded: the largest number of nodes of a tree."""
 Rule = Annotated[str, OneOf.of("infer.rules.table", lambda module: (AUTO, *module.RULES)), Field(title="RULE")]
 Scheme = Annotated[str, OneOf.of("types", lambda t: tuple(x.value for x in t.DrawScheme)), Field(title="SCHEME")]
 MOST_STOPS = 16
@@ -210,8 +208,6 @@ class SpeculationSettings(TypedDict, total=False):
     """Whether the first calls of a kind time rounds with and without drafts, in turns, where a tree was chosen on a CPU
     (docs/design.md, "A race"). False, or HSD_RACE=off, or on a GPU or TPU: the model of costs decides alone, which may
     be wrong for this machine."""
-    pad_rows: Annotated[Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)], Default(1)]
-    """Rows that each row of the batch takes in a plain pass (see `infer/plain.py`)."""
     lossy: Annotated[tuple[str, float] | list[Any] | str | None, Field(title="F:EPSILON"), Default(None)]
     """A function and an epsilon in (0, 1], as in ("linear", 0.5) or "linear:0.5"; None: off. The functions are
     "linear", "square" and "exponential". With accept="recursive" more drafts are accepted, and sampled text no longer

@@ -125,16 +125,12 @@ def make_decoder(
     config: ModelConfig,
     drafting: Drafting | None,
     cache_dtype: str,
-    pad_rows: int = 1,
     controlled: ControlledBy | None = None,
 ) -> Decoder:
-    """The functions of a static configuration, which are compiled once for each and for each program `own`.
-
-    Without `drafting` rows are padded to `pad_rows`.
-    """
+    """The functions of a static configuration, which are compiled once for each and for each program `own`."""
     process = None if controlled is None else controlled.process
     if drafting is None:
-        return Decoder(config, make_plain_step(config, pad_rows, process), None, cache_dtype, own, controlled)
+        return Decoder(config, make_plain_step(config, process), None, cache_dtype, own, controlled)
     kind, tree, scheme, rule = drafting.config, drafting.tree, drafting.scheme, drafting.accept_rule
     if drafting.mesh is not None:
         overlapped = method_of(kind).overlapped
@@ -180,9 +176,8 @@ def set_up(
         reuse = ReuseConfig.parse(plan.reuse)
         drafting = Drafting(params.drafter_config, plan.tree, rule, scheme, reuse, lossy, params.drafter_mesh)
     dtype = cache_lib.cache_dtype(params.target["embedding"].dtype).name
-    pad_rows = asked.pad_rows if drafting is None else 1
     # made here, because it refuses what no drafter can grow
-    make = functools.partial(make_decoder, own, params.target_config, drafting, dtype, pad_rows)
+    make = functools.partial(make_decoder, own, params.target_config, drafting, dtype)
     decoder = make()
     costs_after: Any = None
     if plan.tree is not None and plan.is_adaptive:

@@ -223,7 +223,7 @@ def add_text_settings(parser: argparse.ArgumentParser, *names: str, **defaults: 
 def add_speculation(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Declares the tree and all settings of speculation, but for those that only some commands take."""
     group = add_tree_arguments(parser)
-    more = "tree", "speculate", "race", "pad_rows", "adaptive"
+    more = "tree", "speculate", "race", "adaptive"
     add_record(group, SpeculationSettings, **dict.fromkeys(more))
     return group
 

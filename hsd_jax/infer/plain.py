@@ -22,17 +22,14 @@ from hsd_jax.infer.rules.accept import verdict_of
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
-from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, Processor, SamplingParams
+from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, Processor, SamplingParams
 
 
-def make_plain_step(config: ModelConfig, pad_rows: int = 1, process: Processor | None = None) -> Step:
-    """The transition that decodes one token per row, in a pass over `pad_rows` equal nodes of each row.
-
-    Some CPUs multiply 4 rows of bfloat16 faster than 1.
-    """
+def make_plain_step(config: ModelConfig, process: Processor | None = None) -> Step:
+    """The transition that decodes one token per row."""
 
     def step(models, sampling, limits, state: DecodeState, costs=None) -> DecodeState:
-        return plain_round(config, models, sampling, limits, state, pad_rows, process=process)[0]
+        return plain_round(config, models, sampling, limits, state, process=process)[0]
 
     return step
 
@@ -43,7 +40,6 @@ def plain_round(
     sampling: SamplingParams,
     limits: Limits,
     state: DecodeState,
-    pad_rows: int = 1,
     feature_layers: tuple[int, ...] = (),
     process: Processor | None = None,
 ) -> tuple[DecodeState, ModelOutput, Int[Array, "B 1"], Int[Array, "B"]]:
@@ -51,14 +47,12 @@ def plain_round(
     (root, position), sampling = root_of(state), sampling_lib.of_rows(sampling, ~state.done)
     batch = len(root)
     with jax.named_scope("target"):
-        nodes = jnp.broadcast_to(root[:, None], (batch, pad_rows))
-        positions = jnp.broadcast_to(position[:, None], (batch, pad_rows))
-        mask = jnp.broadcast_to(jnp.eye(pad_rows, dtype=bool), (batch, pad_rows, pad_rows))
-        active = jnp.broadcast_to(~state.done[:, None], (batch, pad_rows))
+        nodes, positions, active = (x[:, None] for x in (root, position, ~state.done))
+        mask = jnp.ones((batch, 1, 1), bool)
         output = forward(
             models["target"], config, nodes, positions, mask, state.cache, feature_layers=feature_layers, active=active
         )
-    past, raw, told = controls.past_of(state, limits, process), output.logits[:, :1], None
+    past, raw, told = controls.past_of(state, limits, process), output.logits, None
     with jax.named_scope("judge"), native.only(~state.done):
         logits = raw if past is None else controls.transformed(raw, sampling, past, controls.no_path(batch))
         drawn = sampling_lib.draw(state.keys, logits, position[:, None] + 1, sampling)
@@ -70,8 +64,7 @@ def plain_round(
         if past is not None:
             told = controls.logprobs_of(raw, logits, of_root, emitted, sampling)
     with jax.named_scope("commit"):
-        first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
-        cache = cache_lib.commit(state.cache, first, None, count, after=emitted)
+        cache = cache_lib.commit(state.cache, output.new_kv, None, count, after=emitted)
         return advance(state, emitted, count, done, cache, state.drafter, told=told), output, emitted, count
 
 

@@ -32,7 +32,7 @@ FEWEST_BATCHES = 8
 
 
 PLAINLY = Speculation(speculate=False)
-HOW = tuple(name for name in OF_SPECULATION if name not in ("tree", "speculate", "race", "pad_rows"))
+HOW = tuple(name for name in OF_SPECULATION if name not in ("tree", "speculate", "race"))
 """The fields of `Speculation` that the record of a mode has."""
 _OF_RUN = "max_new_tokens", "temperature", "seed", "tools", "template", "prediction"
 TEXT = tuple(name for name in OF_TEXT if name not in _OF_RUN)
@@ -195,7 +195,6 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     record = {
         "kind": "plain" if mode.is_plain else "speculative",
         "dtype": mode.params.dtype,
-        "pad_rows": mode.how.pad_rows,
         "num_tokens": num_tokens,
         "num_target_passes": passes,
         "tau": num_tokens / max(passes, 1),
@@ -215,7 +214,6 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
             "tree": None if mode.tree is None else dataclasses.asdict(mode.tree),
             **{name: getattr(mode.how, name) for name in HOW},
             "accept": rule_and_scheme(mode.how.accept, mode.how.draw)[0],
-            "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
             "conditional_acceptance": api.conditional_acceptance(histogram).tolist(),
         }

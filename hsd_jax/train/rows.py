@@ -10,15 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hsd_jax.host.files import sha256
 from hsd_jax.train.documents import Document
-
-if TYPE_CHECKING:
-    pass
 
 ALL, RESPONSES = "all", "responses"
 _ENCODED_AT_ONCE = 1000
