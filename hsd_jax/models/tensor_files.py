@@ -23,6 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from hsd_jax.config import ModelConfig
 from hsd_jax.host import sharding
 from hsd_jax.host.files import replacing, write_json
 from hsd_jax.models.placement import HERE, Placement, all_finite, assemble
@@ -198,8 +199,15 @@ def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: Any) ->
 
 @functools.lru_cache(maxsize=16)  # tracing a small model takes longer than reading it
 def specs_of(init: Init, config: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shape and the dtype of each weight of `init(key, config)` by its dotted path. No weight is computed."""
-    tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    """The shape and the dtype of each weight of `init(key, config)` by its dotted path. No weight is computed.
+
+    The layers of a target have equal shapes, so one of them is traced.
+    """
+    is_target = isinstance(config, ModelConfig)
+    traced = dataclasses.replace(config, num_layers=1, layer_types=()) if is_target else config
+    tree = dict(jax.eval_shape(lambda: init(jax.random.key(0), traced)))
+    if is_target:
+        tree |= {f"layer_{i}": tree["layer_0"] for i in range(config.num_layers)}
     return dict[str, Any](flatten_dict(tree, sep="."))
 
 

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
-from support import chat, toy
+from support import chat, setups, toy
 from support.checkpoints import edit_json, edit_tensors, split
 from support.training import random_weights
 
@@ -33,6 +34,7 @@ from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.models.hf_config import format_config, parse_config
 from hsd_jax.models.layers import rope_frequencies, rope_table
 from hsd_jax.models.target import forward, forward_sequence, init_target
+from hsd_jax.models.tensor_files import specs_of
 
 NUM_TOKENS = 24
 WEIGHTS = "model.safetensors"
@@ -164,6 +166,16 @@ def torch_checkpoint(tmp_path_factory):
         return made[case]
 
     return make
+
+
+@pytest.mark.parametrize("family", list(setups.VARIANTS))
+def test_the_weights_that_a_file_must_have_are_those_of_the_target(family):
+    """Known from one traced layer."""
+    config = dataclasses.replace(
+        setups.VARIANTS[family], num_layers=4, layer_types=(SLIDING, FULL) * 2, sliding_window=4
+    )
+    tree = flatten_dict(jax.eval_shape(lambda: init_target(jax.random.key(0), config)), sep=".")
+    assert specs_of(init_target, config) == tree
 
 
 @pytest.fixture(scope="module")
