@@ -33,7 +33,7 @@ SCHEMA = {
     "required": ["name", "kind", "has_rings", "facts"],
     "additionalProperties": False,
 }
-SPACES = {"whitespace_pattern": " ?"}
+SPACES: Any = {"whitespace_pattern": " ?"}
 """Between parts. Small models that may write any white space write it without end."""
 
 
@@ -41,9 +41,10 @@ class Guide:
     """The tokens that a schema allows after a text. It goes to a text from the last one."""
 
     def __init__(self, params: hsd_jax.Params, schema: dict[str, Any]):
+        assert params.tokenizer is not None, "the target has no tokenizer"
         self.num_tokens = params.target_config.vocab_size
         tokenizer = LLTokenizer(params.tokenizer.raw.to_str(), n_vocab=self.num_tokens, eos_token=list(params.eos))
-        self.matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=SPACES))
+        self.matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema, defaults=SPACES))
         if self.matcher.is_error():
             raise ValueError(f"the schema: {self.matcher.get_error()}")
         self.read: list[int] = []
@@ -80,7 +81,7 @@ def constraint(guide: Guide, prompt_length: int) -> Callable:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Answers a question as a JSON schema says.")
     parser.add_argument("question", nargs="?", default="Tell me about the planet Saturn.")
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--schema", type=Path, help="a file with a JSON schema")
@@ -89,10 +90,12 @@ def main() -> None:
     args = parser.parse_args()
     params = hsd_jax.load(args.target)
     schema = json.loads(args.schema.read_text()) if args.schema else SCHEMA
+    guide = Guide(params, schema)
+    assert params.tokenizer is not None
     prompt = params.tokenizer.encode_chat([{"role": "user", "content": args.question}])
-    process = constraint(Guide(params, schema), len(prompt))
+    process = constraint(guide, len(prompt))
     out = hsd_jax.decode(params, [prompt], args.max_new_tokens, temperature=args.temperature, logits_processor=process)
-    print(out.text[0])
+    print(*out.text or ())
     print(f"{out.num_tokens[0]} tokens, tau {out.stats.tau:.2f}, {out.stats.plan}")
 
 
