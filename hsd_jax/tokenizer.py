@@ -66,6 +66,8 @@ def read_template(folder: Path, name: str = "default") -> str | None:
     for file in (_SETTINGS, "chat_template.json"):
         found = _object(folder / file).get("chat_template")
         if isinstance(found, list):  # several templates, each with its name
+            if not all(isinstance(one, dict) for one in found):
+                raise ValueError(f"{folder / file}: chat_template={shown(found)}: expected a text, or texts with names")
             found = next((one.get("template") for one in found if one.get("name") == name), None)
         elif name != "default":
             continue
@@ -82,9 +84,15 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that the files name, as `bos_token`, `eos_token` and others. Templates read them."""
-    named = [*_object(folder / _TOKENS_MAP).items(), *_object(folder / _SETTINGS).items()]
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in named if one is not None}
-    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+    settings, older = _object(folder / _SETTINGS), _object(folder / _TOKENS_MAP)
+    found = {}
+    for file in (older, settings) if "added_tokens_decoder" in settings else (settings, older):  # the last one decides
+        more = file.get("extra_special_tokens")
+        named = {name: one for name, one in file.items() if name.endswith("_token")}
+        for name, one in (named | (more if isinstance(more, dict) else {})).items():
+            text = one.get("content") if isinstance(one, dict) else one
+            found |= {name: text} if isinstance(text, str) else {}
+    return found
 
 
 def check_messages(messages: Messages, where: str) -> None:
@@ -279,8 +287,9 @@ class Tokenizer:
         self, messages: Messages, tools: Tools | None = None, variables: Mapping[str, Any] | None = None, **how: bool
     ) -> str:
         """What `apply_chat_template` of transformers writes. `how` says how the text ends."""
-        if not self.has_chat_template:
-            raise ValueError("this checkpoint has no chat template: give the prompt as text")
+        if not (self.template or (tools is not None and self.template_of_tools)):
+            instead = " without tools: give tools, or" if self.template_of_tools else ": give"
+            raise ValueError(f"this checkpoint has no chat template{instead} the prompt as text")
         plain, more = _mapped(messages, str), {**self.special, **(variables or {}), **how}
         tools = None if tools is None else [*tools]
 

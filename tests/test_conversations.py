@@ -244,6 +244,16 @@ def test_conversations_with_tools_may_have_a_template_of_their_own(tmp_path):
             assert tokenizer.decode(tokenizer.encode_chat([HI], tools=[])) == "t[]"
 
 
+def test_a_template_for_tools_alone(tmp_path):
+    folder = chat.write_tokenizer(tmp_path, None)
+    alone = {"chat_template": [{"name": "tool_use", "template": "t{{ tools }}"}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(alone))
+    tokenizer = Tokenizer.find(folder)
+    assert tokenizer.decode(tokenizer.encode_chat([HI], tools=[{}])) == "t[{}]"
+    with pytest.raises(ValueError, match="no chat template without tools"):
+        tokenizer.encode_chat([HI])
+
+
 TURN_ENDS = {
     "ChatML": (chat.CHATML, "<|im_end|>"),
     "Llama 3": (chat.LLAMA3, "<|eot_id|>"),

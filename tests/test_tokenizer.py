@@ -237,6 +237,24 @@ def test_where_chat_templates_lie(tmp_path, files, template):
     assert Tokenizer.find(folder).template == template
 
 
+@pytest.mark.parametrize("wrong", [[1], [None], ["a"], 5])
+def test_a_chat_template_that_is_no_text(tmp_path, wrong):
+    folder = write_bpe(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template=.* expected a text"):
+        Tokenizer.find(folder)
+
+
+@pytest.mark.parametrize(("settings", "bos"), [({}, "<a>"), ({"added_tokens_decoder": {}}, "<b>")])
+def test_special_tokens_of_templates_as_transformers_reads_them(tmp_path, settings, bos):
+    folder = write_bpe(tmp_path)
+    extra = {"image_token": "<img>", "of_a_kind": {"content": "<k>"}, "no_text": 3}
+    settings = {**settings, "bos_token": "<b>", "extra_special_tokens": extra}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<a>", "extra_special_tokens": ["<x>"]}))
+    assert Tokenizer.find(folder).special == {"bos_token": bos, "image_token": "<img>", "of_a_kind": "<k>"}
+
+
 def test_a_text_that_begins_with_the_start_token_gets_no_second_one(tmp_path):
     tokenizer = Tokenizer.find(write_bpe(tmp_path, change=adds("<s> $A")))
     with pytest.warns(UserWarning, match="'<s>'"):

@@ -131,11 +131,14 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
         if not isinstance(values.get("text_config"), dict):
             raise ValueError(f"{where}: model_type 'gemma3' without a text_config object")
         tied = {k: values[k] for k in ("tie_word_embeddings",) if k in values}
-        values, family = tied | values["text_config"], "gemma3_text"
+        uncapped = {"final_logit_softcapping": None}  # that class of transformers never applies it
+        values, family = tied | values["text_config"] | uncapped, "gemma3_text"
+    if family == "ministral":
+        family = "mistral"  # whose files transformers reads as this family where they have layer_types
     if not isinstance(family, str) or family not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
         what = f"model_type {validation.shown(family)}{foreign.kind_of(family, values)}"
-        raise ValueError(f"{where}: {what}: supported are {supported}, gemma3")
+        raise ValueError(f"{where}: {what}: supported are {supported}, gemma3, ministral")
     if why := foreign.in_config(whole):
         raise ValueError(f"{where}: {why}")
     if values.get("use_bidirectional_attention"):
@@ -209,7 +212,8 @@ def format_config(config: ModelConfig) -> dict[str, Any]:
         values["mlp_bias"] = config.mlp_bias
     else:
         values["sliding_window"] = config.sliding_window
-    if family.startswith(("qwen", "gemma")):
+    is_mixed = family == "mistral" and FULL in config.layer_types
+    if is_mixed or family.startswith(("qwen", "gemma")):
         values["layer_types"] = list(config.layer_types or (FULL,) * config.num_layers)
     if family.startswith("qwen"):
         values["use_sliding_window"] = config.sliding_window is not None
@@ -229,10 +233,10 @@ def _sliding(keys: _Keys, family: str) -> tuple[int | None, tuple[str, ...]]:
     window, num_layers = keys.sliding_window, keys.num_hidden_layers
     if family == "llama" or window is None or (family.startswith("qwen") and not keys.use_sliding_window):
         return None, ()
-    if family == "mistral":
-        types = (SLIDING,) * num_layers
-    elif keys.layer_types is not None:
+    if keys.layer_types is not None:
         types = keys.layer_types
+    elif family == "mistral":
+        types = (SLIDING,) * num_layers
     elif family.startswith("qwen"):
         types = tuple(SLIDING if i >= keys.max_window_layers else FULL for i in range(num_layers))
     else:

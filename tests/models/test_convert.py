@@ -82,6 +82,7 @@ CASES = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
     },
     "mistral": {"model_type": "mistral", **SIZES, "sliding_window": 5},
+    "ministral": {"model_type": "ministral", **SIZES, "sliding_window": 5, "layer_types": [FULL, SLIDING]},
     "qwen2": {
         "model_type": "qwen2",
         **QWEN2_SIZES,
@@ -337,6 +338,17 @@ def rope_of(parameters: dict) -> RopeConfig:
         return RopeConfig(theta, kind, parameters["factor"], original_max_position=original, attention_factor=share)
     names = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return RopeConfig(theta, kind, *(parameters.get(n, default) for n, default in names.items()), original)
+
+
+def test_keys_that_only_some_classes_of_transformers_read():
+    """mistral with layer_types is its ministral, and its class of whole Gemma 3 models never caps the last logits."""
+    types, sizes = (FULL, SLIDING) * 4, {**SMALL, "sliding_window": 4, "num_key_value_heads": 2}
+    for kind in ("mistral", "ministral"):
+        config = parse_config({**sizes, "model_type": kind, "layer_types": list(types)}, "file")
+        assert config.layer_types == types and config == parse_config(format_config(config), "file")
+    text = {**sizes, "model_type": "gemma3_text", "final_logit_softcapping": 3.0}
+    assert parse_config(text, "file").logit_softcap == 3.0
+    assert parse_config({"model_type": "gemma3", "text_config": text}, "file").logit_softcap is None
 
 
 @pytest.mark.parametrize("style", ["as published", "as transformers 5 saves it", "as we save it"])
