@@ -271,6 +271,7 @@ class Session:
         take(Whole, prefix_tokens, "prefix_tokens")
         take(int | None, max_len, "max_len", ge=1, le=params.max_len)
         speculation = Speculation(**settings)
+        self._may_draft = speculation.speculate
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
         may_draft = speculation.speculate and speculation.adaptive in (None, True) and params.drafter is not None
@@ -392,7 +393,7 @@ class Session:
 
     def _row(self, prompt: Prompt, asked: Sampling) -> Row:
         row = row_of(self.params, prompt, asked, self.max_len)
-        _check_apart(self.setup, [row])
+        _check_rows(self.setup, self._may_draft, [row])
         return row
 
     def admit_row(self, row: Row) -> int:
@@ -1091,8 +1092,10 @@ def _stats_of(setup: Setup, state: DecodeState, slots: Sequence[int]) -> list[Re
     ]
 
 
-def _check_apart(setup: Setup, rows: Sequence[Row]) -> None:
-    """Refuses rows that need programs which a drafter on devices of its own has not."""
+def _check_rows(setup: Setup, may_draft: bool, rows: Sequence[Row]) -> None:
+    """Refuses predictions that nothing follows, and what a drafter on devices of its own has no programs for."""
+    if not may_draft and any(row.prediction for row in rows):
+        raise ValueError("prediction=... with speculate=False: only drafts can follow a prediction")
     if setup.is_apart and (needs_controls(rows) or any(row.asked.prompt_logprobs is not None for row in rows)):
         raise ValueError(f"{APART}: no row may change logits or ask for log-probabilities")
 
@@ -1165,13 +1168,11 @@ def prepare(
     Only the reading of the prompts compiles anything.
     """
     rows = rows_of(params, prompt, sampling, num_samples)
-    if not speculation.speculate and any(row.prediction for row in rows):
-        raise ValueError("prediction=... with speculate=False: only drafts can follow a prediction")
     num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))
     lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
     capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)
     setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.asked.temperature for row in rows))
-    _check_apart(setup, rows)
+    _check_rows(setup, speculation.speculate, rows)
     if process is not None or needs_controls(rows):
         setup = setup.controlled(checked_processor(params, process))
     capacity = first_capacity(*lengths, setup.lookahead, params.max_len)  # a requested tree may need more

@@ -104,11 +104,12 @@ def check_messages(messages: Messages, where: str) -> None:
         if not isinstance(message, Mapping):
             raise ValueError(f"{here} is {shown(message)}: expected a mapping with role and content")
         content = message.get("content")
-        if "role" not in message or (content is None and not message.get("tool_calls")):
+        calls = message.get("tool_calls")
+        if "role" not in message or ("content" not in message and not calls):
             raise ValueError(f"{here} has the keys {shown(sorted(map(str, message)))}: expected 'role' and 'content'")
         if not isinstance(message["role"], str) or not message["role"]:
             raise ValueError(f"{here}: role {shown(message['role'])}: expected a text, as in {_ROLES}")
-        parts = () if content is None or isinstance(content, str) else content
+        parts = () if isinstance(content, str) or (content is None and calls) else content
         if not isinstance(parts, Sequence) or isinstance(parts, bytes) or content == []:
             raise ValueError(f"{here}: content is {shown(content)}: expected a text or a list of text parts")
         for number, part in enumerate(parts):

@@ -6,13 +6,14 @@ import argparse
 import importlib.util
 import ipaddress
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from hsd_jax.cli import options
-from hsd_jax.host.files import is_writer
+from hsd_jax.host.files import is_writer, read_text
 from hsd_jax.settings import SpeculationSettings
 from hsd_jax.validation import Positive, Whole
 
@@ -103,15 +104,19 @@ def run(args: argparse.Namespace) -> int:
         engine.follow()
         return 0
     app = make_app(engine, name, key, Limits(args.max_body, args.max_n, args.max_seconds))
-    return serve(app, engine, args.host, args.port, args.drain_seconds, options.say)
+    code = serve(app, engine, args.host, args.port, args.drain_seconds, options.say)
+    if engine.is_compiling:  # Python would wait for it
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def read_key(path: Path | None) -> str | None:
     """The API key, of a file or of the environment."""
-    text = os.environ.get(KEY_VARIABLE, "") if path is None else path.read_text(encoding="utf-8")
-    if not text.strip() and path is not None:
-        raise ValueError(f"--api-key-file {path}: the file is empty")
-    return text.strip() or None
+    text = (os.environ.get(KEY_VARIABLE, "") if path is None else read_text(path)).strip()
+    if path is not None and (not text or "\n" in text):
+        raise ValueError(f"--api-key-file {path}: expected one line with the key")
+    return text or None
 
 
 def is_local(host: str) -> bool:

@@ -20,6 +20,8 @@ SHORTEST = 0.1
 MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 """The memory maps of this process, one a line, and the largest number of them. Only Linux has these files."""
 
+VARIABLE = "HSD_CACHE"
+
 _compiled = threading.Event()
 """Set whenever jax has compiled a program, or has loaded one from disk."""
 _kept = 0
@@ -33,7 +35,8 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
     process had no memory map left (`make_room`).
 
     Args:
-      where: a folder; True for the folder of this user and this kind of CPU; False for none.
+      where: a folder; True for what HSD_CACHE names ("off": none), and where it is not set for the folder of this
+        user; False for none. Each kind of CPU has programs of its own.
     Returns:
       The folder, or None. An OSError if it is not writable.
     """
@@ -41,6 +44,8 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
 
     if not isinstance(where, (bool, str, Path)) or where == "":
         raise ValueError(f"compilation_cache({where!r}): allowed are True, False and a folder")
+    if where is True and (setting := os.environ.get(VARIABLE, "")):
+        where = setting if not is_off(setting) else False
     if where is False:
         jax.config.update("jax_compilation_cache_dir", None)
         return None
@@ -54,13 +59,11 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
 
 
 def use_setting() -> None:
-    """Keeps compiled programs in the folder that HSD_CACHE names, so that the second `hsd demo` does not compile."""
-    setting = os.environ.get("HSD_CACHE", "")
+    """As `compilation_cache`, so that the second `hsd demo` does not compile."""
     try:
-        if not is_off(setting):
-            compilation_cache(setting or True)
+        compilation_cache()
     except OSError:
-        if setting:  # else the user did not ask for a cache, and its absence is no error
+        if os.environ.get(VARIABLE):  # else the user did not ask for a cache, and its absence is no error
             raise
 
 

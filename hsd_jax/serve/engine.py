@@ -233,6 +233,7 @@ class Engine:
         self._row_seconds = 1.0
         """A moving mean of the time from a row's slot to its end."""
         self._is_one_of_several = jax.process_count() > 1
+        self._is_warm = False
         self._thread = threading.Thread(target=self._run, name="hsd-engine", daemon=True)
         self.metrics.watch(self)
 
@@ -281,12 +282,19 @@ class Engine:
             self._last_moment = time.monotonic() + seconds
             self._changed.notify()
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the thread still compiles what the first requests need. Nothing can interrupt it."""
+        return self._thread.is_alive() and not self._is_warm
+
     def close(self) -> None:
-        """Ends all jobs and the thread, and frees the caches."""
+        """Ends all jobs and the thread, and frees the caches. A thread that is compiling ends later."""
         with self._changed:
             if self.status != BROKEN:
                 self.status = CLOSED
             self._changed.notify()
+        if self.is_compiling:
+            return
         if self._thread.is_alive():
             self._thread.join()
         if self.status == BROKEN:
@@ -320,6 +328,7 @@ class Engine:
         try:
             self._warm()
             with self._changed:
+                self._is_warm = True
                 self.status = READY if self.status == STARTING else self.status
                 self._changed.notify_all()
             while self._wait():
@@ -356,7 +365,8 @@ class Engine:
             if job.is_cancelled:
                 self._end(job, Refused(499, "the client has gone", code="cancelled"))
             elif now >= min(job.deadline, self._last_moment):
-                self._end(job, Refused(504, "the time limit of the server is over", code="timeout"))
+                what = "the server is ending" if now >= self._last_moment else "the time limit of the server is over"
+                self._end(job, Refused(504, what, code="timeout"))
         plans = _agreed([lane.plan(now) for lane in self._lanes]) or []
         for lane, plan in zip(self._lanes, plans, strict=True):
             self._hand_out(lane, lane.run(*plan))

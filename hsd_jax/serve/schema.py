@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -16,18 +17,17 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from hsd_jax.config import bucket
+from hsd_jax.config import LONGEST_BAD_WORD, MOST_BAD_WORDS, bucket
 from hsd_jax.inputs import ROW_HINTS, Row, row_of, with_defaults
 from hsd_jax.pair import Params
 from hsd_jax.serve.engine import Job, Refused
 from hsd_jax.serve.metrics import of_answer
 from hsd_jax.session import RequestStats, Taken, TokenLogprobs
 from hsd_jax.settings import NumLogprobs, Sampling, SamplingSettings
-from hsd_jax.tokenizer import UNFINISHED, Tokenizer
-from hsd_jax.validation import MOST, Count, Whole, parts_of
+from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
+from hsd_jax.validation import MOST, Count, Whole, parts_of, shown
 
 SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SAME += ("logit_bias", "seed", "stop", "min_tokens", "ignore_eos", "skip_special_tokens", "prompt_logprobs", "tools")
@@ -117,7 +117,7 @@ _COMMON = _fields(
 Chat: Any = create_model(
     "ChatRequest",
     __config__=CONFIG,
-    messages=(list[dict[str, Any]], ...),
+    messages=(Annotated[list[dict[str, Any]], Field(min_length=1)], ...),
     **_COMMON | _fields(*OF_CHAT, logprobs=bool, top_logprobs=NumLogprobs),
 )
 Completion: Any = create_model(
@@ -189,7 +189,7 @@ def rows_of_request(asked: Any, params: Params, max_len: int, limits: Limits) ->
         what = f"{len(prompts) * num} answers are more than {limits.samples}, the most of this server"
         raise Refused(400, f"n: {what}", "n")
     if asked.bad_words and tokenizer is not None:
-        settings["bad_words"] = [ids for word in asked.bad_words for ids in _spellings(tokenizer, word)]
+        settings["bad_words"] = _spellings_of(tokenizer, asked.bad_words)
     rows = []
     for prompt in prompts:
         try:
@@ -227,6 +227,8 @@ def _settings_of(asked: Any, params: Params) -> dict[str, Any]:
         name = "prompt_logprobs" if asked.prompt_logprobs is not None else "echo"
         raise Refused(400, f"{name}: log-probabilities of the prompt are refused with stream", name)
     if asked.prediction is not None:
+        if asked.speculate is False:
+            raise Refused(400, "prediction: refused with speculate=false: only drafts can follow it", "prediction")
         given["prediction"] = _content_of(asked.prediction)
     # Drawn here: the library would ask all processes of a run.
     usual = {"temperature": 1.0, "seed": secrets.randbelow(2**32), "max_new_tokens": None if is_chat else 16}
@@ -267,19 +269,29 @@ def text_of(asked: Any, params: Params) -> str:
 def _content_of(prediction: dict[str, Any]) -> str:
     content = prediction.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text")) for part in content)
+        texts = [part.get("text") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if prediction.get("type") != "content" or not isinstance(content, str) or len(prediction) > 2:
         raise Refused(400, "prediction: expected type content, and a content of text", "prediction")
     return content
 
 
-def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
-    """The tokens of a word, and those after a space unless they hold the others."""
-    texts = word, f" {word.lstrip()}"
-    own, spaced = (tuple(tokenizer.raw.encode(text, add_special_tokens=False).ids) for text in texts)
-    if not own:
-        raise Refused(400, "bad_words: an empty word", "bad_words")
-    return [own] if spaced[-len(own) :] == own else [own, spaced]
+def _spellings_of(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:
+    """The tokens of each word, and those after a space unless they hold the others."""
+    found = []
+    for word in words:
+        texts = word, f" {word.lstrip()}"
+        own, spaced = (tuple(tokenizer.raw.encode(text, add_special_tokens=False).ids) for text in texts)
+        if not own:
+            raise Refused(400, "bad_words: an empty word", "bad_words")
+        if (num := max(len(own), len(spaced))) > LONGEST_BAD_WORD:
+            what = f"{shown(word)} has {num} tokens; allowed are up to {LONGEST_BAD_WORD}"
+            raise Refused(400, f"bad_words: {what}", "bad_words")
+        found += [own] if spaced[-len(own) :] == own else [own, spaced]
+    if (num := sum(len(one) > 1 for one in found)) > MOST_BAD_WORDS:
+        what = f"{len(words)} words are {num} sequences of tokens, those after a space included"
+        raise Refused(400, f"bad_words: {what}; allowed are up to {MOST_BAD_WORDS}", "bad_words")
+    return found
 
 
 def _refused(message: str, asked: Any) -> Refused:
@@ -294,11 +306,11 @@ def _refused(message: str, asked: Any) -> Refused:
 
 
 def _renamed(message: str, asked: Any) -> str:
-    """A message with the fields of the request in place of the settings of the library."""
+    """A message with the fields of the request in place of the settings of the library, where it names one."""
     for own in RENAMED.values():
         names = [name for name, one in RENAMED.items() if one == own and name in type(asked).model_fields]
         given = [name for name in names if getattr(asked, name) is not None]
-        message = re.sub(rf"\b{own}\b", (given or names or [own])[0], message)
+        message = re.sub(rf"(?<!['\w]){own}(?=[=:])", (given or names or [own])[0], message)
     return message
 
 
@@ -319,7 +331,11 @@ class Answer:
             "model": model,
         }
         self._has_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        self._num_new, self._offsets, self._stats = 0, dict[int, int](), dict[int, RequestStats]()
+        self._num_new, self._stats = 0, dict[int, RequestStats]()
+        self._begun: set[int] = set()
+        """The rows of which something was written."""
+        self._decoders: dict[int, tuple[IncrementalDecoder, int]] = {}
+        """For each row whose log-probabilities are told, what turns its tokens into text, and the length of that."""
 
     def whole(self, pieces: Iterable[tuple[int, Taken]]) -> dict[str, Any]:
         """The answer that these pieces are."""
@@ -366,21 +382,19 @@ class Answer:
     def _choice(self, number: int, taken: Sequence[Taken]) -> dict[str, Any]:
         """What a row says in these pieces."""
         text, tokens, last = "".join(one.text or "" for one in taken), _tokens_of(taken), taken[-1]
-        is_first, self._num_new = number not in self._offsets, self._num_new + len(tokens)
+        is_first, self._num_new = number not in self._begun, self._num_new + len(tokens)
+        self._begun.add(number)
         self._stats |= {} if last.stats is None else {number: last.stats}
         choice: dict[str, Any] = {"index": number}
         prompt = self.job.rows[number].tokens
         echoed = prompt if is_first and not self.is_chat and self.asked.echo else []
-        before = self.tokenizer.decode(echoed) if echoed else ""
-        offset = self._offsets.get(number, 0)
-        self._offsets[number] = offset + len(before) + len(text)
         if not self.is_chat:
-            choice["text"] = before + text
+            choice["text"] = self.tokenizer.decode(echoed) + text if echoed else text
         elif self.asked.stream:
             choice["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": text}
         else:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        choice["logprobs"] = self._logprobs(tokens, taken, echoed, offset)
+        choice["logprobs"] = self._logprobs(number, tokens, taken, echoed)
         choice |= {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
         if self.asked.return_token_ids:
             choice |= {"token_ids": tokens} | ({"prompt_token_ids": prompt} if is_first else {})
@@ -390,7 +404,7 @@ class Answer:
             choice["prompt_logprobs"] = self._of_prompt(prompt, last.prompt_logprobs)
         return choice
 
-    def _logprobs(self, tokens: list[int], taken: Sequence[Taken], echoed: list[int], offset: int) -> Any:
+    def _logprobs(self, number: int, tokens: list[int], taken: Sequence[Taken], echoed: list[int]) -> Any:
         told = [one.logprobs for one in taken if one.logprobs is not None]
         if not told:
             return None
@@ -412,8 +426,23 @@ class Answer:
                 None if value is None else {self._text(one): x for one, x in ({token: value} | best).items()}
                 for token, (value, best) in named
             ],
-            "text_offset": np.cumsum([offset, *map(len, texts)])[:-1].tolist(),
+            "text_offset": self._places(number, echoed, tokens),
         }
+
+    def _places(self, number: int, echoed: list[int], tokens: list[int]) -> list[int]:
+        """Where the text of each token begins. All tokens of a character begin where it does."""
+
+        def ends_of(decoder: IncrementalDecoder, tokens: list[int], start: int) -> list[int]:
+            return list(itertools.accumulate((len(decoder.push([one])) for one in tokens), initial=start))
+
+        row, before = self.job.rows[number], ends_of(IncrementalDecoder(self.tokenizer), echoed, 0)[:-1]
+        if number not in self._decoders:
+            decoder = IncrementalDecoder(self.tokenizer, row.tokens, row.asked.skip_special_tokens)
+            self._decoders[number] = decoder, len(self.tokenizer.decode(echoed)) if echoed else 0
+        decoder, start = self._decoders[number]
+        ends = ends_of(decoder, tokens, start)
+        self._decoders[number] = decoder, ends[-1]
+        return before + ends[:-1]
 
     def _entries(self, told: TokenLogprobs, most: int | None = None) -> Iterable[tuple[Any, dict[int, float]]]:
         """The value of each token, and the likeliest tokens with theirs."""

@@ -20,15 +20,20 @@ SPARE_SECONDS = 5
 class _Server(uvicorn.Server):
     """A server whose requests end before it does, in time or with an error that their clients can read."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float):
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float, say: Callable[[str], None]):
         super().__init__(config)
-        self._engine, self._drain_seconds = engine, drain_seconds
+        self._engine, self._say, self._seconds = engine, say, iter((drain_seconds, 0.0))
+        """What requests get after the first and the second signal."""
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.should_exit:
-            self.force_exit = True  # the second signal
         self.should_exit = True
-        self._engine.drain(self._drain_seconds)
+        seconds = next(self._seconds, None)
+        if seconds is None:
+            self.force_exit = True
+        else:
+            num = self._engine.num_running + self._engine.num_waiting
+            self._say(f"ending: {num} answers get {seconds:g} s; another signal ends the server sooner")
+            self._engine.drain(seconds)
 
 
 def serve(app: Any, engine: Engine, host: str, port: int, drain_seconds: float, say: Callable[[str], None]) -> int:
@@ -50,7 +55,7 @@ def serve(app: Any, engine: Engine, host: str, port: int, drain_seconds: float, 
         config = uvicorn.Config(
             app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=most
         )
-        server = _Server(config, engine, drain_seconds)
+        server = _Server(config, engine, drain_seconds, say)
         say(f"compiling; {address}/health says when it is ready")
         engine.start()
 

@@ -72,6 +72,19 @@ def test_settings_reach_the_row(params, kind, name):
     assert getattr(row(params, kind, **{name: None}).asked, own) == getattr(usual.asked, own) or own == "seed"
 
 
+def test_errors_say_what_was_given(params):
+    """A word of the library's errors that is also the name of a setting stays, and so does what the client wrote."""
+    wrong = {
+        "the chat template reads none": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "unknown variable 'max_new_tokens'; the chat template": {"chat_template_kwargs": {"max_new_tokens": 3}},
+        "content is None": {"messages": [{"role": "user", "content": None}]},
+        "at least 1 item": {"messages": []},
+    }
+    for said, fields in wrong.items():
+        assert said in refused(params, Chat, **fields).message
+    assert "70 words are" in refused(params, Chat, bad_words=["aaa"] * 70).message
+
+
 def test_what_is_not_given(params):
     chat, text = row(params, Chat).asked, row(params, Completion).asked
     assert chat.temperature == text.temperature == 1.0
@@ -126,6 +139,10 @@ WRONG = [
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"stop_token_ids": list(range(80))}, "stop_token_ids"),
     ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["What city should I search in today or tomorrow my friend"]}, "bad_words"),
+    ({"bad_words": ["aaa"] * 70}, "bad_words"),
+    ({"prediction": {"type": "content", "content": [{"type": "text"}]}}, "prediction"),
+    ({"prediction": {"type": "content", "content": "x"}, "speculate": False}, "prediction"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"other": 1}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
@@ -139,6 +156,7 @@ OF_CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from hsd_jax.serve.app import _events, make_app
 from hsd_jax.serve.engine import READY, Engine, Job, Refused
 from hsd_jax.serve.metrics import Metrics
 from hsd_jax.serve.schema import Limits
-from hsd_jax.serve.server import serve
+from hsd_jax.serve.server import _Server, serve
 from hsd_jax.session import Session, Taken
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -178,6 +179,20 @@ def test_bad_words_and_bias(client, params):
     assert not set(biased["token_ids"]) & set(whole["token_ids"])
 
 
+def check_places(client, params, body):
+    """Each token's text begins at its place, and a stream tells the same places."""
+    choice = client.post(TEXT, json=body).json()["choices"][0]
+    text, told = choice["text"], choice["logprobs"]
+    places = told["text_offset"]
+    assert places == sorted(places) and places[-1] <= len(text)
+    for token, place in zip(told["tokens"], places, strict=True):
+        if "\ufffd" not in token and token not in ("<s>", "</s>"):
+            assert text[place:].startswith(token)
+    if not body.get("echo"):
+        chunks = [one["choices"][0] for one in events(client.post(TEXT, json=body | {"stream": True}))]
+        assert [place for one in chunks if one["logprobs"] for place in one["logprobs"]["text_offset"]] == places
+
+
 def test_log_probabilities(client, params):
     told = hsd_jax.decode(params, PROMPT, 8, logprobs=3, prompt_logprobs=3, speculate=False)
     chosen, best = told.logprobs[0].chosen, told.logprobs[0].values
@@ -186,6 +201,13 @@ def test_log_probabilities(client, params):
     assert np.allclose(one["token_logprobs"], chosen, atol=1e-4)
     assert "".join(one["tokens"]) == told.text[0]
     assert one["text_offset"] == np.cumsum([0, *map(len, one["tokens"])])[:-1].tolist()
+    check_places(client, params, body)
+    check_places(client, params, body | {"echo": True, "max_tokens": 0})
+    smile = params.tokenizer.encode("😀")[1:]
+    assert len(smile) > 1  # a character of several tokens
+    smiling = {"prompt": [*smile, *params.tokenizer.encode("hello")[1:]], "logit_bias": {str(t): 40 for t in smile}}
+    check_places(client, params, body | smiling | {"max_tokens": 12})
+    check_places(client, params, body | smiling | {"echo": True, "max_tokens": 3})
     assert np.allclose([sorted(top.values())[::-1][:3] for top in one["top_logprobs"]], best, atol=1e-4)
 
     echoed = client.post(TEXT, json=body | {"echo": True}).json()["choices"][0]["logprobs"]
@@ -540,6 +562,28 @@ def test_draining_ends_what_runs_and_refuses_what_comes(params):
     engine.close()
     with pytest.raises(Refused, match="closed"):
         engine.submit(Job([]))
+
+
+def test_a_server_that_compiles_can_be_closed(params):
+    engine, can_go = Engine(params, slots=1, plain_slots=0), threading.Event()
+    engine._warm = lambda: can_go.wait(60)
+    engine.start()
+    engine.drain(30)
+    engine.close()
+    assert engine.is_compiling
+    can_go.set()
+    wait_until(lambda: not engine.is_compiling)
+
+
+def test_signals_end_a_server_step_by_step():
+    asked, said = [], []
+    engine = SimpleNamespace(drain=asked.append, num_running=2, num_waiting=1)
+    server = _Server(uvicorn.Config(None), engine, 30.0, said.append)
+    for _ in range(2):
+        server.handle_exit(2, None)
+        assert server.should_exit and not server.force_exit
+    server.handle_exit(2, None)
+    assert asked == [30.0, 0.0] and server.force_exit and len(said) == 2 and "3 answers" in said[0]
 
 
 def test_draining_has_an_end(engine):
