@@ -14,11 +14,22 @@ import numpy as np
 
 from hsd_jax.host.distributed import check_same
 from hsd_jax.infer.loop import UNBOUNDED, Pace
-from hsd_jax.inputs import Prompt, with_defaults
+from hsd_jax.inputs import Prompt, check_params, with_defaults
 from hsd_jax.pair import Params
 from hsd_jax.planning.plan import Plan
 from hsd_jax.session import RequestStats, Session, Taken, TokenLogprobs, prepare
-from hsd_jax.settings import NEW_TOKENS, Processing, Samples, SamplingSettings, Settings, SpeculationSettings, records
+from hsd_jax.settings import (
+    NEW_TOKENS,
+    OF_SPECULATION,
+    OF_TEXT,
+    Processing,
+    Samples,
+    SamplingSettings,
+    Settings,
+    SpeculationSettings,
+    check_names,
+    records,
+)
 from hsd_jax.types import NO_TOKEN
 from hsd_jax.validation import Count, PerRow, take, takes
 
@@ -194,6 +205,8 @@ def stream(
 
 
 def _opened(params: Params, prompt: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> Session:
+    check_params(params)
+    check_names(settings, *OF_TEXT, *OF_SPECULATION, "n", "logits_processor")
     num, process = take(Count, settings.pop("n", 1), "n"), settings.pop("logits_processor", None)
     return prepare(params, prompt, *records(with_defaults(params, settings)), num, process)
 

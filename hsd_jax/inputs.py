@@ -65,6 +65,12 @@ ROW_HINTS = {name: hint for name, part in _PARTS.items() if (hint := row_hint(pa
 """The annotation of one row's value of each setting that rows have of their own."""
 
 
+def check_params(params: Any) -> None:
+    """Raises a ValueError for a name or a folder in place of the models."""
+    if not isinstance(params, Params):
+        raise ValueError(f"params={shown(params)}: expected what hsd_jax.load returns")
+
+
 def with_defaults(params: Params, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a call or a request, with those that it takes from the checkpoint, and `defaults` lists them."""
     if take(Literal["checkpoint"] | None, given.get("defaults"), "defaults") is None:

@@ -34,6 +34,7 @@ from hsd_jax.inputs import (
     Given,
     Prompt,
     Row,
+    check_params,
     given_of,
     needs_controls,
     num_logprobs,
@@ -51,6 +52,7 @@ from hsd_jax.planning.rates import rates_here
 from hsd_jax.prefixes import Block, Prefixes, resumed
 from hsd_jax.settings import (
     NEW_TOKENS,
+    OF_SPECULATION,
     OF_TEXT,
     Sampling,
     SamplingSettings,
@@ -78,6 +80,8 @@ STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 MOST_SLOTS = 4096
 PATIENCE, PATIENCE_OF_CALLS = 2, 16
 """How long a row with stop strings may go on after one: rounds of a session or stream, and tokens of `decode`."""
+SPAN = 128
+"""The most rounds of the first call of a loop. Later calls take a second or two: Ctrl-C ends none that runs."""
 PATIENCE_OF_PACKS = 1.0
 """The seconds for which fewer rows must have sufficed before rows move into a smaller state. A move makes new caches:
 0.4 s for SmolLM2, 8 slots of 4096 tokens and float32."""
@@ -265,6 +269,9 @@ class Session:
         prefix_tokens: int = 0,
         **settings: Unpack[SpeculationSettings],
     ):
+        check_params(params)
+        own = "slots", "max_len", "controls", "logits_processor", "packed", "prefix_tokens"
+        check_names(settings, *OF_SPECULATION, *own)
         take(int, slots, "slots", ge=1, le=MOST_SLOTS)
         take(Flag, controls, "controls")
         take(Flag, packed, "packed")
@@ -307,6 +314,8 @@ class Session:
         self.prefill_seconds = self.decode_seconds = 0.0
         """Wall time so far, compilations included. `prefill_seconds` covers prompts that are read together, as in
         `decode`. `decode_seconds` covers calls of the loop, and the chunks of prompts that are read during them."""
+        self._span = SPAN
+        """The most rounds of the next call of the loop."""
         self._num_rows, self._largest = num_rows, largest_capacity(setup.lookahead, self.max_len)
         """The number of rows of the state, one of `_sizes`, and the slots of its largest caches."""
         self._sizes = (num_rows,)
@@ -802,11 +811,13 @@ class Session:
                 raced, has_ended = self._race(self.setup.race, rounds)
                 rounds -= raced if rounds < UNBOUNDED else 0
             while rounds > 0 and self.num_running >= least_live and not (has_ended and rounds < UNBOUNDED):
-                now = min(rounds, most)
+                now, began = min(rounds, most, self._span), time.perf_counter()
                 self._call(now, least_live, self.setup.costs)
                 if reads:
                     self._read_chunk()
                 has_ended |= self._collect()
+                if now == self._span and jax.process_count() == 1:  # elsewhere clocks would differ
+                    self._span = _next_span(now, time.perf_counter() - began)
                 rounds -= now if rounds < UNBOUNDED else 0
         self.decode_seconds += time.perf_counter() - start
         return has_ended
@@ -1090,6 +1101,12 @@ def _stats_of(setup: Setup, state: DecodeState, slots: Sequence[int]) -> list[Re
         )
         for slot in slots
     ]
+
+
+def _next_span(span: int, seconds: float) -> int:
+    """The most rounds of the next call after one of `span` rounds. The seconds of the first one may hold a compilation,
+    so a span falls by half at most."""
+    return span * 2 if seconds < 0.7 else max(span // 2, 1) if seconds > 2 else span
 
 
 def _check_rows(setup: Setup, may_draft: bool, rows: Sequence[Row]) -> None:

@@ -8,6 +8,7 @@ needed to read this.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
@@ -272,7 +273,9 @@ OF_TEXT, OF_SPECULATION = (tuple(field.name for field in dataclasses.fields(kind
 def check_names(given: Iterable[Any], *allowed: str) -> None:
     """Raises a ValueError for the first name that is not allowed."""
     if wrong := [name for name in given if name not in allowed]:
-        raise ValueError(f"unknown key {shown(wrong[0])}; allowed are {', '.join(allowed)}")
+        near = difflib.get_close_matches(str(wrong[0]), allowed, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"unknown key {shown(wrong[0])}{meant}; allowed are {', '.join(allowed)}")
 
 
 def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:

@@ -22,6 +22,7 @@ from support.cases import cases
 
 import hsd_jax
 from hsd_jax import pair as pair_lib
+from hsd_jax import session as session_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.inputs import rows_of, sampling_arrays, with_defaults
@@ -566,7 +567,7 @@ BAD_CALLS = {  # the wrong arguments, and a word of the error
     "draw": ({"draw": "beam"}, "'arbitrary', 'independent', 'without_replacement'"),
     "illegal pair": ({"accept": "recursive", "draw": "arbitrary"}, "independent, without_replacement"),
     "sampled tree too full": ({"accept": "recursive", "tree": hsd_jax.TreeConfig(9, depth=3, width=2)}, "nodes=9"),
-    "unknown name": ({"minp": 0.1}, "'minp'; allowed are max_new_tokens, temperature"),
+    "unknown name": ({"minp": 0.1}, "'minp' (did you mean min_p?); allowed are max_new_tokens, temperature"),
     "special tokens without text": ({"skip_special_tokens": False}, "skip_special_tokens=False: the checkpoint has no"),
     "special tokens": ({"skip_special_tokens": None}, "skip_special_tokens=None"),
     "defaults": ({"defaults": {"top_k": 3}}, "defaults={'top_k': 3}: should be 'checkpoint'"),
@@ -583,6 +584,35 @@ def test_bad_calls_are_refused(params, name):
     with pytest.raises(ValueError) as error:
         hsd_jax.decode(params, **({"prompt": ONE, "max_new_tokens": 4} | arguments))
     assert word in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+def test_what_is_no_call(params):
+    with pytest.raises(ValueError, match=r"params='demo': expected what hsd_jax\.load returns"):
+        hsd_jax.decode("demo", ONE, 4)
+    with pytest.raises(ValueError, match=r"'slot' \(did you mean slots\?\); allowed are .*max_len"):
+        hsd_jax.Session(params, slot=8)
+    with pytest.raises(ValueError, match=r"as in jax\.jit"):
+        jax.jit(lambda: hsd_jax.decode(params, ONE, 4).tokens)()
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_long_call_returns_now_and_then(params, monkeypatch, speculate):
+    """So Ctrl-C ends it in a second or two. The text does not depend on that."""
+    whole = hsd_jax.decode(params, ONE, 30, speculate=speculate, eos=())
+    rounds, call = [], session_lib.Session._call
+    monkeypatch.setattr(session_lib, "SPAN", 2)
+    monkeypatch.setattr(session_lib, "_next_span", lambda span, seconds: span + 1)
+    monkeypatch.setattr(
+        session_lib.Session, "_call", lambda self, num, *rest: (rounds.append(num), call(self, num, *rest))
+    )
+    parted = hsd_jax.decode(params, ONE, 30, speculate=speculate, eos=())
+    assert parted.tokens.tolist() == whole.tokens.tolist() and parted.stats.tau == whole.stats.tau
+    assert rounds == list(range(2, 2 + len(rounds))) and len(rounds) > 2
+
+
+def test_how_many_rounds_a_call_has():
+    assert [session_lib._next_span(128, seconds) for seconds in (0.1, 1.0, 5.0)] == [256, 128, 64]
+    assert session_lib._next_span(1, 5.0) == 1
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * 17, 5, [5], b"a", None, "\ud800", {"a": 1}])

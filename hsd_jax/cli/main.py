@@ -42,12 +42,15 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands. Imports no jax."""
     import argparse
 
+    from hsd_jax.host.files import own_version
+
     parser = argparse.ArgumentParser(
         prog="hsd",
         description="Decode language models faster without changing a word: hidden-state speculative decoding in JAX.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"hsd_jax {own_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         importlib.import_module(f"hsd_jax.cli.{name}").add_parser(commands)
@@ -71,7 +74,11 @@ def _run(argv: list[str]) -> int:
         _check_streams()
         from hsd_jax.host.compilation import use_setting
 
-        args = build_parser().parse_args(argv)
+        parser = build_parser()
+        if not argv:
+            parser.print_help()
+            return ERROR
+        args = parser.parse_args(argv)
         args.command_line = " ".join(["hsd", *argv]).encode("utf-8", "replace").decode()  # for results, which are UTF-8
         warnings.showwarning = _show_warning
         use_setting()

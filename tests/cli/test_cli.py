@@ -55,6 +55,11 @@ def test_help_does_not_wait_for_jax():
     assert all(f"usage: hsd {command}".rstrip() in done.stdout for command in commands)
 
 
+def test_hsd_alone_shows_its_help_and_the_version_is_known(capsys):
+    assert hsd() == 2 and "hsd [-h]" in capsys.readouterr().out
+    assert hsd("--version") == 0 and capsys.readouterr().out.startswith("hsd_jax ")
+
+
 @pytest.mark.parametrize(
     ("kind", "key"),
     [
