@@ -28,7 +28,7 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     path.write_text("two\n")
     assert serve.read_key(path) == "two", "the option comes before the environment"
     path.write_text("\n")
-    with pytest.raises(ValueError, match="the file is empty"):
+    with pytest.raises(ValueError, match="expected one line with the key"):
         serve.read_key(path)
 
 
