@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 REFUSED = {
     "jax_enable_x64": (True, "hsd_jax computes in 32 bits", False),
@@ -19,7 +20,7 @@ REFUSED = {
 
 def check_jax_settings() -> None:
     """Raises a ValueError if jax has a setting of REFUSED, or traces. It names the setting and how to change it."""
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
+    if isinstance(jnp.zeros(()), Tracer):
         raise ValueError("called while jax traces, as in jax.jit: hsd_jax compiles its own programs; call it outside")
     for name, (refused, why, allowed) in REFUSED.items():
         if getattr(jax.config, name) == refused:
