@@ -20,8 +20,8 @@ REFUSED = {
 
 def check_jax_settings() -> None:
     """Raises a ValueError if jax has a setting of REFUSED, or traces. It names the setting and how to change it."""
-    if isinstance(jnp.zeros(()), Tracer):
-        raise ValueError("called while jax traces, as in jax.jit: hsd_jax compiles its own programs; call it outside")
     for name, (refused, why, allowed) in REFUSED.items():
         if getattr(jax.config, name) == refused:
             raise ValueError(f"{name}={refused!r}: {why}; set it, or {name.upper()}, to {allowed!r}")
+    if isinstance(jnp.zeros(()), Tracer):
+        raise ValueError("called while jax traces, as in jax.jit: hsd_jax compiles its own programs; call it outside")

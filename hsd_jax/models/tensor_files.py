@@ -23,10 +23,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hsd_jax.config import ModelConfig
 from hsd_jax.host import sharding
 from hsd_jax.host.files import replacing, write_json
 from hsd_jax.models.placement import HERE, Placement, all_finite, assemble
+from hsd_jax.models.target import init_target
 from hsd_jax.types import Weights
 from hsd_jax.validation import shown
 
@@ -203,7 +203,7 @@ def specs_of(init: Init, config: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
     The layers of a target have equal shapes, so one of them is traced.
     """
-    is_target = isinstance(config, ModelConfig)
+    is_target = init is init_target
     traced = dataclasses.replace(config, num_layers=1, layer_types=()) if is_target else config
     tree = dict(jax.eval_shape(lambda: init(jax.random.key(0), traced)))
     if is_target:
