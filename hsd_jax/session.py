@@ -81,7 +81,8 @@ MOST_SLOTS = 4096
 PATIENCE, PATIENCE_OF_CALLS = 2, 16
 """How long a row with stop strings may go on after one: rounds of a session or stream, and tokens of `decode`."""
 SPAN = 128
-"""The most rounds of the first call of a loop. Later calls take a second or two: Ctrl-C ends none that runs."""
+"""The most rounds of the first call of a loop, and in several processes of every call. Later ones take a second or two:
+Ctrl-C ends none that runs."""
 PATIENCE_OF_PACKS = 1.0
 """The seconds for which fewer rows must have sufficed before rows move into a smaller state. A move makes new caches:
 0.4 s for SmolLM2, 8 slots of 4096 tokens and float32."""
@@ -815,9 +816,11 @@ class Session:
                 self._call(now, least_live, self.setup.costs)
                 if reads:
                     self._read_chunk()
-                has_ended |= self._collect()
-                if now == self._span and jax.process_count() == 1:  # elsewhere clocks would differ
-                    self._span = _next_span(now, time.perf_counter() - began)
+                is_cut, seconds = self._collect(), time.perf_counter() - began
+                has_ended |= is_cut
+                # Clocks of processes differ. A call that a row ended may have run fewer rounds.
+                if now == self._span and jax.process_count() == 1 and not (is_cut and seconds < 2):
+                    self._span = _next_span(now, seconds)
                 rounds -= now if rounds < UNBOUNDED else 0
         self.decode_seconds += time.perf_counter() - start
         return has_ended

@@ -85,12 +85,13 @@ def _object(path: Path) -> dict[str, Any]:
 def _special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that the files name, as `bos_token`, `eos_token` and others. Templates read them."""
     settings, older = _object(folder / _SETTINGS), _object(folder / _TOKENS_MAP)
-    found = {}
+    found = dict[str, str]()
     for file in (older, settings) if "added_tokens_decoder" in settings else (settings, older):  # the last one decides
         more = file.get("extra_special_tokens")
         named = {name: one for name, one in file.items() if name.endswith("_token")}
         for name, one in (named | (more if isinstance(more, dict) else {})).items():
             text = one.get("content") if isinstance(one, dict) else one
+            found.pop(name, None)  # null is no token
             found |= {name: text} if isinstance(text, str) else {}
     return found
 
@@ -411,7 +412,8 @@ class Tokenizer:
     def _sample(self, *roles: str, is_open: bool = True, answer: str = "Yes.") -> str:
         """A short conversation as the template writes it; empty if the template refuses it, or if there is none."""
         try:
-            return self.render([{"role": x, "content": "Now?" if x == "user" else answer} for x in roles], is_open)
+            messages = [{"role": x, "content": "Now?" if x == "user" else answer} for x in roles]
+            return self._render(messages, None if self.template else [], add_generation_prompt=is_open)
         except ValueError:
             return ""
 

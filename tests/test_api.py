@@ -610,6 +610,16 @@ def test_a_long_call_returns_now_and_then(params, monkeypatch, speculate):
     assert rounds == list(range(2, 2 + len(rounds))) and len(rounds) > 2
 
 
+def test_a_call_that_a_row_ends_says_nothing_of_the_next_one(params):
+    """Else a session of short answers would come to calls that Ctrl-C cannot end."""
+    with hsd_jax.Session(params, slots=1, speculate=False) as session:
+        for _ in range(3):
+            slot = session.admit([1, 2], 3, eos=())
+            session.step()
+            session.take(slot)
+        assert session._span == session_lib.SPAN
+
+
 def test_how_many_rounds_a_call_has():
     assert [session_lib._next_span(128, seconds) for seconds in (0.1, 1.0, 5.0)] == [256, 128, 64]
     assert session_lib._next_span(1, 5.0) == 1

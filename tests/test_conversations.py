@@ -246,10 +246,11 @@ def test_conversations_with_tools_may_have_a_template_of_their_own(tmp_path):
 
 def test_a_template_for_tools_alone(tmp_path):
     folder = chat.write_tokenizer(tmp_path, None)
-    alone = {"chat_template": [{"name": "tool_use", "template": "t{{ tools }}"}]}
+    alone = {"chat_template": [{"name": "tool_use", "template": "t{{ tools }}" + chat.CHATML}]}
     (folder / "tokenizer_config.json").write_text(json.dumps(alone))
     tokenizer = Tokenizer.find(folder)
-    assert tokenizer.decode(tokenizer.encode_chat([HI], tools=[{}])) == "t[{}]"
+    assert tokenizer.decode(tokenizer.encode_chat([HI], tools=[{}])).startswith("t[{}]")
+    assert [tokenizer.raw.id_to_token(token) for token in tokenizer.turn_ends] == ["<|im_end|>"]
     with pytest.raises(ValueError, match="no chat template without tools"):
         tokenizer.encode_chat([HI])
 

@@ -245,14 +245,22 @@ def test_a_chat_template_that_is_no_text(tmp_path, wrong):
         Tokenizer.find(folder)
 
 
-@pytest.mark.parametrize(("settings", "bos"), [({}, "<a>"), ({"added_tokens_decoder": {}}, "<b>")])
-def test_special_tokens_of_templates_as_transformers_reads_them(tmp_path, settings, bos):
+@pytest.mark.parametrize(
+    ("settings", "older", "bos"),
+    [
+        ({}, "<a>", {"bos_token": "<a>"}),
+        ({}, None, {}),
+        ({"added_tokens_decoder": {}}, "<a>", {"bos_token": "<b>"}),
+        ({"added_tokens_decoder": {}, "bos_token": None}, "<a>", {}),
+    ],
+)
+def test_special_tokens_of_templates_as_transformers_reads_them(tmp_path, settings, older, bos):
     folder = write_bpe(tmp_path)
     extra = {"image_token": "<img>", "of_a_kind": {"content": "<k>"}, "no_text": 3}
-    settings = {**settings, "bos_token": "<b>", "extra_special_tokens": extra}
+    settings = {"bos_token": "<b>", **settings, "extra_special_tokens": extra}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<a>", "extra_special_tokens": ["<x>"]}))
-    assert Tokenizer.find(folder).special == {"bos_token": bos, "image_token": "<img>", "of_a_kind": "<k>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": older, "extra_special_tokens": ["<x>"]}))
+    assert Tokenizer.find(folder).special == {**bos, "image_token": "<img>", "of_a_kind": "<k>"}
 
 
 def test_a_text_that_begins_with_the_start_token_gets_no_second_one(tmp_path):

@@ -59,11 +59,13 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
 
 
 def use_setting() -> None:
-    """As `compilation_cache`, so that the second `hsd demo` does not compile."""
+    """As `compilation_cache`, so that the second `hsd demo` does not compile. "off" changes no setting of jax."""
+    setting = os.environ.get(VARIABLE, "")
     try:
-        compilation_cache()
+        if not is_off(setting):
+            compilation_cache()
     except OSError:
-        if os.environ.get(VARIABLE):  # else the user did not ask for a cache, and its absence is no error
+        if setting:  # else the user did not ask for a cache, and its absence is no error
             raise
 
 

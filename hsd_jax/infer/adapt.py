@@ -64,9 +64,9 @@ def _control(state: DecodeState) -> Control:
     return state.control
 
 
-def is_waiting(state: DecodeState, costs: Costs) -> Bool[Array, ""]:
-    """Whether the next round is plain."""
-    drafts, has_to_wait = _drafts(state, costs), _most(_control(state).wait, ~state.done) > 0
+def is_waiting(state: DecodeState, costs: Costs, num_rounds: Array | int = 0) -> Bool[Array, ""]:
+    """Whether the next round is plain, after `num_rounds` plain ones that `Control.wait` does not know of."""
+    drafts, has_to_wait = _drafts(state, costs), _most(_control(state).wait, ~state.done) > num_rounds
     return (drafts == Drafts.NEVER) | ((drafts == Drafts.IF_THEY_PAY) & has_to_wait)
 
 

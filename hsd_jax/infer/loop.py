@@ -279,7 +279,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter, process: Proces
             return goes_on(*carry) & ~adapt.is_waiting(carry[1], costs)
 
         def waits(done_rounds: Array, num: Array, state: DecodeState) -> Array:
-            return goes_on(done_rounds + num, state) & adapt.is_waiting(state, costs)
+            return goes_on(done_rounds + num, state) & adapt.is_waiting(state, costs, num)
 
         def body(carry):
             num_done, state = lax.while_loop(drafts_pay, round_of, carry)

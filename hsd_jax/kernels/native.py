@@ -223,13 +223,13 @@ def available(isa: str | None = None) -> bool:
 def _fault(isa: str) -> str:
     """Builds and registers the kernels. Returns why that fails and what would help, or an empty text."""
     builder = compiler()
-    if builder is None:
-        return "no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)"
     if isa == AMX and not _grants_tiles():  # its first tile would end the process
         return f"Linux does not let this process use the tile unit; set {ISA_VARIABLE} to another level"
     try:
         loaded = _load(builder, isa)
         handlers = {name: getattr(loaded, "Hsd" + name.title().replace("_", "")) for name in KERNELS}
+    except LookupError:
+        return "no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)"
     except subprocess.CalledProcessError as error:
         text = (error.stderr or b"").decode(errors="replace")
         said = " ".join(text.split())[:200] or f"it exits with {error.returncode}"
@@ -262,13 +262,14 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
-def _load(compiler: str, isa: str) -> ctypes.CDLL:
+def _load(compiler: str | None, isa: str) -> ctypes.CDLL:
     """The compiled library of an instruction set, from this user's cache, else from a temporary folder.
 
     The temporary folder is not asked for unless the cache is read-only, full or no place for programs. If neither can
-    be used, the error says what is wrong with the cache.
+    be used, the error says what is wrong with the cache. Raises a LookupError if it has to be compiled, and no compiler
+    is there.
     """
-    name, failures = library_name(isa, compiler), []
+    name, failures = library_name(isa), []
     for place in (home_cache, own_temporary_folder):
         try:
             library = place() / name
@@ -281,16 +282,18 @@ def _load(compiler: str, isa: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def library_name(isa: str, compiler: str | None) -> str:
-    """The file name of the library that this compiler makes of these sources for this machine and this jax."""
+def library_name(isa: str) -> str:
+    """The file name of the library of these sources for this machine and this jax."""
     cpu = [line for name, line in cpu_lines().items() if name in ("model name", "flags")]
     sources = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    identity = "\n".join([*sources, compiler or "", *FLAGS, *compiler_flags(isa), jax.__version__, *cpu])
+    identity = "\n".join([*sources, *FLAGS, *compiler_flags(isa), jax.__version__, *cpu])
     return f"native-{isa}-{sha256(identity)[:16]}.so"
 
 
-def _build(compiler: str, isa: str, library: Path) -> None:
+def _build(compiler: str | None, isa: str, library: Path) -> None:
     """Compiles into a temporary folder and moves the whole library: loading a truncated one would end the process."""
+    if compiler is None:
+        raise LookupError("no compiler")
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "native.so"

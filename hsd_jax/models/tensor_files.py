@@ -233,7 +233,7 @@ def matched(
     Raises a ValueError unless `stored` has exactly the weights of `init`, in the right shapes and dtypes.
     """
     num_layers = getattr(config, "num_layers", 1)
-    if len(stored) < num_layers:  # before every layer is traced to find the missing tensors
+    if len(stored) < num_layers:  # before the specs of so many are made
         raise ValueError(f"{where}: {num_layers} layers, but only {len(stored)} tensors")
     specs = specs_of(init, config)
     names = {path: named(path) for path in specs}

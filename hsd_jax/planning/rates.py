@@ -224,7 +224,7 @@ def _computing(kernel: int8.Kernel) -> Callable[[], float]:
 
 def kept_path(isa: str) -> Path | None:
     """The file of the rates of this processor with these kernels; None if rates are not kept."""
-    kernels = native.library_name(isa, native.compiler())
+    kernels = native.library_name(isa)
     return kept_file(FOLDER_VARIABLE, "rates", MeasuredRates, device_name(), kernels)
 
 

@@ -284,10 +284,12 @@ def _spellings_of(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int,
         own, spaced = (tuple(tokenizer.raw.encode(text, add_special_tokens=False).ids) for text in texts)
         if not own:
             raise Refused(400, "bad_words: an empty word", "bad_words")
-        if (num := max(len(own), len(spaced))) > LONGEST_BAD_WORD:
+        # White space alone would become a space, which nobody has forbidden.
+        kept = [own] if spaced[-len(own) :] == own or not word.strip() else [own, spaced]
+        if (num := max(map(len, kept))) > LONGEST_BAD_WORD:
             what = f"{shown(word)} has {num} tokens; allowed are up to {LONGEST_BAD_WORD}"
             raise Refused(400, f"bad_words: {what}", "bad_words")
-        found += [own] if spaced[-len(own) :] == own else [own, spaced]
+        found += kept
     if (num := sum(len(one) > 1 for one in found)) > MOST_BAD_WORDS:
         what = f"{len(words)} words are {num} sequences of tokens, those after a space included"
         raise Refused(400, f"bad_words: {what}; allowed are up to {MOST_BAD_WORDS}", "bad_words")

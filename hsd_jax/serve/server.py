@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -32,8 +33,9 @@ class _Server(uvicorn.Server):
             self.force_exit = True
         else:
             num = self._engine.num_running + self._engine.num_waiting
-            self._say(f"ending: {num} answers get {seconds:g} s; another signal ends the server sooner")
             self._engine.drain(seconds)
+            with contextlib.suppress(OSError):  # nobody may read stderr any more: `hsd serve 2>&1 | tee log`
+                self._say(f"ending: {num} answers get {seconds:g} s; another signal ends the server sooner")
 
 
 def serve(app: Any, engine: Engine, host: str, port: int, drain_seconds: float, say: Callable[[str], None]) -> int:

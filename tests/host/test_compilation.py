@@ -54,6 +54,18 @@ def test_programs_go_when_they_take_half_of_the_maps_that_others_leave(process, 
         assert process.num_cleared == wanted
 
 
+@pytest.mark.parametrize(("setting", "kept"), [("off", True), ("", False)])
+def test_the_command_line_keeps_a_cache_that_the_user_gave_jax(monkeypatch, tmp_path, setting, kept):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("HSD_CACHE", setting)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        compilation.use_setting()
+        assert (jax.config.jax_compilation_cache_dir == before) == kept
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_a_call_and_a_session_make_room_first(process):
     compile_one()
     process.maps(51)

@@ -19,6 +19,7 @@ from support import calls, setups, toy
 from support.cases import cases
 
 import hsd_jax
+from hsd_jax import session
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import chains
 from hsd_jax.infer.round import make_step, root_of
@@ -222,3 +223,16 @@ def test_the_option_of_a_call():
     ):
         with pytest.raises(ValueError, match=wrong):
             hsd_jax.decode(params, [5], **call | {"adaptive": True} | options)
+
+
+def test_texts_and_passes_do_not_depend_on_where_calls_of_the_loop_end(monkeypatch):
+    """Which the clock decides. Here a call may end between plain rounds."""
+    monkeypatch.setattr(session, "_next_span", lambda span, seconds: span)
+
+    def texts(span):
+        monkeypatch.setattr(session, "SPAN", span)
+        how = {"accept": "recursive", "temperature": 1.0, "tree": setups.CHAIN_OF_4, "adaptive": True}
+        out = hsd_jax.decode(setups.params_of("small_lm"), [5, 6, 7], 240, **how, seed=3, eos=())
+        return out.tokens.tolist(), out.stats.num_target_passes
+
+    assert texts(7) == texts(1024)

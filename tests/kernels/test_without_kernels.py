@@ -49,8 +49,9 @@ def below_a_file(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
 
 
-def test_kernels_go_to_the_cache(builds, tmp_path):
+def test_kernels_go_to_the_cache_and_need_no_compiler_again(builds, monkeypatch, tmp_path):
     [library] = builds()
+    monkeypatch.setattr(native, "compiler", lambda: None)
     assert library.parent == tmp_path / "home" / "hsd_jax"
     assert not list((tmp_path / "tmp").iterdir())
     (tmp_path / "tmp").rmdir()  # a container may have no place for temporary files

@@ -47,7 +47,7 @@ def test_the_first_use_measures_and_all_others_read(folder, measured, capsys):
 
 def test_other_kernels_have_rates_of_their_own(folder, measured, monkeypatch):
     before = rates.kept_path(ISA)
-    monkeypatch.setattr(native, "library_name", lambda isa, compiler: f"{isa}-of-another-version.so")
+    monkeypatch.setattr(native, "library_name", lambda isa: f"{isa}-of-another-version.so")
     assert len({before, rates.kept_path(ISA), rates.kept_path(native.OFF)}) == 3
 
 

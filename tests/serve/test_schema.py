@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import hsd_jax
 
@@ -17,6 +18,7 @@ from hsd_jax.serve import schema
 from hsd_jax.serve.engine import Job, Refused
 from hsd_jax.serve.schema import Chat, Completion, Limits
 from hsd_jax.session import RequestStats, Taken
+from hsd_jax.tokenizer import Tokenizer
 
 TALK = [{"role": "user", "content": "Hello."}]
 NEEDED = {Chat: {"messages": TALK}, Completion: {"prompt": "Hello."}}
@@ -218,6 +220,16 @@ def test_bad_words_have_the_spellings_with_a_space(params):
     words = row(params, Completion, bad_words=["taxi"]).asked.bad_words
     texts = {params.tokenizer.decode(list(word)) for word in words}
     assert texts <= {"taxi", " taxi"} and texts
+    [newline] = row(params, Completion, bad_words=["\n"]).asked.bad_words
+    assert params.tokenizer.decode(list(newline)) == "\n", "a space is not forbidden"
+
+
+def test_a_bad_word_may_be_longer_after_a_space_if_its_own_tokens_end_it():
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE({" ": 0, "1": 1}, []))
+    found = schema._spellings_of(Tokenizer(raw, ""), ["1" * schema.LONGEST_BAD_WORD])
+    assert found == [(1,) * schema.LONGEST_BAD_WORD]
+    with pytest.raises(Refused, match="has 9 tokens"):
+        schema._spellings_of(Tokenizer(raw, ""), ["1" * 9])
 
 
 def test_bytes_of_tokens(params):

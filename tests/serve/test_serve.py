@@ -586,6 +586,20 @@ def test_signals_end_a_server_step_by_step():
     assert asked == [30.0, 0.0] and server.force_exit and len(said) == 2 and "3 answers" in said[0]
 
 
+def test_a_signal_ends_a_server_whose_messages_nobody_reads():
+    """As of `hsd serve 2>&1 | tee log`."""
+    asked = []
+
+    def say(text: str) -> None:
+        raise BrokenPipeError
+
+    engine = SimpleNamespace(drain=asked.append, num_running=0, num_waiting=0)
+    server = _Server(uvicorn.Config(None), engine, 30.0, say)
+    for _ in range(2):
+        server.handle_exit(2, None)
+    assert asked == [30.0, 0.0]
+
+
 def test_draining_has_an_end(engine):
     other = Engine(engine.params, slots=3)
     other._warm = lambda: None
