@@ -80,12 +80,11 @@ def main() -> None:
         import jax
 
         from hsd_jax import decode, load
-        from hsd_jax.measure.speeds import parse_tree
 
         jax.config.update("jax_enable_compilation_cache", False)  # a program of the cache is not dumped
         params, seen = load(args.target, dtype=args.dtype), set()
         for name in args.trees:
-            how = {"speculate": False} if name == "plain" else {"tree": parse_tree(name)}
+            how = {"speculate": False} if name == "plain" else {"tree": name}
 
             def run(how=how):
                 return decode(params, PROMPT, args.new_tokens, temperature=args.temperature, eos=(), **how)

@@ -267,7 +267,6 @@ class HsdJax:
 
         import hsd_jax
         from hsd_jax import pair as pair_lib
-        from hsd_jax.measure.speeds import parse_tree
 
         self.config, self.methods, self.loaded = config, {}, {}
         for method in config["methods"]:
@@ -286,7 +285,7 @@ class HsdJax:
             elif method["tree"] is None:
                 tree = pair_lib.default_tree(self.loaded[dtype, drafter].drafter_config)
             else:
-                tree = parse_tree(method["tree"])
+                tree = hsd_jax.TreeConfig.parse(method["tree"])
             shown = "" if drafter is None or tree is None else f" {tree.name}"
             # If float32 is the fastest dtype, both dtypes give the same method.
             self.methods[f"{method['name']}{shown} {dtype}"] = dtype, drafter, tree

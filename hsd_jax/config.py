@@ -11,7 +11,7 @@ import math
 import operator
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hsd_jax import validation
 from hsd_jax.validation import Count, Number, OneOf, Positive, PositiveShare, Whole
@@ -276,6 +276,18 @@ class TreeConfig:
             raise ValueError(f"TreeConfig.nodes={self.nodes}: depth and width allow at most {available}")
 
     @classmethod
+    def parse(cls, name: str) -> TreeConfig:
+        """The tree of a `name`. Raises a ValueError if there is none."""
+        text = name.strip()
+        by = "." if "." in text else "x"
+        numbers = text.removesuffix(".").split(by)
+        if not all(n.isdigit() for n in numbers) or (by == "x" and len(numbers) != 3):
+            allowed = "NODESxDEPTHxWIDTH, for example 8x5x3, and a branching, as in 3.2.1"
+            raise ValueError(f"tree={validation.shown(name)}: allowed are {allowed}")
+        counts = tuple(map(int, numbers))
+        return cls(branching=counts) if by == "." else cls(counts[0], counts[1], counts[2])
+
+    @classmethod
     def chain(cls, depth: int) -> TreeConfig:
         """The tree that is a single path of `depth` draft tokens."""
         return cls(depth + 1, depth, 1)
@@ -287,7 +299,7 @@ class TreeConfig:
 
     @property
     def name(self) -> str:
-        """The shape as the command line writes it: nodes x depth x width, as in "8x5x2", or a branching, as in "3.2.1"
+        """The shape as a text: nodes x depth x width, as in "8x5x2", or a branching, as in "3.2.1"
         or "3."."""
         if self.branching is not None:
             return ".".join(map(str, self.branching)) + "." * (self.depth == 1)
@@ -326,6 +338,12 @@ class TreeConfig:
 def most_nodes(depth: int, width: int) -> int:
     """Nodes of the largest tree of this depth and width, the root included."""
     return 1 + width + (depth - 1) * width**2
+
+
+Tree = Annotated[
+    TreeConfig | str, BeforeValidator(lambda tree: TreeConfig.parse(tree) if isinstance(tree, str) else tree)
+]
+"""A tree, or its name, which becomes the tree."""
 
 
 @validation.dataclass

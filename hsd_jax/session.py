@@ -420,6 +420,8 @@ class Session:
 
     def _queue(self, row: Row) -> int:
         """Lets a row wait for its prompt to be read and for a slot. Returns its handle."""
+        if self._reading is not None and self._reading.given.sampling.controls is None and needs_controls([row]):
+            row = dataclasses.replace(row, tokens=list(row.tokens))  # what is read has no room for its controls
         tokenizer, handle = self.params.tokenizer, next(self._handles)
         how = row.tokens, row.asked.skip_special_tokens
         detokenizer = None if tokenizer is None else IncrementalDecoder(tokenizer, *how)
@@ -663,7 +665,8 @@ class Session:
             width, lengths = chunk // self._together, [len(one.row.tokens) for one in found]
             if _num_chunks(lengths, width) >= sum(_num_chunks([length], chunk) for length in lengths):
                 found, width = found[:1], None
-        if needs_controls(request.row for request in found):
+        shared = {id(request.row.tokens) for request in found}
+        if needs_controls(one.row for one in self._waiting if id(one.row.tokens) in shared):
             self._allow_controls()
         several, alone = self._together, sharding_lib.rows_multiple(self.params.mesh)  # further rows fill a mesh
         longest = max(len(request.row.tokens) for request in found)

@@ -22,7 +22,7 @@ from hsd_jax.config import (
     FeatureLayer,
     Precision,
     Quantized,
-    TreeConfig,
+    Tree,
 )
 from hsd_jax.validation import (
     AtLeastTwo,
@@ -187,11 +187,12 @@ class SpeculationSettings(TypedDict, total=False):
     The other rules draw another text from the same distribution, or from another distribution with `lossy`.
     """
 
-    tree: Annotated[TreeConfig | None, Default(None)]
-    """Shape of the draft tree. All its nodes are then verified in every round. None: `params.tree`. If that is None
-    too, the fastest plan for this number of rows and these lengths and temperatures is chosen. That plan may be plain
-    decoding. `stats.plan` names it. In a chosen tree only the drafts that pay are verified. If none pays, the call
-    continues without drafts and tries them again later."""
+    tree: Annotated[Tree | None, Default(None)]
+    """Shape of the draft tree, also as a text: "8x5x3" has 8 nodes, depth 5 and width 3. All its nodes are then
+    verified in every round. None: `params.tree`. If that is None too, the fastest plan for this number of rows and
+    these lengths and temperatures is chosen. That plan may be plain decoding. `stats.plan` names it. In a chosen
+    tree only the drafts that pay are verified. If none pays, the call continues without drafts and tries them again
+    later."""
     accept: Annotated[Rule, Default(AUTO)]
     """Rule that judges drafts. "auto" means "match". Drawn trees may use "recursive", "optimal" and "kseq"; drawn
     chains also "block_verification" (methods.md 6)."""
@@ -328,7 +329,7 @@ class LoadSettings(TypedDict, total=False):
     8 bits where the CPU kernels run. No text depends on that."""
     mesh: Annotated[str | Mesh | None, Field(title="SPEC"), Default(None)]
     """Devices, for example "data=2,model=4": rows are split over data, weights over model (default: one device)."""
-    tree: Annotated[TreeConfig | None, Default(None)]
+    tree: Annotated[Tree | None, Default(None)]
     """Draft tree of every `decode` that is given none. None: each call chooses its tree (`planning/plan.py`)."""
     parse_special: Annotated[bool, Default(False)]
     """Whether control tokens that a message of a conversation spells out, such as "<|im_end|>", are read as control

@@ -645,7 +645,7 @@ BAD_LOADS = {
     "precision": ({"precision": "half"}, "'fast' or 'exact'"),
     "dtype": ({"dtype": "float16"}, "float32, bfloat16"),
     "max_len large": ({"max_len": 4096}, "2048"),
-    "tree": ({"tree": "8x5x2"}, "tree"),
+    "tree": ({"tree": "8x5"}, "tree"),
     "mesh too large": ({"mesh": "data=8,model=8"}, "64 devices"),
 }
 

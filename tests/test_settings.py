@@ -13,7 +13,7 @@ from support.recipes import TARGET_VALUES
 
 from hsd_jax import validation
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.settings import Speculation
+from hsd_jax.settings import Loading, Speculation
 from hsd_jax.train.distill import DistillRecipe
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.pretrain import TargetRecipe
@@ -36,6 +36,8 @@ def recipe_of(values: dict) -> DrafterRecipe:
         (lambda: Speculation(speculate=1), "speculate=1"),
         (lambda: ModelConfig(vocab_size=8, **(MODEL | {"num_layers": 0})), r"ModelConfig\.num_layers=0.*1"),
         (lambda: Speculation(adaptive="yes"), r"adaptive='yes': .*boolean"),
+        (lambda: Speculation(tree="8x5"), r"tree='8x5': allowed are NODESxDEPTHxWIDTH"),
+        (lambda: Speculation(tree=8), r"tree=8: .*TreeConfig"),
         (lambda: recipe_of({"train": {"learning-rate": 1}}), r"r\.yaml: train: .*'learning-rate'"),
         (lambda: recipe_of({"train": CIRCLE}), r"r\.yaml: .*Circular"),
     ],
@@ -43,6 +45,10 @@ def recipe_of(values: dict) -> DrafterRecipe:
 def test_an_error_has_the_bound_and_the_key(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_a_tree_may_be_a_text():
+    assert Speculation(tree="8x4x2").tree == Loading(tree=TreeConfig(8, 4, 2)).tree == TreeConfig(8, 4, 2)
 
 
 def test_bools_of_numpy_are_bools():

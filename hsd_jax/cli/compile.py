@@ -281,14 +281,13 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.drafters.method import DraftedFor
     from hsd_jax.drafters.published import described, is_published
     from hsd_jax.host.sharding import rows_multiple
-    from hsd_jax.measure.speeds import parse_tree
     from hsd_jax.models.checkpoint import find
     from hsd_jax.pair import check_drafts, default_tree
     from hsd_jax.setup import CAPACITY_UNIT, rows_bucket
     from hsd_jax.train.loop import LoopConfig
 
     devices, target = parse_devices(args.device), read_target(args.target)
-    tree = parse_tree(args.tree) if args.tree else CHAIN
+    tree = TreeConfig.parse(args.tree) if args.tree else CHAIN
     drafter, asked = usual_drafter(target, tree.depth), args.what or list(PROGRAMS)
     if args.drafter is not None:
         folder = find(args.drafter, check=check_drafts).path

@@ -130,8 +130,8 @@ def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
     return log_share(control.accepted, control.predicted, costs.first_trust)
 
 
-def stop_rule(state: DecodeState, costs: Costs) -> Stop | None:
-    """The condition under which chains end early. None if they do not.
+def stop_rule(state: DecodeState, costs: Costs, num_nodes: int) -> Stop | None:
+    """The condition under which chains of at most `num_nodes` nodes end early. None if they do not.
 
     A further level costs a pass of the drafter and one node per row. It must promise as many tokens as the rounds so
     far gave in that time.
@@ -139,7 +139,7 @@ def stop_rule(state: DecodeState, costs: Costs) -> Stop | None:
     if costs.level_seconds is None:
         return None
     live = ~state.done
-    num_live, num_nodes = jnp.sum(live), (costs.pass_seconds.shape[0] - 1) // len(live)  # of a full tree
+    num_live = jnp.sum(live)
     some = jnp.maximum(num_live, 1)
     # One more node, averaged over trees of 1 to `num_nodes` nodes in every unfinished row.
     all_of_them = costs.pass_seconds[some * num_nodes] - costs.pass_seconds[some]

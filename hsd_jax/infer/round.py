@@ -66,7 +66,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule, process: 
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
 
-        stop = None if costs is None else adapt.stop_rule(state, costs)
+        stop = None if costs is None else adapt.stop_rule(state, costs, drafter.max_depth + 1)
         # What is learned has seen rejected drafts. If it decides how long a chain is, the chain must not share their
         # noise.
         keys_are_per_round = is_drawn and (rule.judges_jointly or costs is not None)

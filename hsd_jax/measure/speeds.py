@@ -100,20 +100,9 @@ class Runs:
         return [sum(self.num_tokens(name)) / sum(batches) for batches in self.seconds[name]]
 
 
-def parse_tree(text: str) -> TreeConfig:
-    """A tree from a text: nodes x depth x width, as in "8x5x3", or a branching, as in "3.2.1" ("3." for one level)."""
-    text = text.strip()
-    by = "." if "." in text else "x"
-    numbers = text.removesuffix(".").split(by)
-    if not all(n.isdigit() for n in numbers) or (by == "x" and len(numbers) != 3):
-        raise ValueError(f"tree {text!r} is not NODESxDEPTHxWIDTH, for example 8x5x3, nor a branching, as in 3.2.1")
-    counts = tuple(map(int, numbers))
-    return TreeConfig(branching=counts) if by == "." else TreeConfig(counts[0], counts[1], counts[2])
-
-
 def parse_trees(text: str) -> list[TreeConfig]:
     """Trees from a list such as "8x5x3,16x6x4,3.2.1"."""
-    return [parse_tree(part) for part in text.split(",")]
+    return [TreeConfig.parse(part) for part in text.split(",")]
 
 
 def time_modes(

@@ -16,7 +16,7 @@ from support import toy
 from hsd_jax import validation
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa import static_tree
-from hsd_jax.measure.speeds import parse_tree, parse_trees
+from hsd_jax.measure.speeds import parse_trees
 from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, SamplingParams
 
 VOCAB = 7
@@ -35,13 +35,14 @@ def test_the_shape_is_counted(branching):
     assert config.level_widths() == tuple(layout.depths.count(depth + 1) for depth in range(config.depth))
     inner = [layout.depths[node] for node, count in enumerate(children) if count]
     assert config.most_expanded == max(inner.count(depth) for depth in range(config.depth))
-    assert parse_tree(config.name) == config and hash(config) == hash(parse_tree(config.name))
+    assert TreeConfig.parse(config.name) == config and hash(config) == hash(TreeConfig.parse(config.name))
     assert validation.read(TreeConfig, json.loads(json.dumps(dataclasses.asdict(config))), "record") == config
     assert dataclasses.replace(config) == config
 
 
 def test_names_of_both_kinds():
-    assert parse_trees("8x5x3, 3.2.1,4.") == [TreeConfig(8, 5, 3), TreeConfig(branching=(3, 2, 1)), parse_tree("4.")]
+    wanted = [TreeConfig(8, 5, 3), TreeConfig(branching=(3, 2, 1)), TreeConfig(branching=(4,))]
+    assert parse_trees("8x5x3, 3.2.1,4.") == wanted
     assert TreeConfig(branching=(3, 2, 1)).name == "3.2.1" and TreeConfig(branching=(4,)).name == "4."
     assert TreeConfig() == TreeConfig(8, 5, 3) and TreeConfig().branching is None
 
@@ -49,7 +50,7 @@ def test_names_of_both_kinds():
 @pytest.mark.parametrize("text", ["3.2.x", ".", "3..2", "-1.2", "8x5", "8x5x3.2", ""])
 def test_names_of_no_tree_are_refused(text):
     with pytest.raises(ValueError, match="branching"):
-        parse_tree(text)
+        TreeConfig.parse(text)
 
 
 # --- growing ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from hsd_jax.lab.bench.presets import PRESETS
 from hsd_jax.lab.bench.prompts import RunOptions
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.measure.pearl import pearl
-from hsd_jax.measure.speeds import HOW, TEXT, Mode, parse_tree
+from hsd_jax.measure.speeds import HOW, TEXT, Mode
 from hsd_jax.measure.stack import stacked
 from hsd_jax.pair import ALPHA, Params, default_tree, rescore
 from hsd_jax.settings import Additions, SamplingSettings, Speculation, SpeculationSettings
@@ -119,7 +119,7 @@ def _mode(name: str, method: MethodOptions, found: Params) -> Mode:
     how, text = ({key: value for key, value in method.changes.items() if key in names} for names in (HOW, TEXT))
     if asked == CHOSEN and how:
         raise ValueError(f"tree: {CHOSEN}: `decode` chooses all settings; leave out {', '.join(how)}")
-    mode = Mode(name, found, Speculation(None if asked == CHOSEN else parse_tree(asked), **how), text)
+    mode = Mode(name, found, Speculation(None if asked == CHOSEN else asked, **how), text)
     mode.check()
     return mode
 
