@@ -137,9 +137,9 @@ def decode(
     """Continues prompts. Speculation changes the speed and not the text.
 
     The tokens of a row depend only on its prompt, its settings and its seed. They do not depend on the other rows or on
-    the tree, nor on whether the call speculates. This holds for greedy and for sampled text with the CPU kernels and in
-    exact precision (methods.md 1.7). Under rules other than `match`, sampled text also depends on the tree, but its
-    distribution is that of plain decoding.
+    the tree, nor on whether the call speculates. This holds for greedy and for sampled text with the CPU kernels, and
+    in exact precision unless two tokens nearly tie (methods.md 1.7). Under rules other than `match`, sampled text also
+    depends on the tree, but its distribution is that of plain decoding.
 
     jax compiles one program for each number of rows (a power of two), each size of the caches and each plan. The caches
     have 512 slots, or that times 4, 16, .., up to what `max_len` needs. The longest prompt with its `max_new_tokens`

@@ -218,7 +218,8 @@ class SpeculationSettings(TypedDict, total=False):
     adaptive: Annotated[Flag | None, Default(None)]
     """True: drafts that do not pay are left out of every tree that is not drawn, and chains of a small language model
     end early (methods.md 8.1). `stats.drafts` counts them. False: all nodes of every tree are verified. None: drafts
-    that do not pay are left out only if the tree was chosen."""
+    that do not pay are left out only if the tree was chosen. Under a rule that draws, True lets a sampled text depend
+    on the other rows and on the rates measured on this machine too; its distribution stays."""
 
 
 class Processing(TypedDict, total=False):

@@ -189,8 +189,7 @@ def set_up(
     if costs is None or decoder.drafter.follow is None or outcome is not None:
         race = None
     models = {"target": params.target, "drafter": None if drafting is None else params.drafter}
-    is_exact = own.isa != native.OFF or (params.precision == "exact" and params.mesh is None)
-    return Setup(decoder, models, costs, plan, drafting, race, is_exact, costs_after, is_refilled, make)
+    return Setup(decoder, models, costs, plan, drafting, race, own.isa != native.OFF, costs_after, is_refilled, make)
 
 
 def _plan(

@@ -27,7 +27,7 @@ import numpy as np
 import tokenizers
 
 from hsd_jax.host.deadline import within
-from hsd_jax.host.files import read_object, sha256, write_json, write_text
+from hsd_jax.host.files import read_object, read_text, sha256, write_json, write_text
 from hsd_jax.validation import shown
 
 Tokens = Sequence[int] | np.ndarray
@@ -62,7 +62,7 @@ def read_template(folder: Path, name: str = "default") -> str | None:
     """The chat template of a checkpoint folder, or its other one of the name "tool_use". None if it has none."""
     path = folder / ("chat_template.jinja" if name == "default" else _OF_TOOLS)
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     for file in (_SETTINGS, "chat_template.json"):
         found = _object(folder / file).get("chat_template")
         if isinstance(found, list):  # several templates, each with its name

@@ -630,6 +630,20 @@ def test_rows_that_share_a_prompt_have_limits_of_their_own(plain, limits):
             assert finish(session, handle)[0] == text_of(plain, tokens, num)
 
 
+def test_rows_that_share_a_prompt_have_settings_of_their_own(plain):
+    """Also those that come while the prompt is read."""
+    tokens, settings = [3] * 70, ({}, {"bad_words": tuple(range(12))}, {"logprobs": 2})
+    asked = [Sampling(max_new_tokens=6, eos=(), **own) for own in settings]
+    rows = [dataclasses.replace(row_of(plain, tokens, one, MAX_LEN), tokens=tokens) for one in asked]
+    with Session(plain, slots=8) as session:
+        handles = [session.admit_row(rows[0])]
+        session.step(1)
+        handles += [session.admit_row(row) for row in (*rows[1:], *rows)]
+        for handle, own in zip(handles, (settings[0], *settings[1:], *settings), strict=True):
+            wanted = hsd_jax.decode(plain, tokens, 6, eos=(), **own).tokens[0].tolist()
+            assert finish(session, handle)[0] == wanted
+
+
 @pytest.mark.skipif(not native.available(), reason="chunks of the kernels are shorter")
 def test_a_step_of_few_rounds_reads_together_what_takes_fewer_passes(monkeypatch, plain):
     """Of as many tokens: someone may wait for those of each round. A prompt that is cancelled on the way leaves the

@@ -105,7 +105,7 @@ def read_target(name: str) -> ModelConfig:
     """The configuration of a shipped name, or of a checkpoint (`models/checkpoint.py`)."""
     from hsd_jax.models.checkpoint import find
 
-    return find(CONFIGS / name if (CONFIGS / name).is_dir() else name).config
+    return find(CONFIGS / name if (CONFIGS / name).is_dir() else name, weights=False).config
 
 
 def usual_drafter(config: ModelConfig, depth: int) -> Any:

@@ -18,10 +18,9 @@ def add_parser(commands) -> None:
         run,
         "check that speculation changes no token",
         "Compare speculative with plain text, token for token: greedy, sampled and filtered. The report lists the\n"
-        "first difference of every row with the gap between the two best perturbed logits. Without a mesh, with the\n"
-        "CPU kernels or in exact precision, the exit status is 1 if there is any difference. docs/cli.md says which\n"
-        "differences are excused elsewhere. Rules other than match draw other sampled text of the same distribution,\n"
-        "which a chi-square test checks.",
+        "first difference of every row with the gap between the two best perturbed logits. With the CPU kernels the\n"
+        "exit status is 1 if there is any difference. docs/cli.md says which differences are excused elsewhere. Rules\n"
+        "other than match draw other sampled text of the same distribution, which a chi-square test checks.",
         """
 hsd identity --demo --prompts dev.jsonl --half report --precision exact
 hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype bfloat16

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -144,23 +145,31 @@ def _add_run_arguments(parser: argparse.ArgumentParser, needs_config: bool, out:
 def run_recipe(args: argparse.Namespace) -> int:
     """Trains a drafter or a target by a recipe."""
     from hsd_jax.host.sharding import TRAINING_AXES, make_mesh
+    from hsd_jax.train.manifest import newest_checkpoint
     from hsd_jax.train.run import recipe_of, train
 
     kind, asked = getattr(args, "model", None), options.record_of(args, Run)
     values = read_recipe(asked.config, [*asked.set, *([f"model.kind={kind}"] if kind else [])])
     model = values.get("model")
     recipe = recipe_of(args.kind, model.get("kind") if isinstance(model, dict) else None)
-    train(
-        options.source_of(args) if args.kind == "drafter" else args.tokenizer,
-        asked.data,
-        asked.out,
-        recipe.from_dict(values, asked.config or "--set"),
-        mesh=make_mesh(options.given(args, LoadSettings).get("mesh"), TRAINING_AXES),
-        report=options.say,
-        force=asked.force,
-        start_dir=asked.start,
-        skip_bad_lines=asked.skip_bad_lines,
-    )
+    where = ", ".join([*filter(None, [asked.config]), *(f"--set {change}" for change in asked.set)])
+    try:
+        train(
+            options.source_of(args) if args.kind == "drafter" else args.tokenizer,
+            asked.data,
+            asked.out,
+            recipe.from_dict(values, where or "--kind"),
+            mesh=make_mesh(options.given(args, LoadSettings).get("mesh"), TRAINING_AXES),
+            report=options.say,
+            force=asked.force,
+            start_dir=asked.start,
+            skip_bad_lines=asked.skip_bad_lines,
+        )
+    except KeyboardInterrupt:
+        step = newest_checkpoint(Path(asked.out))
+        place = "begins anew: there is no checkpoint yet" if step is None else f"goes on after step {step}"
+        options.say(f"\nstopped; the same command {place}")
+        raise
     return 0
 
 

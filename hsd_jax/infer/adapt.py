@@ -208,7 +208,8 @@ def round_seconds(drafted: DraftTree, kept: Bool[Array, "B N"], state: DecodeSta
     drafting = costs.draft_seconds[num_live]
     if costs.level_seconds is not None:
         num_levels = jnp.max(jnp.where(drafted.valid, drafted.depth, 0)).astype(jnp.float32)
-        drafting = costs.level_seconds[num_live] * num_levels
+        num_left_out = drafted.tokens.shape[1] - 1 - num_levels
+        drafting -= costs.level_seconds[num_live] * num_left_out  # the noise of all levels is drawn in any case
     return drafting + costs.pass_seconds[jnp.sum(counts)] + attending
 
 

@@ -17,7 +17,7 @@ ANSWER_SECONDS = 10.0
 """The time limit for the first answer of the hub. The library itself would wait for ever."""
 
 _SETTINGS = ("*.json", *TOKENIZER_FILES, *OLDER_FILES)
-_LEFT_OUT = ("*/*", "consolidated*", "model.*.safetensors", "adapter_model*")
+_LEFT_OUT = ("*/*.json", "*/*.safetensors", "consolidated*", "model.*.safetensors", "adapter_model*")
 """Folders, second copies of the weights (Mistral's, and of another dtype), and what is no model."""
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".jsonl", ".yaml", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

@@ -177,6 +177,12 @@ class DrafterRecipe(Recipe):
     eval: EvalConfig = EvalConfig()
     train: LoopConfig = LoopConfig()
 
+    def __post_init__(self):
+        try:
+            self.eval.tree(self.model.num_steps)
+        except ValueError as error:
+            raise ValueError(f"eval.nodes, eval.depth and eval.width: {error}") from error
+
 
 def drafter_config(
     model: DrafterModel, target: ModelConfig, target_hash: str = "", vocabulary_hash: str = ""
@@ -192,7 +198,10 @@ def drafter_config(
     }
     kind = DRAFTING_METHODS[model.kind].config
     own, layers = _names_of(kind), model.feature_layers
-    if not isinstance(layers, tuple):  # LOW_MID_HIGH
+    if not isinstance(layers, tuple):
+        if target.num_layers < 7:
+            what = f"the target has {target.num_layers} layers, allowed are 7 and more"
+            raise ValueError(f"model.feature_layers={layers}: {what}")
         layers = (2, target.num_layers // 2, target.num_layers - 3)
     config = kind(
         num_steps=model.num_steps,

@@ -19,9 +19,15 @@ from hsd_jax.host.files import read_json, sha256, write_json
 RECIPE, VERSIONS = "recipe.json", "versions"
 
 
+def newest_checkpoint(out: Path) -> int | None:
+    """The step of the newest complete checkpoint of a run. One that is being written has a longer name."""
+    names = (path.name for path in (out / "checkpoints").glob("[0-9]*"))
+    return max((int(name) for name in names if name.isdigit()), default=None)
+
+
 def has_checkpoints(out: Path) -> bool:
     """Whether a run in this folder has written its first checkpoint."""
-    return any((out / "checkpoints").glob("[0-9]*"))
+    return newest_checkpoint(out) is not None
 
 
 def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:

@@ -71,7 +71,8 @@ def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
         raise ValueError(f"{out}: expected a name that ends in .jsonl")
     if out.exists():  # if no line was written, stored settings do not matter
         usual = dataclasses.asdict(GenerateConfig())
-        manifest.check_claim(settings_path(out), settings, f"{out} was started with other settings", usual=usual)
+        what = f"{out} was started with other settings (go on with those, or choose another --out)"
+        manifest.check_claim(settings_path(out), settings, what, usual=usual)
 
 
 def lines_done(out: Path, jobs: Sequence[ResponseJob]) -> int:

@@ -40,7 +40,12 @@ class Checkpointer:
         """The newest checkpoint, in the shapes, dtypes and shardings of `like`, and its note."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), note=ocp.args.JsonRestore())
-        found = self._manager.restore(self.latest_step(), args=args)
+        step = self.latest_step()
+        try:
+            found = self._manager.restore(step, args=args)
+        except (ValueError, KeyError, TypeError) as error:
+            first = " ".join(str(error).split())[:200]
+            raise ValueError(f"{self.folder / str(step)}: no state of this recipe's model ({first})") from error
         return found["state"], found["note"]
 
     def close(self) -> None:

@@ -130,7 +130,8 @@ def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int
     ids = [*prompt, *response]
     tail = [] if ids[-1:] and ids[-1] in special else [eos]
     labels = np.full(len(ids) + len(tail), not on_responses)
-    labels[len(prompt) : len(ids)] = True
+    labels[len(prompt) :] = True
+    labels[len(ids) :] = False
     return [*ids, *tail], labels
 
 

@@ -81,8 +81,10 @@ def train(
     if mesh is not None:
         sharding.check_rows(mesh, loop.batch // loop.num_passes)
     asked: HeldOut | None = getattr(recipe, "eval", None)  # a target is evaluated by its loss only
-    with lock.held(out) if is_writer() else contextlib.nullcontext():
+    with lock.held(out) if is_writer() else contextlib.nullcontext(), contextlib.ExitStack() as unless_begun:
         task = TASKS[type(recipe)](recipe, out, source, start_dir, mesh, report)
+        unless_begun.callback(task.undo)
+        check_result(out, task.folder, start_dir)
         words = task.read_words(data_files, skip)
         found = data.read_rows(data_files, words, loop.length, loop.seed, task.reads.vocab_size, recipe.data, skip)
         rows, prompts = hold_out(found, asked, loop)
@@ -98,13 +100,25 @@ def train(
         if asked is not None and asked.every:
             evaluator = Evaluator(asked.every, task.scores(prompts), task.save)
         journal = Journal(out, loop.steps, loop.batch * loop.length, report, claims)
+        unless_begun.pop_all()
         params = fit(model, task.batches(rows), loop, journal, evaluator, mesh, stop_at)
-        if evaluator is None:
+        if evaluator is None or not task.folder.exists():
             task.save(params)
         wait_for_all(f"{task.folder} is written")
         task.close()
         report(f"wrote {task.folder}")
         return task.folder
+
+
+def check_result(out: Path, folder: Path, start_dir: str | Path | None) -> None:
+    """Raises a ValueError if the run would replace what no run in `out` has written, or the model that it starts
+    from."""
+    there = out / "config.json" if folder == out else folder
+    if there.exists() and not (out / manifest.RECIPE).is_file():
+        raise ValueError(f"{there}: exists, and no run in {out} has written it; choose another folder for the run")
+    is_start = start_dir is not None and Path(start_dir).resolve() == folder.resolve()
+    if is_start and not manifest.has_checkpoints(out):
+        raise ValueError(f"{start_dir}: the run would replace the model that it starts from; choose another folder")
 
 
 def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
@@ -124,6 +138,9 @@ def hold_out(rows: data.Rows, config: HeldOut | None, train: LoopConfig) -> tupl
         raise ValueError(f"{len(rows.tokens)} rows of text: fewer than one batch of {train.batch}{held_out}")
     if config is None or not count:
         return rows, []
-    prompts = beginnings(rows.take(slice(-count, None)), min(config.prompt_tokens, train.length))
+    most = min(config.prompt_tokens, train.length)
+    found = beginnings(rows.take(slice(-count, None)), most)
+    # A shorter one is a whole document, whose last token ends it: the target continues its first half.
+    prompts = [prompt if len(prompt) == most else prompt[: max(len(prompt) // 2, 2)] for prompt in found]
     used = rows.take(slice(None, -count - 1))  # a document may end in the first held-out row
     return dataclasses.replace(rows, **used), prompts

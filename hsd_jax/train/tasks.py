@@ -32,7 +32,7 @@ from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import weights_file
 from hsd_jax.pair import Params, check_loads
-from hsd_jax.tokenizer import TOKENIZER_FILES
+from hsd_jax.tokenizer import OLDER_FILES, TOKENIZER_FILES
 from hsd_jax.train import data, distill, drafter, frequent_tokens, manifest, pretrain
 from hsd_jax.train import features as features_lib
 from hsd_jax.train.journal import Report, line_of
@@ -70,6 +70,9 @@ class Task:
     def __post_init__(self):
         """Sets what is known before files are read, and raises errors that can be found then."""
 
+    def undo(self) -> None:
+        """Removes what a run wrote that is refused before it begins."""
+
     def batches(self, rows: data.Rows, features: Any = None) -> data.Batches:
         """The part of the run's batches that is on the devices of this process."""
         train, part = self.recipe.train, rows_here(self.mesh)
@@ -85,26 +88,33 @@ class TargetTask(Task):
     kind = "target"
 
     def __post_init__(self):
-        self.folder, self.reads = self.out, self.recipe.model
+        self.folder, self.reads, self.has_trained = self.out, self.recipe.model, False
+
+    def undo(self) -> None:
+        for name in TOKENIZER_FILES[: 2 if self.has_trained else 0]:
+            (self.out / name).unlink(missing_ok=True)
 
     def read_words(self, files: Sequence[str | Path], skip: Report | None) -> Checkpoint:
         """The tokenizer is that of `source`, else of `start_dir`, else of `out`. If `out` has none, it is trained."""
         vocab_size, source = self.recipe.vocab_size, self.start_dir if self.source is None else self.source
         if source is None:
             source = self.out
-            if is_writer() and not all((self.out / name).is_file() for name in TOKENIZER_FILES[:2]):
+            if is_writer() and not (self.out / TOKENIZER_FILES[0]).is_file():
                 self.report(f"training a tokenizer of {vocab_size} tokens")
+                self.has_trained = True
                 train_tokenizer(files, vocab_size, self.out, skip)
             wait_for_all("the tokenizer is there")
-        self.words = find(source)
+        self.words = find(source, weights=False)
         tokenizer, self.bos, self.eos = data.read_tokenizer(self.words)
         if (size := tokenizer.get_vocab_size()) > vocab_size:
             raise ValueError(f"vocab_size={vocab_size}: the tokenizer in {self.words} has {size} tokens")
+        self.report(f"tokenizer of {size} tokens in {self.words}")
         return self.words
 
     def open(self) -> dict[str, Any]:
         path = self.words.path
-        files = [path / TOKENIZER_FILES[0] if path.is_dir() else path]
+        names = [name for name in (TOKENIZER_FILES[0], *OLDER_FILES) if (path / name).is_file()]
+        files = [path / names[0] if path.is_dir() else path]
         about: dict[str, Any] = {"tokenizer": manifest.fingerprints(files)}
         self.start = None if self.start_dir is None else pretrain.grown_from(find(self.start_dir), self.reads)
         return about if self.start is None else about | {"start": convert.weights_hash(self.start)}
@@ -134,6 +144,10 @@ class TaughtTask(Task):
         self.words, self.folder = find(self.source), self.out / "drafter"
         self.reads, self.kept = self.words.config, {}  # `kept`: weights of the drafter that are not trained
         self.recipe.train.check_length(self.reads)
+        asked, most = self.recipe.eval, self.reads.max_position
+        if asked.every and asked.prompt_tokens + asked.max_new_tokens > most:
+            what = f"with eval.prompt_tokens={asked.prompt_tokens} more than the target's {most} positions"
+            raise ValueError(f"eval.max_new_tokens={asked.max_new_tokens}: {what}")
 
     def read_words(self, files: Sequence[str | Path], skip: Report | None) -> Checkpoint:
         """The target."""

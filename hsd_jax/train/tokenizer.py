@@ -38,7 +38,6 @@ def train_tokenizer(
     )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "tokenizer.json", tokenizer.to_str(pretty=True))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -47,4 +46,5 @@ def train_tokenizer(
         "chat_template": CHAT_TEMPLATE,
     }
     write_json(out / "tokenizer_config.json", settings)
+    write_text(out / "tokenizer.json", tokenizer.to_str(pretty=True))  # last: it says that both are there
     return tokenizer

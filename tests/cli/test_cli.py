@@ -307,6 +307,21 @@ def test_ctrl_c_ends_with_130(folders, monkeypatch, capsys):
     assert capsys.readouterr().err
 
 
+def test_ctrl_c_says_where_a_training_goes_on(folders, monkeypatch, capsys, tmp_path):
+    from hsd_jax.train import run
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train", interrupted)
+    (tmp_path / "checkpoints" / "14").mkdir(parents=True)
+    for out, said in ((tmp_path, "goes on after step 14"), (tmp_path / "new", "begins anew")):
+        assert hsd("train", "drafter", "--target", folders.target, "--data", folders.data, "--out", out) == 130
+        assert said in capsys.readouterr().err
+    hsd("train", "drafter", "--target", folders.target, "--data", folders.data, "--out", "o", "--set", "train.step=5")
+    assert "--set train.step=5: train: unknown key" in capsys.readouterr().err
+
+
 def test_the_demo_takes_the_bundled_pair_where_smollm2_is_not_installed(folders, monkeypatch, capsys):
     """A small pair stands in for it: that the bundled one says what plain decoding says is `test_both.py`'s."""
     from hsd_jax.models import checkpoint

@@ -233,3 +233,11 @@ def test_nothing_compiles_anew_where_drafts_stop_paying():
     for prices in PAYS.values():
         call.run(decoder, setup.models, costs=costs_for("path_chain", call, **prices))
     assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
+
+
+def test_the_price_of_a_level_does_not_depend_on_the_rows_of_the_state():
+    """A session packs its rows when the clock says so."""
+    table = dataclasses.replace(costs(8 * 5, 8), level_seconds=jnp.full(9, 0.25))
+    states = [state_of(adapt.first_control(rows, True), *range(1, rows)) for rows in (1, 4)]
+    prices = [adapt.stop_rule(state, table, 5).price.item() for state in states]
+    assert prices[0] == prices[1] > 0

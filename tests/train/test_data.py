@@ -209,6 +209,8 @@ def test_sampled_tokens_are_not_tokenised_again(tokenizer):
         rows = rows_of(tokenizer, [document], len(prompt) + 3, loss_on="responses")
         assert rows.tokens.tolist() == [[*prompt, *the, EOS]] and rows.num_tokens == len(prompt) + 4
         assert rows.mask.tolist() == [[False] * len(prompt) + [True] * 3 + [last]]
+        every = rows_of(tokenizer, [document], len(prompt) + 3)
+        assert every.mask.tolist() == [[False] + [True] * (len(prompt) + 2) + [last]]
     again = {k: v for k, v in ended.items() if "tokens" not in k}
     assert rows_of(tokenizer, [to_document(again, "-")], 3).tokens.tolist() != [[*prompt, *the, EOS]]
 

@@ -27,7 +27,7 @@ import hsd_jax
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.models.checkpoint import find
-from hsd_jax.train import data, drafter, journal, loop, pretrain, run
+from hsd_jax.train import data, drafter, journal, loop, manifest, pretrain, run
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -265,6 +265,8 @@ def test_a_folder_of_another_run_is_refused(files, finished, tmp_path):
         ({"train": dict(LOOP, length=1024)}, r"fewer than one (batch|row)"),
         ({"start_dir": "."}, r"drafter_config\.json"),
         ({"start_dir": "strange"}, r"0{12}"),
+        ({"eval": {"every": 2, "nodes": 3}}, r"eval\.nodes.*depth=\d: allowed are 1 to nodes - 1 = 2"),
+        ({"eval": {"every": 2, "max_new_tokens": 3000}}, r"eval\.max_new_tokens=3000: .*2048 positions"),
     ],
 )
 def test_runs_that_are_refused_leave_no_files(files, finished, tmp_path, change, message):
@@ -274,6 +276,47 @@ def test_runs_that_are_refused_leave_no_files(files, finished, tmp_path, change,
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train(files / "target", files, tmp_path / "out", drafter_recipe(**change), **how)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_refused_target_leaves_no_tokenizer(files, tmp_path):
+    """Else the next recipe would take it, whatever vocabulary it asks for."""
+    many = pretrain.TargetRecipe.from_dict(TARGET_VALUES | {"train": dict(LOOP, batch=4000)}, "recipe")
+    with pytest.raises(ValueError, match="4000"):
+        train(None, files, tmp_path / "out", many)
+    assert not [path.name for path in (tmp_path / "out").glob("*") if path.suffix == ".json"]
+
+
+def test_what_no_run_wrote_is_not_replaced(files, finished, tmp_path):
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "thesis.txt").touch()
+    shutil.copytree(files / "target", tmp_path / "target", ignore=shutil.ignore_patterns("recipe.json", "checkpoints"))
+    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    start = tmp_path / "run" / "drafter"
+    for source, out, recipe, how, said in (
+        (files / "target", tmp_path, drafter_recipe(), {}, "drafter: exists, and no run"),
+        (None, tmp_path / "target", pretrain.TargetRecipe.from_dict(TARGET_VALUES, "recipe"), {}, "exists, and no run"),
+        (files / "target", tmp_path / "run", drafter_recipe(), {"start_dir": start}, "would replace the model"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(source, files, out, recipe, **how)
+    assert (tmp_path / "drafter" / "thesis.txt").exists()
+
+
+def test_a_checkpoint_that_was_being_written_is_none(tmp_path):
+    assert manifest.newest_checkpoint(tmp_path) is None and not manifest.has_checkpoints(tmp_path)
+    for name in ("4", "10", "12.orbax-checkpoint-tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert manifest.newest_checkpoint(tmp_path) == 10
+
+
+def test_held_out_prompts_do_not_end_a_document():
+    """A short one is a whole document: the target goes on from its first half."""
+    tokens = np.array([[1, 5, 6, 7, 8, 2, 1, 5, 6, 7, 8, 9, 9]] * 6)
+    starts = np.array([[0] * 6 + [6] * 7] * 6)
+    rows = data.Rows(tokens, np.ones(tokens.shape, bool), 1, tokens.size, starts)
+    config = dataclasses.replace(drafter.DrafterRecipe().eval, prompts=4, prompt_tokens=8)
+    found = run.hold_out(rows, config, loop.LoopConfig(batch=1, length=12))[1]
+    assert found and all(2 not in prompt and len(prompt) >= 2 for prompt in found)
 
 
 def test_shipped_recipes_are_valid():
