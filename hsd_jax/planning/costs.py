@@ -24,7 +24,7 @@ from hsd_jax.planning.acceptance import expected_tokens
 from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
-FREE = 1.25
+FREE = 1.3
 """Nodes are free if a pass over all takes at most this many times as long as a pass over one."""
 
 
@@ -118,6 +118,12 @@ class CostModel:
         positions = rows * (1 if tree is None else tree.depth + 1)
         return positions * self.target.vocab_size * self.rates.noise_seconds
 
+    def tokens(self, tree: TreeConfig | None, profile: Sequence[float], is_sampled: bool) -> np.ndarray:
+        """Expected tokens of a round that verifies 1, 2, ... nodes of a tree; None: of a plain one."""
+        if tree is None:
+            return np.ones(1)
+        return expected_tokens(profile, method_of(self.drafter).planning.grown(self.drafter, tree), is_sampled)
+
     def predicted_speed(
         self, rows: int, filled: float, tree: TreeConfig | None, profile: Sequence[float], is_sampled: bool
     ) -> float:
@@ -128,8 +134,7 @@ class CostModel:
           tree: the largest tree; None: plain decoding.
           profile: acceptance probabilities by depth.
         """
-        grown = None if tree is None else method_of(self.drafter).planning.grown(self.drafter, tree)
-        tokens = np.ones(1) if grown is None else expected_tokens(profile, grown, is_sampled)
+        tokens = self.tokens(tree, profile, is_sampled)
         nodes = np.arange(1, len(tokens) + 1)
         computed = nodes if self.rates.skips_positions else np.full(len(nodes), 1 if tree is None else tree.nodes)
         seconds = self.target_pass(rows * computed) + rows * self.attention(nodes, filled)

@@ -31,10 +31,10 @@ cent on one kind of processor (docs/history.md). A race is as exact, and its pla
 are a little slower than those of plain decoding. Of many rows the slowest one decides, and texts unlike those of the
 profile take the gain away: eight greedy rows of the bundled pair got 1.1 on its dialogues and 0.92 on questions."""
 FEW_ROWS = 4
-EQUALLY_GOOD = 0.985
-"""Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the deepest one
-whose nodes are free (`CostModel.are_free`) is chosen, because a round can drop drafts that do not pay, but not add
-levels; of several that deep, the smallest."""
+EQUALLY_GOOD = 0.99
+"""Trees whose predicted speed is at least this fraction of the best one count as equally good. Of these the one is
+chosen that promises most tokens if all its nodes are verified, if those are free (`CostModel.are_free`): a round can
+drop drafts that do not pay, but add none."""
 WARM = 0.3
 """Calls with a temperature of at least WARM are planned as sampled calls, the others as greedy ones."""
 AVERAGE_FILL = 1 / 4
@@ -132,7 +132,7 @@ def best_plan(
     speeds = {tree: speed(tree) for tree in trees}
     best = max(trees, key=speeds.__getitem__)
     good = [tree for tree in trees if speeds[tree] >= EQUALLY_GOOD * speeds[best] and model.are_free(rows, tree.nodes)]
-    best = max([best, *good], key=lambda tree: (tree.depth, speeds[tree]))
+    best = max([best, *good], key=lambda tree: model.tokens(tree, likely, is_sampled)[-1])
     gain = speeds[best] / speed(None)
     how = "sampled" if is_sampled else "greedy"
     what = f"{rows} {how} row{'s' if rows > 1 else ''}, up to {slots} slots"

@@ -31,6 +31,8 @@ class Predicted:
     def are_free(self, rows, nodes):
         return rows == 1
 
+    tokens = CostModel.tokens
+
     def predicted_speed(self, rows, filled, tree, profile, is_sampled):
         return 1.0 if tree is None else self.gains[tree.depth - 1] if tree.width == 1 else self.wide
 
@@ -50,7 +52,7 @@ def test_a_tree_of_32_nodes_is_chosen_where_nodes_are_free_and_drafts_often_fail
 @pytest.mark.parametrize(
     "rows, gains, depth",
     [
-        (1, (1.3, 1.5, 1.49), 3),  # equally good: the deepest
+        (1, (1.3, 1.5, 1.49), 3),  # equally good: that of more tokens
         (1, (1.3, 1.5, 1.47), 2),  # the fastest
         (2, (1.3, 1.5, 1.49), 2),  # the same, because more nodes cost more here
         (1, (1.055, 1.0, 1.0), 1),
@@ -60,16 +62,17 @@ def test_a_tree_of_32_nodes_is_chosen_where_nodes_are_free_and_drafts_often_fail
         (8, (1.11, 1.0, 1.0), 1),
     ],
 )
-def test_the_deepest_good_tree_is_taken_if_it_promises_enough(rows, gains, depth):
+def test_the_good_tree_of_most_tokens_is_taken_if_it_gains_enough(rows, gains, depth):
     found = plan.best_plan(Predicted(gains), rows, 512, False)
     assert (None if found.tree is None else found.tree.depth) == depth
     assert found.is_adaptive == (found.tree is not None)
 
 
-@pytest.mark.parametrize("wide", [1.48, 1.495])
-def test_of_equally_deep_good_trees_the_fastest_is_taken(wide):
-    tree = plan.best_plan(Predicted((1.3, 1.5, 1.49), wide), 1, 512, False).tree
-    assert (tree.depth, tree.width > 1) == (3, wide > 1.49)
+@pytest.mark.parametrize("wide", [1.48, 1.49])
+def test_a_wide_tree_that_is_as_good_as_a_deep_one_is_taken(wide):
+    """It promises more tokens where the drafter is wrong."""
+    tree = plan.best_plan(Predicted((1.3, 1.5, 1.495), wide), 1, 512, False).tree
+    assert (tree.depth, tree.width > 1) == (3, wide > 1.485)
 
 
 def test_a_race_decides_where_the_model_promises_little(monkeypatch, tmp_path):
