@@ -232,7 +232,8 @@ def make_stages(
 ) -> list[tuple[int, Loss]]:
     """The losses of `loss.stages` for `loop.fit`, each with its last step. The arguments are those of `make_loss`.
 
-    A stage with fewer depths trains the weights of the first depths and does not change the others.
+    A stage with fewer depths trains the weights of the first depths; the others only decay
+    (`train.weight_decay`).
     """
 
     def of_stage(stage: Stage) -> Loss:

@@ -43,7 +43,7 @@ class FeatureConfig:
     """Section `features` of a recipe."""
 
     cache: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of the cache; None: features are computed in every step."""
+    """Folder of the cache, from the working directory; None: features are computed in every step."""
     dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
     """Dtype of the numbers on disk: bfloat16, float32 or float16."""
     products: Annotated[str, OneOf(PRODUCTS)] | None = None
@@ -113,7 +113,7 @@ def open_features(
     """
     if config.cache is None:
         return None
-    folder, num, weights = Path(config.cache), len(rows.tokens), target.target
+    folder, num, weights = Path(config.cache).expanduser(), len(rows.tokens), target.target
     layout = _Layout(
         target=target_hash,
         weights_dtype=weights["embedding"].dtype.name,

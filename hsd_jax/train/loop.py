@@ -44,8 +44,9 @@ class LoopConfig:
     batch: Count = 8
     """Rows per optimizer step."""
     micro_batch: Count | None = None
-    """Rows per pass. Gradients are averaged over the passes of a step. None: the whole batch at once. On CPU one or two
-    rows are fastest, because activations stay in the cache."""
+    """Rows per pass. Gradients are averaged over the passes of a step; in a target's training and in distillation each
+    pass counts alike, however few labels it has. None: the whole batch at once. On CPU one or two rows are fastest,
+    because activations stay in the cache."""
     length: AtLeastTwo = 512
     """Tokens per row."""
     learning_rate: NotNegative = 2e-3
