@@ -26,10 +26,10 @@ PROMPTS = ["The weather today", "Once upon a time there was", "To cook rice, fir
 def work(target: str, temperature: float, tree: str | None) -> None:
     """Runs the call that each line of stdin describes and prints its seconds."""
     import hsd_jax
-    from hsd_jax.measure.speeds import parse_tree
+    from hsd_jax.measure.speeds import parse_trees
 
     params = hsd_jax.load(target)
-    how = {} if tree is None else {"speculate": False} if tree == "plain" else {"tree": parse_tree(tree)}
+    how = {} if tree is None else {"speculate": False} if tree == "plain" else {"tree": parse_trees(tree)[0]}
     print("ready", flush=True)
     for line in sys.stdin:
         rows, new = json.loads(line)

@@ -299,8 +299,7 @@ class TreeConfig:
 
     @property
     def name(self) -> str:
-        """The shape as a text: nodes x depth x width, as in "8x5x2", or a branching, as in "3.2.1"
-        or "3."."""
+        """The shape as a text: nodes x depth x width, as in "8x5x2", or a branching, as in "3.2.1" or "3."."""
         if self.branching is not None:
             return ".".join(map(str, self.branching)) + "." * (self.depth == 1)
         return f"{self.nodes}x{self.depth}x{self.width}"

@@ -325,7 +325,7 @@ class Session:
         """The `time.perf_counter()` at which so many rows were last needed."""
         # Further rows of a pass cost nothing only where kernels skip them, and change nothing only where products have
         # the same bits for any number of rows.
-        self._is_free = setup.is_exact and params.mesh is None and not setup.is_apart
+        self._is_free = setup.is_exact and not setup.is_apart
         """Whether programs of any number of rows may run a row."""
         self._together = min(2 ** max((slots // 2).bit_length() - 1, 0), MOST_TOGETHER if self._is_free else 1)
         """The number of prompts that are read together: a power of two, at most half the slots."""
@@ -819,11 +819,10 @@ class Session:
                 self._call(now, least_live, self.setup.costs)
                 if reads:
                     self._read_chunk()
-                is_cut, seconds = self._collect(), time.perf_counter() - began
-                has_ended |= is_cut
-                # Clocks of processes differ. A call that a row ended may have run fewer rounds.
-                if now == self._span and jax.process_count() == 1 and not (is_cut and seconds < 2):
-                    self._span = _next_span(now, seconds)
+                has_ended |= (is_cut := self._collect())
+                if now == self._span and jax.process_count() == 1:  # elsewhere clocks would differ
+                    span = _next_span(now, time.perf_counter() - began)
+                    self._span = min(span, now) if is_cut else span  # a call that a row ended may have run fewer rounds
                 rounds -= now if rounds < UNBOUNDED else 0
         self.decode_seconds += time.perf_counter() - start
         return has_ended

@@ -630,16 +630,19 @@ def test_rows_that_share_a_prompt_have_limits_of_their_own(plain, limits):
             assert finish(session, handle)[0] == text_of(plain, tokens, num)
 
 
-def test_rows_that_share_a_prompt_have_settings_of_their_own(plain):
+@pytest.mark.parametrize("num_first", [1, 3])
+def test_rows_that_share_a_prompt_have_settings_of_their_own(plain, num_first):
     """Also those that come while the prompt is read."""
     tokens, settings = [3] * 70, ({}, {"bad_words": tuple(range(12))}, {"logprobs": 2})
     asked = [Sampling(max_new_tokens=6, eos=(), **own) for own in settings]
     rows = [dataclasses.replace(row_of(plain, tokens, one, MAX_LEN), tokens=tokens) for one in asked]
     with Session(plain, slots=8) as session:
-        handles = [session.admit_row(rows[0])]
+        session.admit([5, 6], 30, eos=())  # beside it prompts are read in chunks
         session.step(1)
-        handles += [session.admit_row(row) for row in (*rows[1:], *rows)]
-        for handle, own in zip(handles, (settings[0], *settings[1:], *settings), strict=True):
+        handles = [session.admit_row(row) for row in rows[:num_first]]
+        session.step(1)  # reads a part of the prompt
+        handles += [session.admit_row(row) for row in rows[num_first:]]
+        for handle, own in zip(handles, settings, strict=True):
             wanted = hsd_jax.decode(plain, tokens, 6, eos=(), **own).tokens[0].tolist()
             assert finish(session, handle)[0] == wanted
 

@@ -35,8 +35,8 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
     process had no memory map left (`make_room`).
 
     Args:
-      where: a folder; True for what HSD_CACHE names ("off": none), and where it is not set for the folder of this
-        user; False for none. Each kind of CPU has programs of its own.
+      where: a folder; True for what HSD_CACHE names ("off": no setting of jax is changed), and where it is not set for
+        the folder of this user; False for none. Each kind of CPU has programs of its own.
     Returns:
       The folder, or None. An OSError if it is not writable.
     """
@@ -45,7 +45,9 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
     if not isinstance(where, (bool, str, Path)) or where == "":
         raise ValueError(f"compilation_cache({where!r}): allowed are True, False and a folder")
     if where is True and (setting := os.environ.get(VARIABLE, "")):
-        where = setting if not is_off(setting) else False
+        if is_off(setting):
+            return None
+        where = setting
     if where is False:
         jax.config.update("jax_compilation_cache_dir", None)
         return None
@@ -59,13 +61,11 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
 
 
 def use_setting() -> None:
-    """As `compilation_cache`, so that the second `hsd demo` does not compile. "off" changes no setting of jax."""
-    setting = os.environ.get(VARIABLE, "")
+    """As `compilation_cache`, so that the second `hsd demo` does not compile."""
     try:
-        if not is_off(setting):
-            compilation_cache()
+        compilation_cache()
     except OSError:
-        if setting:  # else the user did not ask for a cache, and its absence is no error
+        if os.environ.get(VARIABLE):  # else the user did not ask for a cache, and its absence is no error
             raise
 
 

@@ -228,7 +228,7 @@ def _fault(isa: str) -> str:
     try:
         loaded = _load(builder, isa)
         handlers = {name: getattr(loaded, "Hsd" + name.title().replace("_", "")) for name in KERNELS}
-    except LookupError:
+    except NoCompilerError:
         return "no C++ compiler was found; install g++ or clang++ (as in `apt-get install g++`)"
     except subprocess.CalledProcessError as error:
         text = (error.stderr or b"").decode(errors="replace")
@@ -262,12 +262,15 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
+class NoCompilerError(Exception):
+    """The kernels have to be compiled, and there is no compiler."""
+
+
 def _load(compiler: str | None, isa: str) -> ctypes.CDLL:
     """The compiled library of an instruction set, from this user's cache, else from a temporary folder.
 
     The temporary folder is not asked for unless the cache is read-only, full or no place for programs. If neither can
-    be used, the error says what is wrong with the cache. Raises a LookupError if it has to be compiled, and no compiler
-    is there.
+    be used, the error says what is wrong with the cache.
     """
     name, failures = library_name(isa), []
     for place in (home_cache, own_temporary_folder):
@@ -293,7 +296,7 @@ def library_name(isa: str) -> str:
 def _build(compiler: str | None, isa: str, library: Path) -> None:
     """Compiles into a temporary folder and moves the whole library: loading a truncated one would end the process."""
     if compiler is None:
-        raise LookupError("no compiler")
+        raise NoCompilerError
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "native.so"

@@ -129,10 +129,7 @@ def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int
     prompt, response = tokens
     ids = [*prompt, *response]
     tail = [] if ids[-1:] and ids[-1] in special else [eos]
-    labels = np.full(len(ids) + len(tail), not on_responses)
-    labels[len(prompt) :] = True
-    labels[len(ids) :] = False
-    return [*ids, *tail], labels
+    return [*ids, *tail], np.repeat([not on_responses, True, False], [len(prompt), len(response), len(tail)])
 
 
 def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list[int]) -> str:

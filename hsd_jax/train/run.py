@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from hsd_jax import validation
 from hsd_jax.host import lock, sharding
-from hsd_jax.host.distributed import check_mesh, check_same, wait_for_all
+from hsd_jax.host.distributed import check_mesh, check_same, of_first, wait_for_all
 from hsd_jax.host.files import is_writer
 from hsd_jax.host.jax_settings import check_jax_settings
 from hsd_jax.models.checkpoint import Source
@@ -102,7 +102,7 @@ def train(
         journal = Journal(out, loop.steps, loop.batch * loop.length, report, claims)
         unless_begun.pop_all()
         params = fit(model, task.batches(rows), loop, journal, evaluator, mesh, stop_at)
-        if evaluator is None or not task.folder.exists():
+        if evaluator is None or not of_first(task.folder.exists()):
             task.save(params)
         wait_for_all(f"{task.folder} is written")
         task.close()

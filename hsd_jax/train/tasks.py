@@ -91,8 +91,9 @@ class TargetTask(Task):
         self.folder, self.reads, self.has_trained = self.out, self.recipe.model, False
 
     def undo(self) -> None:
-        for name in TOKENIZER_FILES[: 2 if self.has_trained else 0]:
-            (self.out / name).unlink(missing_ok=True)
+        if self.has_trained:
+            for name in TOKENIZER_FILES[:2]:
+                (self.out / name).unlink(missing_ok=True)
 
     def read_words(self, files: Sequence[str | Path], skip: Report | None) -> Checkpoint:
         """The tokenizer is that of `source`, else of `start_dir`, else of `out`. If `out` has none, it is trained."""

@@ -27,7 +27,7 @@ import hsd_jax
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.method import DraftedFor
 from hsd_jax.models.checkpoint import find
-from hsd_jax.train import data, drafter, journal, loop, manifest, pretrain, run
+from hsd_jax.train import data, drafter, journal, loop, manifest, pretrain, resume, run
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -309,10 +309,18 @@ def test_a_checkpoint_that_was_being_written_is_none(tmp_path):
     assert manifest.newest_checkpoint(tmp_path) == 10
 
 
+def test_a_checkpoint_of_another_model_is_named(tmp_path):
+    checkpoints = resume.Checkpointer(tmp_path)
+    checkpoints.save(3, {"kernel": jnp.zeros((2, 2))}, {"data": 1})
+    with pytest.raises(ValueError, match=r"3: no state of this recipe's model"):
+        checkpoints.restore({"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(2)})
+    checkpoints.close()
+
+
 def test_held_out_prompts_do_not_end_a_document():
     """A short one is a whole document: the target goes on from its first half."""
-    tokens = np.array([[1, 5, 6, 7, 8, 2, 1, 5, 6, 7, 8, 9, 9]] * 6)
-    starts = np.array([[0] * 6 + [6] * 7] * 6)
+    tokens = np.array([[1, 5, 6, 7, 8, 9, 2, 1, 5, 6, 7, 8, 9]] * 6)
+    starts = np.array([[0] * 7 + [7] * 6] * 6)
     rows = data.Rows(tokens, np.ones(tokens.shape, bool), 1, tokens.size, starts)
     config = dataclasses.replace(drafter.DrafterRecipe().eval, prompts=4, prompt_tokens=8)
     found = run.hold_out(rows, config, loop.LoopConfig(batch=1, length=12))[1]
